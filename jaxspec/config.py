@@ -1,0 +1,214 @@
+"""The frozen settings, in parts, checked when built."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+Variant = Literal["greedy", "sampled", "full"]
+"""What a program's sampling can do: argmax only, with temperature, with top-k and top-p too.
+
+A richer one gives the rows that do not need it the same tokens, so a step runs the richest that any
+of its rows needs, and no row notices its neighbours.
+"""
+VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "full")
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The sizes that shape compiled programs; everything the scheduler plans rounds up to them.
+
+    `decode_rows` and `prefill_tokens` ascend; the last of each is the most a step can hold. What is
+    not compared limits the scheduler alone: engines that differ in it share their programs.
+    """
+
+    max_num_seqs: int  # rows of the batch state
+    max_model_len: int  # tokens of a request, prompt and output
+    page_size: int  # tokens of a KV page
+    num_pages: int = dataclasses.field(compare=False)  # of the pool, the null page counted in
+    num_drafts: int  # K, 0 is plain decoding
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    max_prefill_seqs: int = 4  # prompts a step can advance
+    # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
+    max_num_batched_tokens: int = dataclasses.field(default=512, compare=False)
+    long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check every size."""
+        _positive(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+            max_prefill_seqs=self.max_prefill_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
+        )
+        if not 0 <= self.num_drafts <= 8:
+            raise ValueError(
+                f"num_speculative_tokens must be 0 to 8, got {self.num_drafts}: a verify step is "
+                "at most 9 tokens wide."
+            )
+        for name in ("decode_rows", "prefill_tokens"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f"{name} buckets must ascend from at least 1, got {sizes}.")
+        if self.decode_rows[-1] != self.max_num_seqs:
+            raise ValueError(
+                f"The largest decode bucket must hold every row: max_num_seqs="
+                f"{self.max_num_seqs}, buckets {self.decode_rows}. Add it to them."
+            )
+        if self.max_num_batched_tokens <= self.max_num_seqs * (1 + self.num_drafts):
+            raise ValueError(
+                f"A step must have room for every row's verify and some prompt: "
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed max_num_seqs * "
+                f"(1 + num_speculative_tokens) = {self.max_num_seqs * (1 + self.num_drafts)}."
+            )
+        if self.max_model_len < 2:
+            raise ValueError("max_model_len must be at least 2: one token in, one out.")
+
+    @property
+    def width(self) -> int:
+        """Tokens of a decode row: the last token and the drafts."""
+        return 1 + self.num_drafts
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Pages a request of `max_model_len` tokens fills: the width of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_slots(self) -> int:
+        """Request slots of every pool: one a row, and the null slot."""
+        return self.max_num_seqs + 1
+
+    @property
+    def max_new_rows(self) -> int:
+        """Requests that may enter the batch in one step."""
+        return min(self.max_num_seqs, max(8, self.max_prefill_seqs))
+
+    def prefill_seqs(self, prefill_tokens: int) -> int:
+        """Prompt chunks that a region of `prefill_tokens` tokens may hold."""
+        return min(self.max_prefill_seqs, self.max_num_seqs, prefill_tokens)
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every (decode rows, prefill tokens) that gets compiled.
+
+        Steps with a prompt in them take the smallest or the largest rectangle: prompts are rare,
+        and each further shape costs a compilation.
+        """
+        mixed_rows = sorted({self.decode_rows[0], self.decode_rows[-1]})
+        return [(rows, 0) for rows in self.decode_rows] + [
+            (rows, tokens) for tokens in self.prefill_tokens for rows in mixed_rows
+        ]
+
+    def round_up(self, num_decode: int, num_prefill_tokens: int) -> tuple[int, int]:
+        """The smallest compiled shape that holds a step."""
+        fitting = [
+            (rows, tokens)
+            for rows, tokens in self.shapes()
+            if rows >= num_decode
+            and tokens >= num_prefill_tokens
+            and (tokens > 0) == (num_prefill_tokens > 0)
+        ]
+        return min(fitting, key=lambda shape: (shape[1], shape[0]))
+
+
+def default_decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 4, 16, ... and `max_num_seqs`."""
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size *= 4
+    return (*sizes, max_num_seqs)
+
+
+def default_prefill_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """A short region for short prompts, and the whole token budget."""
+    return tuple(sorted({min(64, max_num_batched_tokens), max_num_batched_tokens}))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to draft and how to verify.
+
+    `method`: "mtp" (the checkpoint's own head) or "oracle" (known continuations, for tests).
+    `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
+    the request's temperature and verified by rejection sampling.
+    `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
+    says. Lossy: for speed benchmarks only.
+    `continuations`, `draft_accuracy`, `vary_num_drafts`, `draft_seed`: of the oracle, see
+    `jaxspec.proposers.oracle`.
+    """
+
+    method: Literal["mtp", "oracle"] = "mtp"
+    num_speculative_tokens: int = 3
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    continuations: Sequence[Sequence[int]] = ()
+    draft_accuracy: tuple[float, ...] | None = None
+    vary_num_drafts: bool = False
+    draft_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check methods, widths and rates."""
+        if self.method not in ("mtp", "oracle"):
+            raise ValueError(
+                f"Unknown speculative method {self.method!r}: use 'mtp', or 'oracle' in tests."
+            )
+        if not 1 <= self.num_speculative_tokens <= 8:
+            raise ValueError(
+                f"num_speculative_tokens must be 1 to 8, got {self.num_speculative_tokens}; for "
+                "plain decoding pass speculative_config=None."
+            )
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"draft_sample_method must be 'greedy' or 'probabilistic', "
+                f"got {self.draft_sample_method!r}."
+            )
+        for name in ("synthetic_acceptance_rates", "draft_accuracy"):
+            self._check_rates(name)
+        if self.method == "oracle" and not self.continuations:
+            raise ValueError("The oracle drafts from known continuations: pass `continuations`.")
+        probabilistic = self.draft_sample_method == "probabilistic"
+        if probabilistic and (self.method != "mtp" or self.synthetic_acceptance_rates is not None):
+            raise ValueError(
+                "Probabilistic drafts come from the MTP head and are verified by rejection "
+                "sampling: drop the oracle or the synthetic rates, or draft greedily."
+            )
+
+    def _check_rates(self, name: str) -> None:
+        rates = getattr(self, name)
+        if rates is None:
+            return
+        if len(rates) != self.num_speculative_tokens or not all(0 <= r <= 1 for r in rates):
+            raise ValueError(
+                f"{name} needs one rate in [0, 1] for each of the "
+                f"{self.num_speculative_tokens} drafts, got {rates}."
+            )
+        if name == "synthetic_acceptance_rates" and list(rates) != sorted(rates, reverse=True):
+            raise ValueError(
+                f"{name} are unconditional, so they can't rise with the position; got {rates}."
+            )
+
+    @staticmethod
+    def of(value: "SpeculativeConfig | dict[str, Any]") -> "SpeculativeConfig":
+        """`value` itself, or one built from a dict of the fields.
+
+        Raises:
+            ValueError: a key that is no field, or a value that breaks a rule.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        known = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+        if unknown := sorted(set(value) - set(known)):
+            raise ValueError(f"Unknown keys {unknown} in speculative_config; known are {known}.")
+        rates = ("synthetic_acceptance_rates", "draft_accuracy")
+        return SpeculativeConfig(
+            **{k: tuple(v) if k in rates and v is not None else v for k, v in value.items()}
+        )

@@ -1,0 +1,31 @@
+"""Logits to tokens: the processors, the draw, and the verification of drafts."""
+
+from jaxspec.sampling.draw import Use, draw, draw_draft, gumbel_noise, uniform_noise
+from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.sampling.processors import process_logits
+from jaxspec.sampling.verifiers import (
+    ExactVerifier,
+    RejectionVerifier,
+    SyntheticVerifier,
+    Verifier,
+)
+from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
+
+__all__ = [
+    "NO_TOKEN",
+    "Acceptance",
+    "ExactVerifier",
+    "RejectionVerifier",
+    "SamplingInputs",
+    "SyntheticVerifier",
+    "Use",
+    "Verifier",
+    "draw",
+    "draw_draft",
+    "gumbel_noise",
+    "process_logits",
+    "uniform_noise",
+    "verify_exact",
+    "verify_rejection",
+    "verify_synthetic",
+]

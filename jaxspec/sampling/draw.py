@@ -1,0 +1,137 @@
+"""The draw: one token from each row of logits, by noise that only its request decides."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec.config import Variant
+from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.sampling.processors import has_choice, process_logits
+
+
+class Use(enum.IntEnum):
+    """What a random number is for: numbers of two uses are independent.
+
+    Were the test of a draft to share the noise that drew it, the output would be biased.
+    """
+
+    TARGET = 0  # a token drawn from the target's distribution
+    DRAFT = 1  # a token drawn by a proposer
+    ACCEPT = 2  # whether a draft stands
+    RESIDUAL = 3  # the token in place of a draft that fell
+    CORRUPT = 4  # which drafts of the oracle proposer are wrong
+
+
+def draw(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    variant: Variant,
+    use: Use = Use.TARGET,
+) -> Int[Array, " n"]:
+    """A token (int32) from each row, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014).
+
+    `argmax(process_logits(logits) + noise)` has the distribution `softmax(process_logits(logits))`;
+    greedy rows add no noise. The noise is a function of (seed, position, use) alone, so a token
+    depends on neither the row it is drawn in, nor the batch, nor which step draws it.
+    `positions` (int32) is the index in its request of the token to draw.
+
+    A row for which `has_choice` is false (a NaN, nothing finite) gives `NO_TOKEN` (-1).
+    """
+    scores = process_logits(logits, inputs, positions, variant=variant)
+    if variant != "greedy":
+        scores = add_noise(scores, inputs, positions, use)
+    return pick(scores, has_choice(logits, inputs, positions))
+
+
+def draw_draft(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    variant: Variant,
+) -> Int[Array, " n"]:
+    """A draft (int32) from each row of a proposer's logits, for `verify_rejection` to judge.
+
+    Drawn from `draft_distribution`, with noise of its own. Arguments as in `draw`.
+    """
+    scores = draft_distribution(logits, inputs, positions, variant=variant)
+    if variant != "greedy":
+        scores = add_noise(scores, inputs, positions, Use.DRAFT)
+    return pick(scores, has_choice(logits, inputs, positions))
+
+
+def draft_distribution(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    variant: Variant,
+) -> Float[Array, "n vocab"]:
+    """Logits (float32) of `q`: the same to the proposer that draws and to the test of its draft.
+
+    Without top-k and top-p, whatever the batch needs: they would cost a sort for each draft.
+    """
+    draft_variant = "greedy" if variant == "greedy" else "sampled"
+    return process_logits(logits, inputs, positions, variant=draft_variant)
+
+
+def add_noise(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    use: Use | Int[Array, " n"],
+) -> Float[Array, "n vocab"]:
+    """`logits` (float32) plus Gumbel noise, except in greedy rows."""
+    noise = gumbel_noise(inputs.seeds, positions, use, logits.shape[1])
+    return logits + jnp.where(inputs.is_greedy[:, None], 0.0, noise)
+
+
+def pick(scores: Float[Array, "n vocab"], is_sound: Bool[Array, " n"]) -> Int[Array, " n"]:
+    """The id (int32) of the largest score, the lowest of equals; `NO_TOKEN` in unsound rows."""
+    return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NO_TOKEN)
+
+
+def gumbel_noise(
+    seeds: Int[Array, " n"],
+    positions: Int[Array, " n"],
+    use: Use | Int[Array, " n"],
+    vocab: int,
+) -> Float[Array, "n vocab"]:
+    """Standard Gumbel noise (float32, finite), a function of (seed, position, use, id) alone."""
+    bits = _random_bits(seeds, positions, use, (vocab,))
+    # The largest values decide the draw. They come of the smallest uniforms, which are the
+    # finely spaced ones: log1p keeps them apart where log of a number near 1 would tie.
+    return -jnp.log(-jnp.log1p(-_open_uniform(bits)))
+
+
+def uniform_noise(
+    seeds: Int[Array, " n"], positions: Int[Array, " n"], use: Use | Int[Array, " n"]
+) -> Float[Array, " n"]:
+    """A uniform number (float32) in the open interval (0, 1) for each (seed, position, use)."""
+    return _open_uniform(_random_bits(seeds, positions, use, ()))
+
+
+def _random_bits(
+    seeds: Int[Array, " n"],
+    positions: Int[Array, " n"],
+    use: Use | Int[Array, " n"],
+    shape: tuple[int, ...],
+) -> UInt32[Array, "n ..."]:
+    def of_row(seed, position, use):
+        # The generator is named, so that a user's default one cannot change the output.
+        key = jax.random.key(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, position), use)
+        return jax.random.bits(key, shape, jnp.uint32)
+
+    uses = jnp.broadcast_to(jnp.asarray(use, jnp.int32), seeds.shape)
+    return jax.vmap(of_row)(seeds, positions, uses)
+
+
+def _open_uniform(bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # 32 bits, not the 23 of jax.random.uniform: a vocabulary has 2**18 ids, and a 0 would
+    # accept a draft of probability 0. The largest values round to 1, hence the bound.
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)

@@ -1,0 +1,93 @@
+"""Logits to logits: what a request forbids becomes -inf, and temperature flattens the rest."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.config import Variant
+from jaxspec.sampling.params import SamplingInputs
+
+
+def process_logits(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    variant: Variant,
+) -> Float[Array, "n vocab"]:
+    """Logits (float32) of the distribution a token is drawn from, in vLLM's order.
+
+    Minimum length, temperature, top-k, top-p. `positions` (int32) is the index in its
+    request of the token to draw. A greedy row keeps its largest logit through all of them.
+    What a row does not ask for leaves its logits bit for bit as they were, and a NaN
+    stays a NaN.
+    """
+    logits = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
+    if variant == "greedy":
+        return logits
+    logits = scale_by_temperature(logits, inputs)
+    if variant == "sampled":
+        return logits
+    return mask_top_k_top_p(logits, inputs.top_k, inputs.top_p)
+
+
+def mask_stop_ids(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Float[Array, "n vocab"]:
+    """`logits` with -inf at the row's stop ids where `positions < min_len` (min_tokens)."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    is_stop = jnp.zeros(logits.shape, bool)
+    # Comparing fuses into whatever reads the logits next; a scatter would copy them all.
+    for stop in range(inputs.stop_ids.shape[1]):
+        is_stop |= ids == inputs.stop_ids[:, stop, None]
+    too_early = (positions < inputs.min_len)[:, None]
+    return jnp.where(is_stop & too_early, -jnp.inf, logits)
+
+
+def has_choice(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Bool[Array, " n"]:
+    """Whether a token can be drawn: no NaN, and something finite is left to allow.
+
+    Of the raw logits: after top-k and top-p a forced token (+inf) stands alone among -inf,
+    like what is left of a row that overflowed.
+    """
+    logits = mask_stop_ids(logits, inputs, positions)
+    return jnp.isfinite(logits).any(axis=1) & ~jnp.isnan(logits).any(axis=1)
+
+
+def scale_by_temperature(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs
+) -> Float[Array, "n vocab"]:
+    """`logits / temperature`; greedy rows are left as they are."""
+    return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
+
+
+def mask_top_k_top_p(
+    logits: Float[Array, "n vocab"], top_k: Int[Array, " n"], top_p: Float[Array, " n"]
+) -> Float[Array, "n vocab"]:
+    """`logits` (float32) with -inf outside the `top_k` largest, then outside `top_p`.
+
+    top-k keeps exactly k ids: of equal logits the lower ids, as a stable sort does. top-p
+    (Holtzman et al. 2020, nucleus sampling) keeps the shortest run of the likeliest ids
+    whose mass, renormalised after top-k, reaches `top_p`; the likeliest always stays.
+    """
+    vocab = logits.shape[1]
+    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None, :], logits.shape)
+    negated, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
+    ranks = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+
+    num_top_k = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    ranked = jnp.where(ranks < num_top_k[:, None], -negated, -jnp.inf)
+    mass = jnp.cumsum(jax.nn.softmax(ranked, axis=1), axis=1)
+    num_top_p = 1 + jnp.sum(mass < top_p[:, None], axis=1, dtype=jnp.int32)
+    # Rounding may keep the mass of a whole row below 1, or let it get there early: 1 is no test.
+    num_kept = jnp.minimum(num_top_k, jnp.where(top_p < 1.0, num_top_p, vocab))
+
+    # Equal logits are ordered by id, so the last one kept tells of each other id which side
+    # it is on. That needs no scatter back, and nothing is below a NaN.
+    last = (num_kept - 1)[:, None]
+    cut = -jnp.take_along_axis(negated, last, axis=1)
+    cut_id = jnp.take_along_axis(order, last, axis=1)
+    is_cut = (logits < cut) | ((logits == cut) & (ids > cut_id))
+    return jnp.where(is_cut, -jnp.inf, logits)

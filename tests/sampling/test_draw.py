@@ -1,0 +1,161 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.sampling import (
+    NO_TOKEN,
+    Use,
+    draw,
+    draw_draft,
+    gumbel_noise,
+    uniform_noise,
+)
+
+VOCAB = 8
+MANY = 20_000
+run = jax.jit(draw, static_argnames=("variant", "use"))
+run_draft = jax.jit(draw_draft, static_argnames="variant")
+noise = jax.jit(gumbel_noise, static_argnums=3)
+uniform = jax.jit(uniform_noise)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def positions_of(rows, start=0):
+    return jnp.arange(start, start + rows, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_tokens_follow_the_softmax_of_the_logits(temperature, make_inputs, assert_distributed_as):
+    row = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+    row[2] = -np.inf
+    logits = np.broadcast_to(row, (MANY, VOCAB))
+    # One seed over many positions, and many seeds at one position: both are independent draws.
+    one_seed = make_inputs(MANY, temperature, seeds=np.full(MANY, 7))
+    for inputs, positions in [
+        (one_seed, positions_of(MANY)),
+        (make_inputs(MANY, temperature), jnp.zeros(MANY, jnp.int32)),
+    ]:
+        tokens = run(logits, inputs, positions, variant="sampled")
+        assert_distributed_as(tokens, softmax(row / temperature))
+
+
+def test_top_k_and_top_p_draw_from_what_they_keep(make_inputs, assert_distributed_as):
+    row = np.log([0.05, 0.4, 0.1, 0.3, 0.05, 0.04, 0.03, 0.03]).astype(np.float32)
+    inputs = make_inputs(MANY, top_k=3, top_p=0.8)  # after top-k .5, .375, .125
+    tokens = run(np.broadcast_to(row, (MANY, VOCAB)), inputs, positions_of(MANY), variant="full")
+    assert_distributed_as(tokens, [0, 0.4, 0, 0.3, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+def test_greedy_rows_take_the_likeliest_allowed_token(variant, make_inputs):
+    logits = np.random.default_rng(1).normal(size=(64, VOCAB)).astype(np.float32)
+    logits[0] = [0, 3, 1, 3, 3, 2, 1, 0]  # the lowest of equals
+    inputs = make_inputs(
+        64, temperature=0.0, top_k=2, top_p=0.1, stop_ids=np.full((64, 1), 1), min_len=32
+    )
+    allowed = logits.copy()
+    allowed[:32, 1] = -np.inf
+    tokens = run(logits, inputs, positions_of(64), variant=variant)
+    assert tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(tokens, allowed.argmax(axis=1))
+
+
+def test_a_row_draws_the_same_in_any_program_that_serves_it(make_inputs):
+    rows, vocab = 48, 997
+    random = np.random.default_rng(2)
+    logits = random.normal(size=(rows, vocab)).astype(np.float32) * 3
+    temperature = random.choice([0.0, 0.7, 1.3], rows)
+    inputs = make_inputs(rows, temperature, stop_ids=np.full((rows, 1), 4), min_len=20)
+    tokens = {v: np.asarray(run(logits, inputs, positions_of(rows), variant=v)) for v in
+              ("greedy", "sampled", "full")}  # fmt: skip
+    np.testing.assert_array_equal(tokens["sampled"], tokens["full"])
+    cold = temperature == 0
+    np.testing.assert_array_equal(tokens["greedy"][cold], tokens["sampled"][cold])
+
+
+def test_a_draw_depends_on_neither_its_row_nor_its_batch(make_inputs):
+    rows, vocab = 12, 997
+    random = np.random.default_rng(3)
+    logits = random.normal(size=(rows, vocab)).astype(np.float32)
+    inputs, positions = make_inputs(rows, 0.9, top_k=40, top_p=0.95), positions_of(rows, 100)
+    tokens = np.asarray(run(logits, inputs, positions, variant="full"))
+    order = random.permutation(rows)
+    for chosen in (order, order[:5]):
+        part = jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], inputs)
+        got = run(logits[chosen], part, positions[chosen], variant="full")
+        np.testing.assert_array_equal(got, tokens[chosen])
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+def test_a_row_without_a_choice_gives_no_token(variant, make_inputs):
+    inf, nan = np.inf, np.nan
+    logits = np.zeros((8, VOCAB), np.float32)
+    logits[0] = nan
+    logits[1, 5] = nan
+    logits[2] = -inf
+    logits[3] = inf
+    logits[4, :7] = -inf
+    logits[5, 6] = inf  # forced
+    logits[6, 1:] = -inf  # and the stop mask takes the last one
+    logits[7, 0] = nan  # under a mask a NaN is none
+    inputs = make_inputs(
+        8, [0, 1, 0, 1, 0, 1, 0, 1], top_k=3, top_p=0.9, stop_ids=np.zeros((8, 1)), min_len=1
+    )
+    tokens = np.asarray(run(logits, inputs, jnp.zeros(8, jnp.int32), variant=variant))
+    np.testing.assert_array_equal(tokens[:7], [NO_TOKEN] * 4 + [7, 6, NO_TOKEN])
+    assert 1 <= tokens[7] < VOCAB
+
+
+def test_a_draft_has_the_distribution_it_will_be_judged_by(make_inputs, assert_distributed_as):
+    row = np.random.default_rng(4).normal(size=VOCAB).astype(np.float32)
+    inputs = make_inputs(MANY, 0.6, top_k=2, stop_ids=np.full((MANY, 1), 3), min_len=MANY)
+    logits = np.broadcast_to(row, (MANY, VOCAB))
+    tokens = run_draft(logits, inputs, positions_of(MANY), variant="full")
+    row[3] = -np.inf
+    assert_distributed_as(tokens, softmax(row / 0.6))
+
+
+def test_a_draft_is_drawn_with_noise_of_its_own(make_inputs):
+    logits = np.random.default_rng(9).normal(size=(48, 997)).astype(np.float32)
+    inputs, positions = make_inputs(48, 0.8), positions_of(48)
+    drafts = np.asarray(run_draft(logits, inputs, positions, variant="sampled"))
+    own = run(logits, inputs, positions, variant="sampled", use=Use.DRAFT)
+    np.testing.assert_array_equal(drafts, own)
+    assert (drafts != run(logits, inputs, positions, variant="sampled")).any()
+
+
+def test_noise_of_two_uses_seeds_or_positions_is_independent():
+    seeds, positions = jnp.arange(200, dtype=jnp.int32), positions_of(200, 50)
+    drawn = [np.asarray(noise(seeds, positions, use, 100)).ravel() for use in Use]
+    drawn.append(np.asarray(noise(seeds + 1, positions, Use.TARGET, 100)).ravel())
+    drawn.append(np.asarray(noise(seeds, positions + 1, Use.TARGET, 100)).ravel())
+    correlation = np.corrcoef(drawn) - np.eye(len(drawn))
+    assert np.abs(correlation).max() < 5 / np.sqrt(200 * 100)
+
+
+def test_gumbel_noise_is_finite_and_has_the_moments_of_its_law():
+    seeds = jnp.arange(-500, 500, dtype=jnp.int32)
+    values = np.asarray(noise(seeds, seeds, Use.TARGET, 1000), np.float64)
+    assert np.isfinite(values).all()
+    assert abs(values.mean() - np.euler_gamma) < 5 * 1.28 / 1000
+    assert abs(values.var() - np.pi**2 / 6) < 0.02
+    # The tail that decides: P(g > x) = 1 - exp(-exp(-x)).
+    assert abs((values > 6).mean() - 0.002476) < 5 * np.sqrt(0.0025 / 1e6)
+
+
+def test_noise_of_an_id_does_not_depend_on_the_size_of_the_vocabulary():
+    seeds = jnp.arange(3, dtype=jnp.int32)
+    small, large = (np.asarray(noise(seeds, seeds, Use.DRAFT, vocab)) for vocab in (1000, 1003))
+    np.testing.assert_array_equal(small, large[:, :1000])
+
+
+def test_uniform_noise_fills_the_open_interval():
+    values = np.asarray(uniform(positions_of(100_000), positions_of(100_000), Use.ACCEPT))
+    assert values.min() > 0 and values.max() < 1
+    counts = np.histogram(values, 20, (0, 1))[0]
+    assert np.abs(counts - 5000).max() < 5 * np.sqrt(5000)

@@ -1,0 +1,296 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.sampling import NO_TOKEN, draw, draw_draft
+from jaxspec.sampling.verify import verify_exact, verify_rejection, verify_synthetic
+
+VOCAB = 6
+MANY = 20_000
+ROWS, LARGE = 16, 100  # of the tests that count nothing, so that they share programs
+exact = jax.jit(verify_exact)
+rejection = jax.jit(verify_rejection, static_argnames="variant")
+synthetic = jax.jit(verify_synthetic)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def spread(row, rows):
+    return np.broadcast_to(np.asarray(row), (rows, *np.shape(row)))
+
+
+def places(rows, emits, start=5):
+    return spread(np.arange(start, start + emits, dtype=np.int32), rows)
+
+
+@partial(jax.jit, static_argnames=("function", "variant"))
+def draw_places(function, logits, inputs, positions, variant="sampled"):
+    """A token for each row and place, with the noise of its position."""
+    rows, width, vocab = logits.shape
+    flat = logits.reshape(-1, vocab), inputs.repeat(width), positions.reshape(-1)
+    return function(*flat, variant=variant).reshape(rows, width)
+
+
+int32 = partial(np.asarray, dtype=np.int32)
+
+# Drafts, what the target draws, what comes out: rows of cases from vLLM's rejection sampler.
+GREEDY_CASES = [
+    ([[1, 2, 3]], [[1, 2, 3, 4]], [[1, 2, 3, 4]]),
+    ([[1, 2, 3]], [[1, 5, 3, 4]], [[1, 5, -1, -1]]),
+    ([[1, 2], [3, -1]], [[1, 2, 5], [3, 4, 0]], [[1, 2, 5], [3, 4, -1]]),
+    ([[1]], [[1, 2]], [[1, 2]]),
+    ([[]], [[5]], [[5]]),
+    ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7, -1], [4, 8, -1, -1]]),
+    ([[1, 2]], [[1, 2, 3]], [[1, 2, 3]]),
+    ([[1]], [[2, 3]], [[2, -1]]),
+    ([[1, -1, 3]], [[1, 2, 3, 4]], [[1, 2, -1, -1]]),  # nothing stands after a placeholder
+    ([[-1, 2]], [[-1, 2, 3]], [[-1, -1, -1]]),  # a placeholder is not the target's failure
+    ([[1, 2]], [[1, -1, 3]], [[1, -1, -1]]),  # nothing is emitted after a failure
+    ([[1, 2]], [[1, 2, -1]], [[1, 2, -1]]),
+]
+
+
+@pytest.mark.parametrize(("drafts", "target", "emitted"), GREEDY_CASES)
+def test_exact_verification_gives_the_table(drafts, target, emitted):
+    result = verify_exact(jnp.asarray(target, jnp.int32), jnp.asarray(drafts, jnp.int32))
+    np.testing.assert_array_equal(result.tokens, emitted)
+    num_emitted = (np.asarray(emitted) != -1).sum(axis=1)
+    np.testing.assert_array_equal(result.num_emitted, num_emitted)
+    failed = np.asarray(target)[np.arange(len(target)), result.num_accepted] == -1
+    np.testing.assert_array_equal(result.num_accepted, num_emitted - ~failed)
+    assert result.tokens.dtype == result.num_accepted.dtype == result.num_emitted.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+def test_greedy_rows_are_verified_exactly_whatever_the_variant(variant, make_inputs):
+    cases = [case for case in GREEDY_CASES if len(case[0][0]) == 3 and min(case[1][0]) >= 0]
+    drafts, target, emitted = (int32(np.concatenate(part)) for part in zip(*cases, strict=True))
+    drafts, target, emitted = (np.resize(x, (ROWS, x.shape[1])) for x in (drafts, target, emitted))
+    logits = np.where(np.arange(LARGE) == target[:, :, None], 100, -100).astype(np.float32)
+    draft_logits = np.random.default_rng(0).normal(size=(ROWS, 3, LARGE)).astype(np.float32)
+    inputs = make_inputs(ROWS, temperature=0.0)
+    result = rejection(logits, drafts, draft_logits, inputs, places(ROWS, 4), variant=variant)
+    np.testing.assert_array_equal(result.tokens, emitted)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_exact_output_is_plain_samplings_own_token_for_token(
+    num_drafts, make_inputs, assert_distributed_as
+):
+    random = np.random.default_rng(num_drafts)
+    row = random.uniform(-1, 1, (num_drafts + 1, VOCAB)).astype(np.float32)
+    inputs, positions = make_inputs(MANY, 0.8), places(MANY, num_drafts + 1)
+    plain = draw_places(draw, spread(row, MANY), inputs, positions)
+    drafts = int32(spread(row[:-1].argmax(axis=1), MANY))
+    result = exact(plain, drafts)
+    tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
+    reached = np.arange(num_drafts + 1) < num_emitted[:, None]
+    np.testing.assert_array_equal(tokens, np.where(reached, plain, NO_TOKEN))
+    for place, p in enumerate(softmax(row / 0.8)):
+        assert_distributed_as(tokens[reached[:, place], place], p)
+    # A draft stands with exactly its probability under the target.
+    assert abs((num_emitted > 1).mean() - softmax(row[0] / 0.8).max()) < 5 * 0.5 / np.sqrt(MANY)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("proposal", ["other", "opposite", "same"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_output_keeps_the_targets_distribution(
+    num_drafts, proposal, temperature, make_inputs, assert_distributed_as
+):
+    random = np.random.default_rng(num_drafts)
+    row, other = random.uniform(-1, 1, (2, num_drafts + 1, VOCAB)).astype(np.float32)
+    draft_row = {"other": other[:-1], "opposite": -row[:-1], "same": row[:-1]}[proposal]
+    logits, draft_logits = spread(row, MANY), spread(draft_row, MANY)
+    inputs, positions = make_inputs(MANY, temperature), places(MANY, num_drafts + 1)
+    # Really drawn, with the drafting noise of the same seeds and positions as the test's.
+    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1])
+    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
+    np.testing.assert_array_equal(num_emitted, result.num_accepted + 1)
+    if proposal == "same":
+        assert (num_emitted == num_drafts + 1).all()
+    p, q = softmax(row / temperature), softmax(draft_row / temperature)
+    for place in range(num_drafts + 1):
+        reached = tokens[num_emitted > place, place]
+        if reached.size < 1000:
+            continue
+        assert_distributed_as(reached, p[place])
+        if place < num_drafts:
+            rate = (num_emitted[num_emitted > place] > place + 1).mean()
+            expected = np.minimum(p[place], q[place]).sum()
+            assert abs(rate - expected) < 5 * 0.5 / np.sqrt(reached.size)
+
+
+def test_rejection_with_top_k_and_top_p_keeps_the_targets_distribution(
+    make_inputs, assert_distributed_as
+):
+    row = np.log([[0.4, 0.1, 0.3, 0.1, 0.05, 0.05], [0.1, 0.2, 0.3, 0.2, 0.15, 0.05]]).astype("f")
+    kept = [[0.4, 0, 0.3, 0, 0, 0], [0, 0.2, 0.3, 0, 0, 0]]  # top-k 3, then .75 of what it left
+    draft_row = np.zeros((1, VOCAB), np.float32)
+    inputs, positions = make_inputs(MANY, top_k=3, top_p=0.7), places(MANY, 2)
+    draft_logits = spread(draft_row, MANY)
+    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1], "full")
+    result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, variant="full")
+    tokens = np.asarray(result.tokens)
+    assert_distributed_as(tokens[:, 0], kept[0])
+    assert_distributed_as(tokens[tokens[:, 1] >= 0, 1], kept[1])
+
+
+@pytest.mark.parametrize("method", ["exact", "rejection"])
+def test_many_steps_keep_the_joint_distribution(method, make_inputs, assert_distributed_as):
+    # Markov chains p and q over three ids. A position is drafted again after a rejection before
+    # it, with the very same noise: that must not show in the sequences that come out.
+    vocab, length, num_drafts, rows = 3, 3, 2, 30_000
+    random = np.random.default_rng(8)
+    p_chain, q_chain = random.normal(size=(2, vocab, vocab)).astype(np.float32)
+    inputs, row = make_inputs(rows), np.arange(rows)
+    tokens = np.zeros((rows, 1 + length + num_drafts + 1), np.int32)  # from id 0
+    known = np.ones(rows, np.int32)
+    while (known <= length).any():
+        start = np.minimum(known, length + 1)  # finished rows go on, unread
+        positions = int32(start[:, None] + np.arange(num_drafts + 1))
+        context = [tokens[row, start - 1]]
+        for place in range(num_drafts):
+            now = q_chain[context[-1]][:, None], inputs, positions[:, place, None]
+            context.append(np.asarray(draw_places(draw_draft, *now))[:, 0])
+        logits, draft_logits = (chain[np.stack(context, 1)] for chain in (p_chain, q_chain))
+        drafts = np.stack(context[1:], 1)
+        if method == "exact":
+            result = exact(draw_places(draw, logits, inputs, positions), drafts)
+        else:
+            args = logits, drafts, draft_logits[:, :-1], inputs, positions
+            result = rejection(*args, variant="sampled")
+        emitted = np.asarray(result.tokens)
+        for place in range(num_drafts + 1):
+            real = emitted[:, place] != NO_TOKEN
+            tokens[row[real], start[real] + place] = emitted[real, place]
+        known = start + np.asarray(result.num_emitted)
+    p = softmax(p_chain)
+    joint = np.einsum("a,ab,bc->abc", p[0], p, p).ravel()
+    assert_distributed_as(tokens[:, 1] * 9 + tokens[:, 2] * 3 + tokens[:, 3], joint)
+
+
+@pytest.mark.parametrize("vocab", [100, 8193])
+def test_the_token_after_a_rejection_is_drawn_from_the_excess_alone(vocab, make_inputs):
+    # All of the target's mass is on the last ids, all of the draft's on others.
+    row, draft_row = np.full((2, vocab), -np.inf, np.float32), np.zeros((1, vocab), np.float32)
+    row[:, -2:], draft_row[:, -2:] = 0, -np.inf
+    inputs, positions = make_inputs(8), places(8, 2)
+    drafts = np.full((8, 1), 3, np.int32)
+    result = rejection(
+        spread(row, 8), drafts, spread(draft_row, 8), inputs, positions, variant="sampled"
+    )
+    np.testing.assert_array_equal(result.num_accepted, 0)
+    assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
+    # The draft's mass covers all of the target's: what is left is rounding, if that.
+    same = spread(row[:1], 8)
+    result = rejection(spread(row, 8), drafts, same, inputs, positions, variant="sampled")
+    np.testing.assert_array_equal(result.num_emitted, 1)
+    assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
+
+
+def test_a_placeholder_falls_and_the_target_alone_decides(make_inputs, assert_distributed_as):
+    row = np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32)
+    logits, inputs, positions = spread(row, MANY), make_inputs(MANY), places(MANY, 4)
+    draft_logits = logits[:, :-1]
+    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1])
+    drafts = np.where(np.arange(3) == 1, NO_TOKEN, drafts)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    np.testing.assert_array_equal(result.num_emitted, 2)  # equal distributions: the first stands
+    np.testing.assert_array_equal(result.tokens[:, 0], drafts[:, 0])
+    assert_distributed_as(result.tokens[:, 1], softmax(row[1]))
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+def test_without_drafts_every_verification_is_plain_sampling(variant, make_inputs):
+    logits = np.random.default_rng(4).normal(size=(ROWS, 4, LARGE)).astype(np.float32)
+    inputs, positions = make_inputs(ROWS, 0.9, top_k=[0, 5] * 8, top_p=0.9), places(ROWS, 4)
+    plain = draw_places(draw, logits[:, :1], inputs, positions[:, :1], variant)
+    none = np.full((ROWS, 3), NO_TOKEN, np.int32)
+    placeholders = rejection(logits, none, logits[:, 1:], inputs, positions, variant=variant)
+    no_drafts = rejection(
+        logits[:, :1], none[:, :0], logits[:, :0], inputs, positions[:, :1], variant=variant
+    )
+    np.testing.assert_array_equal(placeholders.tokens[:, :1], plain)
+    np.testing.assert_array_equal(no_drafts.tokens, plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("variant", ["sampled", "full"])
+def test_a_nan_in_the_target_ends_the_row_and_in_the_draft_only_the_draft(
+    temperature, variant, make_inputs
+):
+    row = np.random.default_rng(5).normal(size=(4, LARGE)).astype(np.float32)
+    logits, draft_logits = spread(row, ROWS).copy(), spread(row[:-1], ROWS).copy()
+    drafts = np.array(spread(row[:-1].argmax(axis=1), ROWS), np.int32)
+    logits[0], logits[1, 1], logits[2, 2, 7] = np.nan, np.nan, np.nan
+    drafts[2, 2] = 7  # argmax finds a NaN, and this is where
+    logits[3, 0] = -np.inf
+    draft_logits[4:8] = np.nan
+    inputs, positions = make_inputs(ROWS, temperature), places(ROWS, 4)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, variant=variant)
+    tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
+    assert (num_emitted[:4] <= [0, 1, 2, 0]).all() and (num_emitted[4:] >= 1).all()
+    if temperature == 0:  # the drafts are the target's own choice, and q plays no part
+        np.testing.assert_array_equal(num_emitted, [0, 1, 2, 0] + [4] * (ROWS - 4))
+    else:
+        np.testing.assert_array_equal(result.num_accepted[4:8], 0)
+    prefix = np.arange(4) < num_emitted[:, None]
+    assert (tokens[~prefix] == NO_TOKEN).all() and (
+        (tokens[prefix] >= 0) & (tokens[prefix] < LARGE)
+    ).all()
+
+
+def test_a_rows_acceptance_depends_on_no_other_row(make_inputs):
+    random = np.random.default_rng(6)
+    logits, noise = random.normal(size=(2, ROWS, 4, LARGE)).astype(np.float32)
+    draft_logits = (logits + noise / 2)[:, :-1]
+    inputs, positions = make_inputs(ROWS, random.choice([0.0, 0.7], ROWS)), places(ROWS, 4)
+    drafts = np.asarray(draw_places(draw_draft, draft_logits, inputs, positions[:, :-1]))
+
+    def tokens(chosen, variant):
+        part = jax.tree.map(lambda leaf: leaf[chosen], inputs)
+        args = logits[chosen], drafts[chosen], draft_logits[chosen], part, positions[chosen]
+        return np.asarray(rejection(*args, variant=variant).tokens)
+
+    everything = tokens(np.arange(ROWS), "sampled")
+    assert len(np.unique((everything != -1).sum(axis=1))) > 1
+    order = random.permutation(ROWS)
+    np.testing.assert_array_equal(tokens(order[:5], "sampled"), everything[order[:5]])
+    np.testing.assert_array_equal(tokens(order, "full"), everything[order])
+
+
+def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(make_inputs):
+    inputs = make_inputs(MANY, stop_ids=np.full((MANY, 1), 2), min_len=7)
+    positions = places(MANY, 4)  # 5, 6, 7, 8
+    logits = np.zeros((MANY, 4, VOCAB), np.float32)
+    drafts = draw_places(draw_draft, logits[:, 1:], inputs, positions[:, :-1])
+    result = rejection(logits, drafts, logits[:, 1:], inputs, positions, variant="sampled")
+    for tokens in (np.asarray(drafts), np.asarray(result.tokens)):
+        assert not (tokens[:, :2] == 2).any()
+        assert (tokens[:, 2] == 2).any()
+    np.testing.assert_array_equal(result.num_emitted, 4)
+
+
+def test_synthetic_drafts_are_emitted_as_they_are():
+    drafts, positions = int32([[1, 2], [3, -1]]), places(2, 3)
+    target, seeds = int32([[10, 20, 50], [30, 40, 40]]), int32([0, 1])
+    for rate, emitted in (1, [[1, 2, 50], [3, 40, -1]]), (0, [[10, -1, -1], [30, -1, -1]]):
+        result = synthetic(target, drafts, np.full(2, rate, np.float32), seeds, positions)
+        np.testing.assert_array_equal(result.tokens, emitted)
+
+
+@pytest.mark.parametrize("rates", [[0.9, 0.5, 0.2], [1, 1, 1], [0, 0, 0], [0.7, 0.7, 0.0]])
+def test_synthetic_drafts_stand_at_the_given_rates(rates):
+    drafts, target = np.zeros((MANY, 3), np.int32), np.ones((MANY, 4), np.int32)
+    seeds = np.arange(MANY, dtype=np.int32)
+    result = synthetic(target, drafts, jnp.asarray(rates, jnp.float32), seeds, places(MANY, 4))
+    got = [(np.asarray(result.num_accepted) > place).mean() for place in range(3)]
+    np.testing.assert_allclose(got, rates, atol=0.01)
