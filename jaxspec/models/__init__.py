@@ -1,0 +1,43 @@
+"""Models: a checkpoint folder to a `Model`, through one table."""
+
+import importlib
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxspec.models.base import Model
+from jaxspec.models.config import read_architecture, read_config
+from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
+
+__all__ = ["MODELS", "load_model", "resolve_folder"]
+
+# `architectures` of config.json, or `model_type` where that is absent -> module:class.
+MODELS = {
+    "Qwen3_5ForCausalLM": "jaxspec.models.qwen3_5:Qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "jaxspec.models.qwen3_5:Qwen3_5",
+    "qwen3_5": "jaxspec.models.qwen3_5:Qwen3_5",
+    "qwen3_5_text": "jaxspec.models.qwen3_5:Qwen3_5",
+    "Qwen3ForCausalLM": "jaxspec.models.qwen3:Qwen3",
+    "qwen3": "jaxspec.models.qwen3:Qwen3",
+}
+
+
+def load_model(folder: Path | str, dtype: jnp.dtype) -> Model:
+    """The model in a checkpoint folder, its weights in `dtype` on the default device.
+
+    The few parameters whose small errors a recurrence would carry along stay float32. Raises
+    FileNotFoundError where config.json or the weights are absent; ValueError for an architecture
+    outside `MODELS`, an option that is not implemented, and weights that do not fit.
+    """
+    folder = Path(folder)
+    architecture = read_architecture(folder)
+    if architecture not in MODELS:
+        raise ValueError(
+            f"{architecture} in {folder / 'config.json'} is not among the models jaxspec runs: "
+            f"{', '.join(sorted(MODELS))}. jaxspec/models/README.md says how to add one."
+        )
+    module, _, name = MODELS[architecture].partition(":")
+    model_class = getattr(importlib.import_module(module), name)
+    config = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        return load_weights(model_class, config, jnp.dtype(dtype), checkpoint)

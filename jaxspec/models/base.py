@@ -1,0 +1,103 @@
+"""What every model takes and gives: `ModelInputs`, and the abstract `Model`."""
+
+import abc
+
+import flax.struct
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.cache import CacheShape, HybridCache
+
+
+@flax.struct.dataclass
+class DecodeRegion:
+    """The rectangle of `rows x width` tokens that decode: the last token of a row, then its drafts.
+
+    A row with slot 0 or `query_len` 0 is padding: it is computed and changes nothing.
+    """
+
+    slots: Int[Array, " rows"]  # request slot in every pool; 0 is the null slot
+    num_computed: Int[Array, " rows"]  # tokens whose keys, values and states the caches hold
+    query_len: Int[Array, " rows"]  # real tokens of the row, 0..width
+    state_offset: Int[Array, " rows"]  # which of the slot's 1 + drafts recurrent states is true
+
+
+@flax.struct.dataclass
+class PrefillRegion:
+    """A flat stretch of tokens: chunks of at most `seqs` prompts, one after the other.
+
+    Chunk `s` is `query_start[s]:query_start[s + 1]`; tokens from `query_start[-1]` on are padding.
+    """
+
+    slots: Int[Array, " seqs"]
+    num_computed: Int[Array, " seqs"]
+    query_start: Int[Array, " seqs+1"]
+    state_offset: Int[Array, " seqs"]
+
+
+@flax.struct.dataclass
+class ModelInputs:
+    """One step's tokens: first the decode rectangle row by row, then the prefill region."""
+
+    tokens: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    kv_slots: Int[
+        Array, " tokens"
+    ]  # where keys and values go: page * page_size + offset, -1 nowhere
+    page_tables: Int[Array, "slots pages"]  # every request slot's pages; page 0 is the null page
+    decode: DecodeRegion
+    prefill: PrefillRegion | None  # None: the program has no prefill region
+    width: int = flax.struct.field(pytree_node=False)  # tokens of a decode row: 1 + drafts
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the rectangle, padding included."""
+        return self.decode.slots.shape[0] * self.width
+
+
+class Model(nnx.Module, abc.ABC):
+    """A causal language model over a `HybridCache`. Methods are pure in the cache."""
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Ids are `0..vocab_size - 1`."""
+
+    @property
+    @abc.abstractmethod
+    def max_position_embeddings(self) -> int:
+        """Tokens of a request that the model was made for."""
+
+    @property
+    @abc.abstractmethod
+    def has_draft_head(self) -> bool:
+        """Whether the checkpoint carried the tensors of a multi-token-prediction head."""
+
+    @abc.abstractmethod
+    def cache_shape(self) -> CacheShape:
+        """Sizes of the keys, values and recurrent states this model keeps."""
+
+    @abc.abstractmethod
+    def hidden(
+        self, inputs: ModelInputs, cache: HybridCache
+    ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
+        """The trunk's output after its final norm, and the cache with this step written."""
+
+    @abc.abstractmethod
+    def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
+        """float32 scores of the next token; also those of the draft head's output."""
+
+    @abc.abstractmethod
+    def draft_hidden(
+        self,
+        next_tokens: Int[Array, " tokens"],
+        hidden: Float[Array, "tokens hidden"],
+        inputs: ModelInputs,
+        cache: HybridCache,
+    ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
+        """One pass of the multi-token-prediction head.
+
+        `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's
+        output (or, in recursion, this head's own) at `inputs.positions[i]`; `inputs.tokens` is not
+        read. `logits` of the result score the token at `positions[i] + 2`.
+        """

@@ -1,0 +1,98 @@
+"""Paged attention of a decode rectangle, and the write of keys and values that precedes it."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
+
+
+def kv_write(
+    kv: _KV,
+    layer: int,
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads head_dim"],
+    kv_slots: Int[Array, " tokens"],
+) -> _KV:
+    """The pool with this step's keys and values of one layer written, cast to the pool's dtype.
+
+    `kv_slots` (int32) comes from `slot_mapping`. A token with -1, with a slot of the null page or
+    with one beyond the pool is dropped. Slots of one step must differ.
+    """
+    return kv_write_reference(kv, layer, keys, values, kv_slots)
+
+
+def kv_write_reference(kv, layer, keys, values, kv_slots):
+    """The specification of `kv_write`, in plain JAX."""
+    num_pages, page_size = kv.shape[2:4]
+    # A dropped token goes to a page out of range: a negative index would wrap.
+    page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
+    offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
+    # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
+    kv = kv.at[layer, 0, page, offset].set(keys.astype(kv.dtype), mode="drop")
+    return kv.at[layer, 1, page, offset].set(values.astype(kv.dtype), mode="drop")
+
+
+def paged_attention(
+    queries: Float[Array, "rows width heads head_dim"],
+    kv: _KV,
+    layer: int,
+    page_tables: Int[Array, "slots pages"],
+    slots: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+) -> Float[Array, "rows width heads head_dim"]:
+    """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
+
+    Token `j` of a row stands at position `num_computed + j` and sees positions `0` to its own;
+    `kv_write` has already stored them all. Query heads share keys in groups of `heads // kv_heads`;
+    the scale is `head_dim ** -0.5`; scores and softmax are float32. Tokens `j >= query_len` and
+    rows of the null slot come out as 0, never NaN.
+
+    Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention".
+    """
+    return paged_attention_reference(
+        queries, kv, layer, page_tables, slots, num_computed, query_len
+    )
+
+
+def paged_attention_reference(queries, kv, layer, page_tables, slots, num_computed, query_len):
+    """The specification of `paged_attention`: gather every page of the row, mask, softmax."""
+    rows, width, heads, head_dim = queries.shape
+    _, _, num_pages, page_size, kv_heads, _ = kv.shape
+    num_slots = page_tables.shape[0]
+
+    pages = jnp.clip(page_tables[jnp.clip(slots, 0, num_slots - 1)], 0, num_pages - 1)
+    context = pages.shape[1] * page_size
+    keys = kv[layer, 0, pages].reshape(rows, context, kv_heads, head_dim)
+    values = kv[layer, 1, pages].reshape(rows, context, kv_heads, head_dim)
+
+    query_len = jnp.where((slots > 0) & (slots < num_slots), query_len, 0)
+    place = jnp.arange(context, dtype=jnp.int32)
+    token = jnp.arange(width, dtype=jnp.int32)
+    last = num_computed[:, None] + token[None, :]  # the newest position a token sees
+    sees = (place[None, None, :] <= last[:, :, None]) & (token[None, :] < query_len[:, None])[
+        :, :, None
+    ]
+
+    grouped = queries.reshape(rows, width, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum(
+        "rwkgd,rckd->rkgwc",
+        grouped,
+        keys.astype(queries.dtype),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    sees = sees[:, None, None, :, :]
+    scores = jnp.where(sees, scores * head_dim**-0.5, -jnp.inf)
+    # A row of a padding token is all -inf: its maximum is replaced, and its sum is 0.
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    # Pages beyond the row's length hold what an earlier request left, perhaps not finite.
+    length = jnp.where(query_len > 0, num_computed + query_len, 0)
+    written = place[None, :] < length[:, None]
+    values = jnp.where(written[:, :, None, None], values.astype(jnp.float32), 0.0)
+    out = jnp.einsum("rkgwc,rckd->rwkgd", weights, values, precision="highest")
+    return out.reshape(queries.shape).astype(queries.dtype)

@@ -1,0 +1,47 @@
+"""Slot mapping: where in the paged KV cache each token of the step is written."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+NO_SLOT = -1  # the keys and values of this token are written nowhere
+
+
+def slot_mapping(
+    page_tables: Int[Array, "slots pages"],
+    slots: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    live: Bool[Array, " tokens"],
+    *,
+    page_size: int,
+) -> Int[Array, " tokens"]:
+    """The KV slot of each token, `page * page_size + offset`; -1 for a token that has none.
+
+    `slots[t]` is the request slot that owns token `t`, its row in `page_tables`. A token has no KV
+    slot when it is not `live`, its request slot is null or out of range, its position lies outside
+    the page table, or the page there is the null page. All int32.
+
+    The device computes this because only it knows the true positions: the host planned the step
+    assuming that every draft in flight is accepted.
+    """
+    return slot_mapping_reference(page_tables, slots, positions, live, page_size=page_size)
+
+
+def slot_mapping_reference(
+    page_tables: Int[Array, "slots pages"],
+    slots: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    live: Bool[Array, " tokens"],
+    *,
+    page_size: int,
+) -> Int[Array, " tokens"]:
+    """The specification of `slot_mapping`, in plain JAX.
+
+    A token at position 37 with pages of 16 sits in its request's page 2 at offset 5. If
+    the page table says that page is number 7, its slot is `7 * 16 + 5 = 117`.
+    """
+    num_slots, num_pages = page_tables.shape
+    index, offset = positions // page_size, positions % page_size
+    known = (slots > 0) & (slots < num_slots) & (positions >= 0) & (index < num_pages)
+    row = jnp.clip(slots, 0, num_slots - 1)
+    page = page_tables[row, jnp.clip(index, 0, num_pages - 1)]
+    return jnp.where(live & known & (page > 0), page * page_size + offset, NO_SLOT)

@@ -1,0 +1,35 @@
+"""Law 9 for Qwen3."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import load_model
+
+
+@pytest.fixture(scope="module")
+def model(fixture_folder):
+    return load_model(fixture_folder("qwen3"), jnp.float32)
+
+
+def test_loaded_weights_reproduce_the_reference_logits(model, reference, single_request):
+    expected = reference("qwen3")
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    ids = np.concatenate([prompt, greedy])
+    for chunk in (1, 7, 64, len(ids)):
+        _, logits = single_request(model).prefill(ids, chunk)
+        np.testing.assert_allclose(logits, expected["logits_full"], rtol=0, atol=5e-4)
+    for count in (1, 4):
+        request = single_request(model)
+        logits = [request.prefill(prompt)[1][-1:]]
+        for at in range(0, len(greedy) - 1, count):
+            logits.append(request.step(greedy[at : at + count], prefill=False)[1])
+        logits = np.concatenate(logits)[: len(greedy)]
+        np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
+
+
+def test_qwen3_has_no_draft_head(model):
+    assert not model.has_draft_head
+    assert model.cache_shape().state_layers == 0
+    with pytest.raises(ValueError, match="another speculative method"):
+        model.draft_hidden(None, None, None, None)

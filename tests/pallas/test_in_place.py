@@ -1,0 +1,75 @@
+"""A donated pool is written in place: a step over several layers copies none of it.
+
+As in a model, each layer's input `x` depends on what the layer before read from the pool: that
+orders the reads before the next write.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.pallas.conv_update import conv_prefill, conv_update
+from jaxspec.pallas.gdn_prefill import gdn_prefill
+from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.paged_attention import kv_write, paged_attention
+from jaxspec.pallas.prefill_attention import prefill_attention
+
+LAYERS, ROWS, WIDTH, TOKENS = 3, 2, 2, 8
+ONE = jnp.ones(ROWS, jnp.int32)
+START = jnp.asarray([0, 4, 8], jnp.int32)
+SLOTS = jnp.arange(1, 1 + ROWS, dtype=jnp.int32)
+
+
+def attention(pool, layer, x):
+    new = jnp.ones((TOKENS, 1, 4)) + x
+    pool = kv_write(pool, layer, new, new, jnp.arange(8, 8 + TOKENS, dtype=jnp.int32))
+    tables = jnp.ones((4, 3), jnp.int32)
+    rectangle = jnp.ones((ROWS, WIDTH, 2, 4))
+    out = paged_attention(rectangle, pool, layer, tables, SLOTS, ONE, ONE)
+    chunks = prefill_attention(jnp.ones((TOKENS, 2, 4)), pool, layer, tables, SLOTS, ONE, START)
+    return out.sum() + chunks.sum(), pool
+
+
+def convolution(pool, layer, x):
+    weight = jnp.ones((4, 3))
+    y, pool = conv_update(jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, SLOTS, ONE, ONE)
+    z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, SLOTS, ONE, ONE, START)
+    return y.sum() + z.sum(), pool
+
+
+def recurrence(pool, layer, x):
+    for rows in (1, ROWS):  # one row alone once made XLA copy the pool
+        x, pool = _recurrence(pool, layer, x, rows)
+    return x, pool
+
+
+def _recurrence(pool, layer, x, rows):
+    def tokens(*batch):
+        return [jnp.ones((*batch, 2, 4)) + x] * 3 + [jnp.ones((*batch, 2))] * 2
+
+    y, pool = gdn_step(*tokens(rows, WIDTH), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows])
+    z, pool = gdn_prefill(*tokens(TOKENS), pool, layer, SLOTS, ONE, ONE, START)
+    return y.sum() + z.sum(), pool
+
+
+POOLS = {
+    attention: (LAYERS, 2, 8192, 8, 1, 4),
+    convolution: (LAYERS, 65536, 5, 4),
+    recurrence: (LAYERS, 8192, 3, 2, 4, 4),
+}
+
+
+@pytest.mark.parametrize("layer_step", POOLS)
+def test_a_donated_pool_is_written_in_place(layer_step):
+    def step(pool):
+        total = jnp.zeros(())
+        for layer in range(LAYERS):
+            out, pool = layer_step(pool, layer, total)
+            total = total + out
+        return total, pool
+
+    pool = jax.ShapeDtypeStruct(POOLS[layer_step], jnp.float32)
+    memory = jax.jit(step, donate_argnums=0).lower(pool).compile().memory_analysis()
+    size = 4 * pool.size
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / LAYERS / 4
