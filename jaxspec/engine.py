@@ -1,0 +1,96 @@
+"""The loop that keeps the device busy: plan a step, dispatch it, collect an earlier one."""
+
+import dataclasses
+import time
+from collections import deque
+from typing import Protocol
+
+from jaxspec.plan import StepOutput, StepPlan
+from jaxspec.scheduler.scheduler import Progress, ScheduledStep, Scheduler
+
+
+class Pending(Protocol):
+    """A step's output on its way."""
+
+    def result(self) -> StepOutput:
+        """Wait for it."""
+        ...
+
+
+class Runner(Protocol):
+    """Where plans go."""
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Enqueue a plan without waiting."""
+        ...
+
+
+@dataclasses.dataclass
+class EngineMetrics:
+    """Steps dispatched, and where the host's time went (seconds)."""
+
+    num_steps: int = 0
+    plan_time: float = 0.0
+    dispatch_time: float = 0.0
+    wait_time: float = 0.0  # for the device
+    collect_time: float = 0.0
+
+
+class Engine:
+    """Plans the next step on the host while earlier ones still run on the device.
+
+        host    plan 0 | plan 1, collect 0 | plan 2, collect 1 | ...
+        device         | step 0            | step 1            | ...
+
+    `max_in_flight` is how many steps may stay uncollected: 1 overlaps as drawn, 0 collects each
+    step before planning the next, which is the synchronous engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
+        """Join a scheduler and a runner.
+
+        Raises:
+            ValueError: `max_in_flight` is negative.
+        """
+        if max_in_flight < 0:
+            raise ValueError(
+                f"max_in_flight must be at least 0 (0 is the synchronous engine), got "
+                f"{max_in_flight}."
+            )
+        self.scheduler, self.runner, self.max_in_flight = scheduler, runner, max_in_flight
+        self.metrics = EngineMetrics()
+        self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
+
+    def step(self) -> list[Progress]:
+        """Dispatch a step if one can be planned, and collect one if enough are in flight."""
+        started = time.perf_counter()
+        step = self.scheduler.schedule()
+        planned = time.perf_counter()
+        self.metrics.plan_time += planned - started
+        if step is not None:
+            self._in_flight.append((step, self.runner.dispatch(step.plan)))
+            self.metrics.num_steps += 1
+            self.metrics.dispatch_time += time.perf_counter() - planned
+        if self._in_flight and (step is None or len(self._in_flight) > self.max_in_flight):
+            return self._collect()
+        return []
+
+    def drain(self) -> None:
+        """Collect all that is in flight; what it says of ended requests is ignored."""
+        while self._in_flight:
+            self._collect()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step uncollected."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def _collect(self) -> list[Progress]:
+        step, pending = self._in_flight.popleft()
+        started = time.perf_counter()
+        output = pending.result()
+        waited = time.perf_counter()
+        progress = self.scheduler.collect(step, output)
+        self.metrics.wait_time += waited - started
+        self.metrics.collect_time += time.perf_counter() - waited
+        return progress

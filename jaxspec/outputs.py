@@ -1,0 +1,124 @@
+"""What users get back, and how it grows as tokens arrive."""
+
+import dataclasses
+from typing import Protocol
+
+from jaxspec.request import Finish, Request, RequestMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One sample."""
+
+    index: int
+    text: str  # without special tokens; ends before a stop string
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", "error", "abort"
+    metrics: RequestMetrics
+    logprobs: None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its samples."""
+
+    prompt: str | None  # None: it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Of all samples together; times are those of the first."""
+        return RequestMetrics.total([output.metrics for output in self.outputs])
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one step added to a streamed sample."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    metrics: RequestMetrics | None = None  # with the last one
+
+
+class TextStream(Protocol):
+    """Turns token ids into text as far as it is complete."""
+
+    def push(self, ids: list[int]) -> str:
+        """The text that `ids` completed."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        ...
+
+
+class StopSearch(Protocol):
+    """Looks for stop strings in text that comes in pieces."""
+
+    matched: str | None
+
+    def push(self, text: str) -> str:
+        """The text that is certainly before any stop string."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back and is no stop string after all."""
+        ...
+
+
+class Sample:
+    """A request's growing output: tokens, text, and the search for stop strings."""
+
+    def __init__(
+        self, request: Request, index: int, text: TextStream | None, stops: StopSearch | None
+    ):
+        """Without `text` (no tokenizer) only token ids grow."""
+        self.request, self.index = request, index
+        self.token_ids: list[int] = []
+        self.text = ""
+        self._stream, self._stops = text, stops
+
+    def push(self, tokens: tuple[int, ...]) -> tuple[Delta, bool]:
+        """Add tokens one by one; True: a stop string came, and tokens behind it were dropped.
+
+        A verify step may run past a stop string that plain decoding would have seen first, so
+        only what comes up to the token that completes it counts.
+        """
+        before, text = len(self.token_ids), ""
+        for token in tokens:
+            self.token_ids.append(token)
+            if self._stream is not None:
+                text += self._search(self._stream.push([token]))
+            if self._has_stopped:
+                break
+        if self.request.finish and not self._has_stopped and self._stream is not None:
+            text += self._search(self._stream.flush())
+            if self._stops is not None and not self._has_stopped:
+                text += self._stops.flush()
+        self.text += text
+        delta = Delta(text, self.token_ids[before:], self.finish.reason)
+        return delta, self._has_stopped
+
+    @property
+    def finish(self) -> Finish:
+        """Why it ended: a stop string counts before what the device found behind it."""
+        return Finish.STOP if self._has_stopped else self.request.finish
+
+    @property
+    def _has_stopped(self) -> bool:
+        return self._stops is not None and self._stops.matched is not None
+
+    def _search(self, text: str) -> str:
+        return text if self._stops is None else self._stops.push(text)
+
+    def output(self) -> CompletionOutput:
+        """The sample as it stands."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish.reason,
+            metrics=self.request.metrics,
+        )

@@ -1,0 +1,164 @@
+"""StepPlan: all that the scheduler tells the device about one step, as one packed int32 array.
+
+Also the layout of a row of the batch state, which both sides must agree on: the host packs new
+rows, the device unpacks them. No JAX here; `PackedLayout.unpack` slices NumPy and JAX arrays alike.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxspec.config import Buckets
+
+MAX_STOP_IDS = 16  # stop token ids a row has room for
+
+
+class PackedLayout:
+    """Named fields laid end to end along the last axis of one array."""
+
+    def __init__(self, **shapes: tuple[int, ...]):
+        """Lay out `shapes` (field name -> shape; `()` for a scalar) in the order given."""
+        self.shapes = shapes
+        self.slices: dict[str, slice] = {}
+        start = 0
+        for name, shape in shapes.items():
+            self.slices[name] = slice(start, start + math.prod(shape))
+            start += math.prod(shape)
+        self.size = start
+
+    def unpack(self, array: Any) -> dict[str, Any]:
+        """Every field of `array [..., size]` by name, as views of shape `[..., *shape]`."""
+        lead = array.shape[:-1]
+        return {
+            name: array[..., self.slices[name]].reshape((*lead, *shape))
+            for name, shape in self.shapes.items()
+        }
+
+
+ROW_FLOATS = PackedLayout(temperature=(), top_p=())
+
+
+@functools.cache
+def row_ints(num_drafts: int) -> PackedLayout:
+    """The integer fields of a row; `jaxspec.runner.batch_state.BatchState` says what they mean."""
+    return PackedLayout(
+        slot=(),
+        prefill_len=(),
+        min_len=(),
+        max_len=(),
+        num_computed=(),
+        last_token=(),
+        state_offset=(),
+        finish=(),
+        seed=(),
+        top_k=(),
+        proposer_key=(),
+        stop_ids=(MAX_STOP_IDS,),
+        num_drafts=(),
+        drafts=(num_drafts,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The static shape of one compiled step."""
+
+    decode_rows: int  # rows of the decode rectangle
+    prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
+    variant: str  # what its sampling can do: "greedy", "sampled" or "full"
+
+
+@functools.cache
+def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
+    """Where each field of a `StepPlan` for `program` lies in its packed array."""
+    rows, drafts, page_size = buckets.max_num_seqs, buckets.num_drafts, buckets.page_size
+    seqs = buckets.prefill_seqs(program.prefill_tokens)
+    new = buckets.max_new_rows
+    # A row's reserve grows by at most 3K + 1 positions a step: 1 + K verified, then the draft
+    # head's own; a chunk of prompt adds its own length.
+    growth = 1 + -(-(3 * drafts + 1) // page_size)
+    appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
+    return PackedLayout(
+        prev_positions=(rows,),
+        num_decode=(),
+        new_row_index=(new,),
+        new_row_ints=(new, row_ints(drafts).size),
+        new_row_floats=(new, ROW_FLOATS.size),
+        append_slots=(appends,),
+        append_indices=(appends,),
+        append_pages=(appends,),
+        prefill_tokens=(program.prefill_tokens,),
+        prefill_lens=(seqs,),
+        lookahead_tokens=(seqs,),
+    )
+
+
+@functools.cache
+def output_layout(num_drafts: int) -> PackedLayout:
+    """One row of a step's packed output."""
+    return PackedLayout(tokens=(1 + num_drafts,), num_drafts=(), num_accepted=(), finish=())
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What a step gave, on the host: rows of the decode bucket, then the prefill region's."""
+
+    tokens: np.ndarray  # int32 [rows, 1 + drafts]; emitted ids, then -1
+    num_drafts: np.ndarray  # int32 [rows]; drafts verified
+    num_accepted: np.ndarray  # int32 [rows]; of those, how many stand
+    finish: np.ndarray  # int32 [rows]; a `Finish`
+
+    @staticmethod
+    def unpack(packed: np.ndarray) -> "StepOutput":
+        """From the array `[rows, output_layout(K).size]` the device wrote."""
+        return StepOutput(**output_layout(packed.shape[1] - 4).unpack(packed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A request that starts where another one's prompt ends, on a copy of its state."""
+
+    source_slot: int
+    target_slot: int
+    source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
+    target_page: int
+    last_index: int  # where in the page table that page stands
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step as the device needs it. `packed` is fresh for every step and never written again."""
+
+    program: Program
+    packed: np.ndarray  # int32, `plan_layout(program, buckets)`
+    forks: tuple[Fork, ...] = ()  # carried out before the step
+
+
+def pack_plan(program: Program, buckets: Buckets, values: dict[str, Any]) -> np.ndarray:
+    """Lay `values` out for `program`; a list shorter than its field is padded with "none".
+
+    Raises:
+        ValueError: a list is longer than its field.
+    """
+    layout = plan_layout(program, buckets)
+    packed = np.zeros(layout.size, np.int32)
+    fields = layout.unpack(packed)
+    fields["prev_positions"][:] = -1
+    fields["new_row_index"][:] = -1
+    for name, value in values.items():
+        value = np.asarray(value)
+        if value.dtype == np.float32:  # sampling parameters travel as their bits
+            value = value.view(np.int32)
+        if value.ndim == 0:
+            fields[name][...] = value
+        elif len(value) > len(fields[name]):
+            raise ValueError(
+                f"A plan for {program} has room for {fields[name].shape} in {name}, "
+                f"{len(value)} came: the scheduler must plan less."
+            )
+        elif len(value):
+            fields[name][: len(value)] = value
+    return packed

@@ -1,0 +1,90 @@
+"""Drafts a known continuation, wrong at given rates: forces any pattern of accepts, losslessly."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.models.base import Model
+from jaxspec.models.cache import HybridCache
+from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
+from jaxspec.sampling import Use, uniform_noise
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleProposer(Proposer):
+    """Reads drafts from a device table of whole sequences (prompt and continuation), -1 padded.
+
+    Draft j is right with rate `accuracy[j]`, by noise keyed by (request, position). With
+    `vary_num_drafts` a row gets 0..K drafts at random, and sometimes a placeholder among them. A
+    request is matched to the first sequence that begins with its prompt; one without a match gets
+    no drafts.
+    """
+
+    num_drafts: int
+    vary_num_drafts: bool
+    vocab_size: int
+    # In the tables, so that oracles which differ in them share a program.
+    sequences: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
+    accuracy: tuple[float, ...] = dataclasses.field(compare=False)
+    seed: int = dataclasses.field(default=0, compare=False)
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> "OracleProposer":
+        """A proposer of `config.continuations`."""
+        drafts = config.num_speculative_tokens
+        return cls(
+            num_drafts=drafts,
+            sequences=tuple(tuple(sequence) for sequence in config.continuations),
+            accuracy=config.draft_accuracy or (1.0,) * drafts,
+            vary_num_drafts=config.vary_num_drafts,
+            seed=config.draft_seed,
+            vocab_size=vocab_size,
+        )
+
+    def init_tables(self) -> tuple[Array, Array, Array]:
+        """Sequences, accuracy and seed. Sequence 0 is empty, for requests without a match."""
+        longest = max(map(len, self.sequences)) + self.num_drafts
+        table = np.full((1 + len(self.sequences), longest), -1, np.int32)
+        for entry, sequence in enumerate(self.sequences, 1):
+            table[entry, : len(sequence)] = sequence
+        return jnp.asarray(table), jnp.asarray(self.accuracy, jnp.float32), jnp.int32(self.seed)
+
+    def request_key(self, prompt: Sequence[int], seed: int) -> int:
+        """The entry that begins with `prompt`; samples of one prompt take turns by their seed."""
+        prompt = tuple(prompt)
+        matches = [
+            entry
+            for entry, sequence in enumerate(self.sequences, 1)
+            if sequence[: len(prompt)] == prompt
+        ]
+        return matches[seed % len(matches)] if matches else 0
+
+    def propose(
+        self,
+        model: Model,
+        inputs: DraftInputs,
+        cache: HybridCache,
+        tables: tuple[Array, Array, Array],
+    ) -> tuple[Drafts, HybridCache]:
+        """See `Proposer.propose`."""
+        sequences, accuracy, seed = tables
+        place = jnp.arange(self.num_drafts)[None, :]
+        index = inputs.num_computed[:, None] + 1 + place
+        known = sequences.at[inputs.proposer_key[:, None], index].get(mode="fill", fill_value=-1)
+        key = jnp.broadcast_to(inputs.proposer_key[:, None] + seed * 1000003, index.shape)
+        # One stream a position and draft: the same token may be guessed well early and ill late.
+        noise = uniform_noise(key.ravel(), (index * 16 + place).ravel(), Use.CORRUPT)
+        noise = noise.reshape(index.shape)
+        wrong = (known + 1) % self.vocab_size
+        tokens = jnp.where((noise < accuracy[None, :]) | (known < 0), known, wrong)
+        num_drafts = jnp.full(inputs.slots.shape, self.num_drafts, jnp.int32)
+        if self.vary_num_drafts:
+            draw = uniform_noise(key[:, 0], inputs.num_computed * 16 + 15, Use.CORRUPT)
+            num_drafts = jnp.floor(draw * (self.num_drafts + 1)).astype(jnp.int32)
+            is_hole = jnp.floor(draw * 64).astype(jnp.int32) % 8 == 0
+            tokens = jnp.where(is_hole[:, None] & (place == 1), -1, tokens)
+        return Drafts(tokens, jnp.where(inputs.wants, num_drafts, 0), None), cache

@@ -1,0 +1,1 @@
+"""ONE STEP on the device: pure functions over frozen pytrees."""

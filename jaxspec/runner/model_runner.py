@@ -1,0 +1,142 @@
+"""ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.config import Buckets
+from jaxspec.models.base import Model
+from jaxspec.models.cache import CacheSizes, cache_bytes, fork_slots, init_cache
+from jaxspec.plan import Fork, Program, StepPlan, plan_layout
+from jaxspec.proposers.base import Proposer
+from jaxspec.runner.batch_state import EngineState, empty_rows
+from jaxspec.runner.output import PendingOutput
+from jaxspec.runner.step import StepConfig, jitted_step
+from jaxspec.sampling import Verifier
+
+
+class ModelRunner:
+    """One jitted, donated step per `Program`; the newest `EngineState` is its only state."""
+
+    def __init__(
+        self,
+        model: Model,
+        buckets: Buckets,
+        proposer: Proposer | None,
+        *,
+        dtype: jnp.dtype,
+        verifier: Verifier,
+    ):
+        """Split the weights out of `model` and allocate the state; nothing is compiled yet."""
+        graph, weights = nnx.split(model)
+        leaves, tree = jax.tree.flatten(weights)
+        self.buckets = buckets
+        self._shape = model.cache_shape()
+        self._dtype = dtype
+        self._weights = tuple(leaves)
+        self._tables = proposer.init_tables() if proposer else ()
+        self._config = StepConfig(buckets, graph, tree, proposer, verifier)
+        self._vocab_size = model.vocab_size
+        self._state = self._init_state()
+        self._programs: dict[Program, Callable[..., Any]] = {}
+
+    def dispatch(self, plan: StepPlan) -> PendingOutput:
+        """Enqueue `plan` behind all earlier ones; its output will come later.
+
+        Raises:
+            KeyError: the program was not warmed up.
+        """
+        if plan.forks:
+            self._state = _fork(self._state, self._pack_forks(plan.forks))
+        step = self._programs[plan.program]
+        self._state, packed = step(self._weights, self._tables, self._state, plan.packed)
+        return PendingOutput(packed)
+
+    def warm_up(self, program: Program) -> None:
+        """Compile `program` and run it on an empty plan, which changes nothing.
+
+        Twice: a GPU records its command buffers in the second run.
+        """
+        if program not in self._programs:
+            self._programs[program] = jitted_step(self._config, program)
+        for _ in range(2):
+            self.dispatch(StepPlan(program, self._empty_plan(program))).result()
+
+    def warm_up_fork(self) -> None:
+        """Compile the copy of states that samples of one prompt start from."""
+        self._state = _fork(self._state, self._pack_forks(()))
+        jax.block_until_ready(self._state.page_tables)
+
+    def is_warm(self, program: Program) -> bool:
+        """Whether `program` is compiled."""
+        return program in self._programs
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device, by what holds them."""
+        pools = cache_bytes(self._shape, self._sizes, self._dtype, jnp.dtype(jnp.float32))
+        drafts = self._state.draft_logits
+        return {
+            "weights": sum(leaf.nbytes for leaf in self._weights),
+            **pools,
+            "page_tables": self._state.page_tables.nbytes,
+            "rows": sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.rows)),
+            "draft_logits": 0 if drafts is None else drafts.nbytes,
+        }
+
+    @property
+    def _sizes(self) -> CacheSizes:
+        b = self.buckets
+        return CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts)
+
+    def _init_state(self) -> EngineState:
+        b, proposer = self.buckets, self._config.proposer
+        logits = None
+        if proposer is not None and proposer.is_probabilistic:
+            logits = jnp.zeros((b.num_slots, b.num_drafts, self._vocab_size), jnp.float32)
+        return EngineState(
+            rows=empty_rows(b.max_num_seqs, b.num_drafts),
+            page_tables=jnp.zeros((b.num_slots, b.pages_per_seq), jnp.int32),
+            cache=init_cache(self._shape, self._sizes, self._dtype, jnp.dtype(jnp.float32)),
+            draft_logits=logits,
+        )
+
+    def _empty_plan(self, program: Program) -> np.ndarray:
+        """A plan that keeps every row where it is and gives none of them tokens."""
+        layout = plan_layout(program, self.buckets)
+        packed = np.zeros(layout.size, np.int32)
+        fields = layout.unpack(packed)
+        fields["prev_positions"][:] = np.arange(self.buckets.max_num_seqs)
+        fields["new_row_index"][:] = -1
+        return packed
+
+    def _pack_forks(self, forks: tuple[Fork, ...]) -> np.ndarray:
+        packed = np.zeros((self.buckets.max_new_rows, 5), np.int32)
+        for entry, f in enumerate(forks):
+            packed[entry] = (
+                f.source_slot,
+                f.target_slot,
+                f.source_page,
+                f.target_page,
+                f.last_index,
+            )
+        return packed
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fork(state: EngineState, packed: jax.Array) -> EngineState:
+    """Give each target slot its source's page table, states and a copy of its partial page."""
+    source, target, source_page, target_page, last_index = packed.T
+    tables = state.page_tables
+    slots = jnp.where(target > 0, target, tables.shape[0])
+    # Pages behind the shared ones are the leader's alone; the child's own come with the plan.
+    column = jnp.arange(tables.shape[1])[None, :]
+    own = jnp.where(column == last_index[:, None], target_page[:, None], 0)
+    rows = jnp.where(column < last_index[:, None], tables[source], own)
+    tables = tables.at[slots].set(rows, mode="drop")
+    cache = fork_slots(state.cache, source, target, source_page, target_page)
+    return state.replace(page_tables=tables, cache=cache)

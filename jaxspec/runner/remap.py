@@ -1,0 +1,36 @@
+"""Remap: each request's row follows it from where the last plan had it to where this one has it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.runner.batch_state import BatchState
+
+
+def remap(
+    state: BatchState, prev_positions: Int[Array, " rows"], new_rows: BatchState
+) -> BatchState:
+    """Every field of row i is `state[prev_positions[i]]`, or `new_rows[i]` where that is negative.
+
+    Nothing else moves rows, and it happens once a step: a count that were gathered twice, or a row
+    that kept what its last owner left there, would pick another request's recurrent state.
+
+        state            a  b  c          two requests left, c moved up, d is new
+        prev_positions   2 -1 -1
+        new_rows         .  d  0
+        result           c  d  0
+    """
+
+    def choose(old: Array, new: Array) -> Array:
+        moved = old.at[jnp.maximum(prev_positions, 0)].get(mode="clip")
+        return jnp.where((prev_positions >= 0)[:, None], moved, new)
+
+    return jax.tree.map(choose, state, new_rows)
+
+
+def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: int) -> BatchState:
+    """`num_rows` rows, empty but for `entries` at `index`; a negative index is padding."""
+    target = jnp.where(index < 0, num_rows, index)
+    return jax.tree.map(
+        lambda x: jnp.zeros((num_rows, x.shape[1]), x.dtype).at[target].set(x, mode="drop"), entries
+    )

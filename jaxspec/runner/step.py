@@ -1,0 +1,94 @@
+"""The step: one engine step from plan to output, as one program. Read this file first.
+
+remap -> prepare -> forward -> verify -> update -> draft
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxspec.config import Buckets
+from jaxspec.plan import Program, plan_layout
+from jaxspec.proposers.base import Proposer
+from jaxspec.runner.batch_state import BatchState, EngineState
+from jaxspec.runner.draft import draft_inputs
+from jaxspec.runner.prepare import prepare, update_page_tables
+from jaxspec.runner.remap import remap, scatter_new_rows
+from jaxspec.runner.update import cut_at_end, update
+from jaxspec.runner.verify import verify
+from jaxspec.sampling import Verifier
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What is fixed for all of an engine's programs. Closed over by them, never traced."""
+
+    buckets: Buckets
+    model: nnx.GraphDef
+    weights: jax.tree_util.PyTreeDef  # of the `nnx.State` whose leaves every step gets
+    proposer: Proposer | None  # None: plain decoding, K = 0
+    verifier: Verifier
+
+
+@functools.lru_cache(maxsize=128)
+def jitted_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
+    """The step of `make_step`, jitted with its state donated; engines of equal shape share it."""
+    return jax.jit(make_step(config, program), donate_argnums=2)
+
+
+def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
+    """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
+
+    `weights` are the leaves of the model's `nnx.State`, `tables` the proposer's; `state` is to be
+    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`.
+    """
+
+    def step(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, Int[Array, "rows fields"]]:
+        plan = plan_layout(program, config.buckets).unpack(packed)
+        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+        new_rows = scatter_new_rows(
+            plan["new_row_index"], new_entries(plan), config.buckets.max_num_seqs
+        )
+        rows = remap(state.rows, plan["prev_positions"], new_rows)
+        page_tables = update_page_tables(state.page_tables, new_rows, plan)
+        inputs = prepare(rows, page_tables, plan, config.buckets.page_size, program.decode_rows)
+
+        hidden, cache = model.hidden(inputs.model, state.cache)
+        logits = model.logits(hidden[inputs.logit_index])
+        acceptance = verify(logits, inputs, state.draft_logits, config.verifier, program.variant)
+        acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
+        active = update(inputs.active, acceptance, finish, plan["prefill_lens"])
+
+        draft_logits = state.draft_logits
+        if config.proposer is not None:
+            asked = draft_inputs(hidden, inputs, acceptance, active, program.variant)
+            drafts, cache = config.proposer.propose(model, asked, cache, tables)
+            active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
+            if drafts.logits is not None:
+                slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
+                draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
+
+        num_accepted = jnp.minimum(acceptance.num_accepted, inputs.num_verified)
+        counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
+        state = EngineState(rows.put(inputs.index, active), page_tables, cache, draft_logits)
+        return state, jnp.concatenate([acceptance.tokens, counts], axis=1)
+
+    # The name that profiles and compilation logs show.
+    step.__name__ = f"step_{program.decode_rows}_{program.prefill_tokens}_{program.variant}"
+    return step
+
+
+def new_entries(plan: dict[str, Array]) -> BatchState:
+    """The rows that enter with this plan; sampling parameters came as their bits."""
+    return BatchState(
+        ints=plan["new_row_ints"],
+        floats=jax.lax.bitcast_convert_type(plan["new_row_floats"], jnp.float32),
+    )

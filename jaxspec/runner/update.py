@@ -1,0 +1,70 @@
+"""Update: Acceptance -> the next batch state. The device alone counts; the host only reads."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.request import Finish
+from jaxspec.runner.batch_state import BatchState
+from jaxspec.sampling import NO_TOKEN, Acceptance
+
+
+def cut_at_end(
+    acceptance: Acceptance,
+    rows: BatchState,
+    first_index: Int[Array, " rows"],
+    emits: Bool[Array, " rows"],
+) -> tuple[Acceptance, Int[Array, " rows"]]:
+    """The acceptance cut after a row's last token, and its new `finish`.
+
+    `first_index` is the index in its request of the row's first emitted token, `emits` whether the
+    step makes tokens for it. A row ends at a stop id or at its length limit, whichever comes first;
+    with an error where verification had no token to give (NaN logits).
+    """
+    tokens = jnp.where((emits & rows.is_live)[:, None], acceptance.tokens, NO_TOKEN)
+    place = jnp.arange(tokens.shape[1])[None, :]
+    index = first_index[:, None] + place
+    stops = (tokens[:, :, None] == rows.stop_ids[:, None, :]) & (tokens != NO_TOKEN)[:, :, None]
+    is_stop = jnp.any(stops, axis=2) & (index >= rows.min_len[:, None])
+    is_last = index == rows.max_len[:, None] - 1
+    ends = is_stop | is_last
+    after_end = jnp.cumsum(ends, axis=1) - ends.astype(jnp.int32) > 0
+    cut = acceptance.replace(tokens=jnp.where(after_end, NO_TOKEN, tokens))
+    real = cut.tokens != NO_TOKEN
+    failed = emits & rows.is_live & (cut.num_emitted <= acceptance.num_accepted)
+    failed &= ~jnp.any(ends & real, axis=1)
+    finish = jnp.select(
+        [jnp.any(is_stop & real, axis=1), jnp.any(is_last & real, axis=1), failed],
+        [jnp.int32(Finish.STOP), jnp.int32(Finish.LENGTH), jnp.int32(Finish.ERROR)],
+        rows.finish,
+    )
+    return cut, finish
+
+
+def update(
+    rows: BatchState,
+    acceptance: Acceptance,
+    finish: Int[Array, " rows"],
+    prefill_lens: Int[Array, " seqs"],
+) -> BatchState:
+    """The active rows after a step; the last `seqs` of them took a chunk of prompt.
+
+    A verify makes the input token and the accepted drafts valid: as many as it emitted. A chunk
+    makes all its tokens valid and leaves its state in candidate 0. A row for which nothing was
+    computed keeps every field.
+    """
+    num_decode = rows.ints.shape[0] - prefill_lens.shape[0]
+    is_chunk = jnp.arange(rows.ints.shape[0]) >= num_decode
+    computed_prompt = jnp.pad(prefill_lens, (num_decode, 0))
+    num_emitted = acceptance.num_emitted
+    gained = jnp.where(is_chunk, computed_prompt, num_emitted)
+    newest = jnp.take_along_axis(
+        acceptance.tokens, jnp.maximum(num_emitted - 1, 0)[:, None], axis=1
+    )[:, 0]
+    return rows.with_fields(
+        num_computed=rows.num_computed + gained,
+        last_token=jnp.where(num_emitted > 0, newest, rows.last_token),
+        state_offset=jnp.where(
+            gained > 0, jnp.where(is_chunk, 0, acceptance.num_accepted), rows.state_offset
+        ),
+        finish=finish,
+    )

@@ -1,0 +1,1 @@
+"""WHO runs: picks requests, gives out pages and slots. NumPy and plain Python, no JAX."""

@@ -1,0 +1,95 @@
+"""Writes a step's decisions into the packed plan."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxspec.config import Buckets
+from jaxspec.plan import MAX_STOP_IDS, ROW_FLOATS, Program, pack_plan, row_ints
+from jaxspec.request import Request
+
+
+def pack_step(
+    program: Program,
+    buckets: Buckets,
+    *,
+    rows: Sequence[Request],
+    previous: Mapping[Request, tuple[int, int]],
+    num_decode: int,
+    prefills: Sequence[tuple[Request, int]],
+) -> np.ndarray:
+    """The packed plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
+
+    `previous` is each request's (generation, row) in the plan dispatched before. Marks the pages
+    sent to the device as known there.
+    """
+    prev_positions = np.full(buckets.max_num_seqs, -1, np.int32)
+    new_rows = []
+    for row, request in enumerate(rows):
+        generation, before = previous.get(request, (-1, -1))
+        if generation == request.generation:
+            prev_positions[row] = before
+        else:
+            new_rows.append(row)
+    new_ints = np.zeros((len(new_rows), row_ints(buckets.num_drafts).size), np.int32)
+    new_floats = np.zeros((len(new_rows), ROW_FLOATS.size), np.float32)
+    for entry, row in enumerate(new_rows):
+        _write_row(new_ints[entry], new_floats[entry], rows[row], buckets)
+    chunks = [r.tokens[r.num_computed : r.num_computed + n] for r, n in prefills]
+    return pack_plan(
+        program,
+        buckets,
+        {
+            "prev_positions": prev_positions,
+            "num_decode": num_decode,
+            "new_row_index": new_rows,
+            "new_row_ints": new_ints,
+            "new_row_floats": new_floats,
+            "prefill_tokens": np.array([t for chunk in chunks for t in chunk], np.int32),
+            "prefill_lens": [n for _, n in prefills],
+            "lookahead_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
+            **_appends(rows),
+        },
+    )
+
+
+def _token_after(request: Request, end: int) -> int:
+    """The prompt token after a chunk, which the draft head reads; -1 when the step makes it."""
+    return request.tokens[end] if end < request.prefill_len else -1
+
+
+def _appends(rows: Sequence[Request]) -> dict[str, list[int]]:
+    slots, indices, pages = [], [], []
+    for request in rows:
+        for index in range(request.num_pages_sent, len(request.pages)):
+            slots.append(request.slot)
+            indices.append(index)
+            pages.append(request.pages[index])
+        request.num_pages_sent = len(request.pages)
+    return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
+
+
+def _write_row(ints: np.ndarray, floats: np.ndarray, request: Request, buckets: Buckets) -> None:
+    """Everything the device knows of a request when it enters; drafts and states start empty."""
+    fields = row_ints(buckets.num_drafts).unpack(ints)
+    params, prompt_len = request.params, len(request.prompt)
+    values = {
+        "slot": request.slot,
+        "prefill_len": request.prefill_len,
+        "min_len": prompt_len + params.min_tokens,
+        "max_len": request.max_len,
+        "num_computed": request.num_computed,
+        "last_token": request.tokens[request.prefill_len - 1],
+        "seed": np.uint32(request.seed).astype(np.int32),
+        "top_k": min(params.top_k, np.iinfo(np.int32).max),
+        "proposer_key": request.proposer_key,
+    }
+    for name, value in values.items():
+        fields[name][...] = value
+    fields["drafts"][...] = -1
+    stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    fields["stop_ids"][...] = stop_ids
+    row_floats = ROW_FLOATS.unpack(floats)
+    row_floats["temperature"][...] = params.temperature
+    row_floats["top_p"][...] = params.top_p

@@ -1,0 +1,332 @@
+"""Scheduler: picks requests and token counts for the next step; records what came back.
+
+It never waits for the device. Prompts advance by exact counts; for decoding rows it plans with an
+upper bound, every draft in flight accepted, and learns one to two steps late what really happened.
+The bound only sizes page reservations: positions, counts and slots are the device's own.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from jaxspec.config import VARIANTS, Buckets
+from jaxspec.plan import Fork, Program, StepOutput, StepPlan
+from jaxspec.request import Finish, Request
+from jaxspec.scheduler.packing import pack_step
+from jaxspec.scheduler.page_pool import PagePool
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A request's part in one dispatched step."""
+
+    request: Request
+    generation: int
+    bound: int  # most tokens the step can emit for it; 0: a chunk that does not end its prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledStep:
+    """A plan, and whose rows its output will hold."""
+
+    plan: StepPlan
+    decodes: tuple[Entry, ...]  # in output order; prefills follow after the decode bucket
+    prefills: tuple[Entry, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a collected step gave one request."""
+
+    request: Request
+    tokens: tuple[int, ...]
+
+
+class Scheduler:
+    """Continuous batching over rows, slots and pages, first come first served."""
+
+    def __init__(self, buckets: Buckets):
+        """Start empty."""
+        self.buckets = buckets
+        self.pages = PagePool(buckets.num_pages)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission; the last is preempted first
+        self.num_preemptions = 0
+        self._free_slots = list(range(buckets.num_slots - 1, 0, -1))
+        self._followers: dict[Request, list[Request]] = {}  # samples that wait to fork off a leader
+        self._rows: dict[Request, tuple[int, int]] = {}  # (generation, row) in the last plan
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Refuse requests that could never run, even alone.
+
+        Raises:
+            ValueError: longer than max_model_len, or than all pages together.
+        """
+        for request in requests:
+            needed = self._pages_for(request.max_len, request)
+            if request.max_len > self.buckets.max_model_len:
+                raise ValueError(
+                    f"A prompt and its max_tokens must fit max_model_len="
+                    f"{self.buckets.max_model_len}: {len(request.prompt)} + "
+                    f"{request.params.max_tokens} tokens came. Shorten one, or raise max_model_len."
+                )
+            if needed > self.buckets.num_pages - 1:
+                raise ValueError(
+                    f"A request must fit the page pool alone: {request.max_len} tokens need "
+                    f"{needed} pages of {self.buckets.page_size}, the pool has "
+                    f"{self.buckets.num_pages - 1}. Raise num_pages or lower max_tokens."
+                )
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue checked requests; samples of one prompt name their first as `leader`."""
+        for request in requests:
+            self.waiting.append(request)
+            if request.leader is not None and len(request.prompt) > 1:
+                self._followers.setdefault(request.leader, []).append(request)
+
+    def end(self, request: Request, finish: Finish) -> None:
+        """Take a request out for good; what is in flight for it will be ignored."""
+        if request.finish:
+            return
+        request.finish = finish
+        if request in self.running:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        self._followers.pop(request, None)
+        if request.leader is not None:
+            self._forget_follower(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plan the next step, or None when nothing can be dispatched before results arrive."""
+        step = _Step(self.buckets, num_decodes=sum(map(self._can_decode, self.running)))
+        index = 0
+        while index < len(self.running):  # followers join at the end, victims leave from there
+            request = self.running[index]
+            if not self._is_forking(request, step):
+                self._advance(request, step)
+            index += 1
+        self._admit(step)
+        return self._dispatch(step) if step.decodes or step.prefills else None
+
+    def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
+        """Record a step's results, keyed by request and generation."""
+        progress = []
+        first_prefill = step.plan.program.decode_rows
+        rows = list(enumerate(step.decodes)) + list(enumerate(step.prefills, first_prefill))
+        now = time.monotonic()
+        for row, entry in rows:
+            request = entry.request
+            if not entry.bound or request.finish or entry.generation != request.generation:
+                continue
+            request.in_flight -= 1
+            request.in_flight_bound -= entry.bound
+            emitted = output.tokens[row]
+            tokens = tuple(int(token) for token in emitted[emitted != -1])
+            self._record(request, tokens, output, row, now)
+            if output.finish[row]:
+                self.end(request, Finish(int(output.finish[row])))
+            progress.append(Progress(request, tokens))
+        return progress
+
+    def _record(
+        self, request: Request, tokens: tuple[int, ...], output: StepOutput, row: int, now: float
+    ) -> None:
+        metrics = request.metrics
+        request.tokens.extend(tokens)
+        if tokens:
+            metrics.first_token_time = metrics.first_token_time or now
+            metrics.last_token_time = now
+            metrics.num_tokens += len(tokens)
+        if output.num_drafts[row]:
+            metrics.record(int(output.num_drafts[row]), int(output.num_accepted[row]))
+
+    # Which rows get tokens.
+
+    def _can_decode(self, request: Request) -> bool:
+        """Whether another verify step is due: at one token a step in flight it is not over."""
+        sure = len(request.tokens) + request.in_flight
+        return not request.is_prefilling and sure < request.max_len
+
+    def _advance(self, request: Request, step: "_Step") -> None:
+        remaining = request.prefill_len - request.num_computed
+        # One last prompt token over a context runs as a decode row without drafts: the same kernel
+        # then serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
+        if self._can_decode(request) or (remaining == 1 and request.num_computed > 0):
+            reserve = self._reserve_len(request.tokens_bound, self.buckets.num_drafts)
+            if self._reserve(request, reserve):
+                step.decodes.append(request)
+        elif remaining > 0:
+            self._advance_prefill(request, step)
+
+    def _advance_prefill(self, request: Request, step: "_Step") -> None:
+        end = request.prefill_len
+        if self._followers.get(request) and end == len(request.prompt):
+            end -= 1  # stop where the other samples fork off: they draw their own next token
+        longest = self.buckets.long_prefill_token_threshold or step.budget
+        length = min(end - request.num_computed, step.budget, longest)
+        if length < 1 or len(step.prefills) == self.buckets.max_prefill_seqs:
+            return
+        upto = request.num_computed + length
+        if upto == request.prefill_len:
+            upto = self._reserve_len(upto, self.buckets.num_drafts)
+        if self._reserve(request, upto):
+            step.prefills.append((request, length))
+            step.budget -= length
+
+    def _is_forking(self, leader: Request, step: "_Step") -> bool:
+        """Let followers off a leader that stands before its last prompt token.
+
+        True while some must still come and there is a row for them: then the leader waits.
+        """
+        followers = self._followers.get(leader)
+        if not followers or leader.num_computed != len(leader.prompt) - 1:
+            return False
+        while followers and self._free_slots and step.num_new < self.buckets.max_new_rows:
+            child, tail = followers[0], len(leader.prompt) - 1
+            shared, partial = divmod(tail, self.buckets.page_size)
+            if self.pages.num_free < bool(partial):
+                break
+            followers.pop(0)
+            self.waiting.remove(child)
+            self._enter(child, step, num_computed=tail)
+            self.pages.share(leader.pages[:shared])
+            child.pages = leader.pages[:shared] + self.pages.allocate(int(bool(partial)))
+            pages = (leader.pages[shared], child.pages[shared]) if partial else (0, 0)
+            child.num_pages_sent = len(child.pages)
+            fork = Fork(leader.slot, child.slot, *pages, shared)
+            step.forks.append((child, child.generation, fork))
+        if followers and self._free_slots and step.num_new == self.buckets.max_new_rows:
+            return True
+        del self._followers[leader]  # the rest, if any, will run their own prefill
+        return False
+
+    def _admit(self, step: "_Step") -> None:
+        reserved = 0
+        for request in list(self.waiting):
+            if self._follows(request):
+                reserved += 1  # a row is kept for it until its leader reaches the fork
+                continue
+            rows_full = (
+                len(self._free_slots) <= reserved or step.num_new == self.buckets.max_new_rows
+            )
+            seqs_full = len(step.prefills) >= self.buckets.max_prefill_seqs or step.budget < 1
+            wanted = self._reserve_len(len(request.tokens), self.buckets.num_drafts)
+            pages_short = self._pages_for(wanted, request) > self.pages.num_free
+            if rows_full or seqs_full or pages_short or request.in_flight:
+                break
+            self.waiting.remove(request)
+            self._enter(request, step, num_computed=0)
+            self._advance_prefill(request, step)
+
+    def _follows(self, request: Request) -> bool:
+        leader = request.leader
+        return leader in self.running and request in self._followers.get(leader, ())
+
+    def _forget_follower(self, request: Request) -> None:
+        followers = self._followers.get(request.leader, []) if request.leader else []
+        if request in followers:
+            followers.remove(request)
+
+    # Rows, slots and pages.
+
+    def _enter(self, request: Request, step: "_Step", num_computed: int) -> None:
+        self._forget_follower(request)
+        request.generation += 1
+        request.slot = self._free_slots.pop()
+        request.prefill_len, request.num_computed = len(request.tokens), num_computed
+        request.num_pages_sent = 0
+        self.running.append(request)
+        step.num_new += 1
+
+    def _leave(self, request: Request) -> None:
+        """Free what a request holds; steps in flight run before any plan that reuses it."""
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        self.pages.release(request.pages)
+        request.slot, request.pages = 0, []
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        self.waiting.appendleft(request)
+        request.num_computed = request.prefill_len = 0
+        self.num_preemptions += 1
+
+    def _reserve_len(self, num_tokens: int, num_drafts: int) -> int:
+        """Positions a step may write for a row of at most `num_tokens` tokens.
+
+        The last token and its K drafts are verified, which may make 1 + K new tokens; after the
+        newest of them the draft head runs K - 1 positions ahead.
+        """
+        return num_tokens + max(2 * num_drafts - 1, 0)
+
+    def _pages_for(self, length: int, request: Request) -> int:
+        return -(-min(length, request.max_len) // self.buckets.page_size)
+
+    def _reserve(self, request: Request, length: int) -> bool:
+        """Hold pages for `length` positions, preempting the last admitted while pages are short.
+
+        False: the request itself was the last and had to go.
+        """
+        missing = self._pages_for(length, request) - len(request.pages)
+        while missing > self.pages.num_free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.pages += self.pages.allocate(max(missing, 0))
+        return True
+
+    # Writing the plan.
+
+    def _dispatch(self, step: "_Step") -> ScheduledStep:
+        active = step.decodes + [request for request, _ in step.prefills]
+        idle = [request for request in self.running if request not in set(active)]
+        shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
+        variant = max((r.params.variant for r in active), key=VARIANTS.index)
+        program = Program(*shape, variant)
+        packed = pack_step(
+            program,
+            self.buckets,
+            rows=active + idle,
+            previous=self._rows,
+            num_decode=len(step.decodes),
+            prefills=step.prefills,
+        )
+        # A child that had to go again before the plan was done does not fork.
+        forks = tuple(f for r, g, f in step.forks if r in self.running and r.generation == g)
+        self._rows = {r: (r.generation, row) for row, r in enumerate(active + idle)}
+        bound = {r: 1 if r.is_prefilling else self.buckets.width for r in step.decodes}
+        return ScheduledStep(
+            StepPlan(program, packed, forks),
+            tuple(self._entry(r, bound[r], 1) for r in step.decodes),
+            tuple(self._entry(r, 1, length) for r, length in step.prefills),
+        )
+
+    def _entry(self, request: Request, bound: int, length: int) -> Entry:
+        """Count a row's step as in flight; `length` prompt tokens are computed with it."""
+        if request.is_prefilling:
+            request.num_computed += length
+        if request.is_prefilling:
+            return Entry(request, request.generation, 0)
+        request.in_flight += 1
+        request.in_flight_bound += bound
+        return Entry(request, request.generation, bound)
+
+
+class _Step:
+    """What one call of `schedule` has gathered so far."""
+
+    def __init__(self, buckets: Buckets, num_decodes: int):
+        left = buckets.max_num_batched_tokens - num_decodes * buckets.width
+        self.budget = min(buckets.prefill_tokens[-1], left)  # prompt tokens still to give away
+        self.decodes: list[Request] = []
+        self.prefills: list[tuple[Request, int]] = []
+        self.forks: list[tuple[Request, int, Fork]] = []  # child, its generation, the fork
+        self.num_new = 0

@@ -1,0 +1,20 @@
+"""Strict dtypes and ranks, exact fp32 products on a GPU too, and compiled programs kept on disk."""
+
+import jax
+import pytest
+
+from jaxspec.runner.compilation_cache import enable_compilation_cache
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+enable_compilation_cache()
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

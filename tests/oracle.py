@@ -1,0 +1,195 @@
+"""The slow, obvious engine: one request, one token at a time, NumPy float64, no drafts.
+
+Reads the checkpoints by their published tensor names. It shares nothing with jaxspec but the noise,
+which is part of the contract: a function of (seed, position).
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, for safetensors
+import numpy as np
+from safetensors import safe_open
+
+from jaxspec.sampling import Use, gumbel_noise
+
+TIE = 1e-3  # two scores nearer than this may fall either way: rounding differs with the batch
+
+
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+class Oracle:
+    """A checkpoint, and the greedy or sampled continuation of any prompt."""
+
+    def __init__(self, folder: Path):
+        self.weights = {}
+        with safe_open(folder / "model.safetensors", "np") as file:
+            for name in file.keys():  # noqa: SIM118  not a dict
+                short = name.replace("model.language_model.", "model.")
+                self.weights[short] = file.get_tensor(name).astype(np.float64)
+        config = json.loads((folder / "config.json").read_text())
+        self.config = config.get("text_config", config)
+        self.is_hybrid = self.config["model_type"].startswith("qwen3_5")
+        self.embedding = self.weights["model.embed_tokens.weight"]
+        self.head = self.weights.get("lm_head.weight", self.embedding)
+
+    def start(self) -> "Run":
+        return Run(self)
+
+
+class Run:
+    """One sequence: feed a token, get the scores of the next."""
+
+    def __init__(self, oracle: Oracle):
+        self.oracle, self.position = oracle, 0
+        self.memory = [{} for _ in range(oracle.config["num_hidden_layers"])]
+
+    def feed(self, token: int) -> np.ndarray:
+        oracle, config = self.oracle, self.oracle.config
+        kinds = config.get("layer_types") if oracle.is_hybrid else None
+        x = oracle.embedding[token]
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}."
+            linear = kinds is not None and kinds[layer] == "linear_attention"
+            mix = self._gated_delta_net if linear else self._attention
+            x = x + mix(self._norm(x, prefix + "input_layernorm"), prefix, self.memory[layer])
+            x = x + self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix + "mlp.")
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm")
+
+    def _w(self, name):
+        return self.oracle.weights[name + ".weight"]
+
+    def _rms(self, x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.oracle.config["rms_norm_eps"])
+
+    def _norm(self, x, name):
+        return self._rms(x) * (self._w(name) + self.oracle.is_hybrid)
+
+    def _mlp(self, x, prefix):
+        gate = _silu(self._w(prefix + "gate_proj") @ x)
+        return self._w(prefix + "down_proj") @ (gate * (self._w(prefix + "up_proj") @ x))
+
+    def _attention(self, x, prefix, memory):
+        config, prefix = self.oracle.config, prefix + "self_attn."
+        heads, dim = config["num_attention_heads"], config["head_dim"]
+        query = (self._w(prefix + "q_proj") @ x).reshape(heads, -1)
+        query, gate = query[:, :dim], query[:, dim:]
+        key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
+        value = (self._w(prefix + "v_proj") @ x).reshape(-1, dim)
+        query = self._rotate(self._norm(query, prefix + "q_norm"))
+        key = self._rotate(self._norm(key, prefix + "k_norm"))
+        memory.setdefault("kv", []).append((key, value))
+        keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
+        group = heads // key.shape[0]
+        keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
+        scores = np.einsum("hd,thd->ht", query, keys) * dim**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
+        if self.oracle.is_hybrid:
+            mixed = mixed * _sigmoid(gate)
+        return self._w(prefix + "o_proj") @ mixed.ravel()
+
+    def _rotate(self, x):
+        rope = self.oracle.config["rope_parameters"]
+        dim = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
+        angle = self.position * rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+        cos, sin, half = np.cos(angle), np.sin(angle), dim // 2
+        a, b, rest = x[:, :half], x[:, half:dim], x[:, dim:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def _gated_delta_net(self, x, prefix, memory):
+        config, prefix = self.oracle.config, prefix + "linear_attn."
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        key_heads, value_heads, dk, dv = (config["linear_" + name] for name in names)
+        mix = self._w(prefix + "in_proj_qkv") @ x
+        taps = self._w(prefix + "conv1d")[:, 0]
+        window = memory.setdefault("window", [np.zeros_like(mix)] * taps.shape[1])
+        window.append(mix)
+        del window[0]
+        mix = _silu(sum(taps[:, i] * past for i, past in enumerate(window)))
+        query, key, value = np.split(mix, [key_heads * dk, 2 * key_heads * dk])
+        group = value_heads // key_heads
+        query = np.repeat(_unit(query.reshape(key_heads, dk)) * dk**-0.5, group, 0)
+        key = np.repeat(_unit(key.reshape(key_heads, dk)), group, 0)
+        value = value.reshape(value_heads, dv)
+        weights = self.oracle.weights
+        step = self._w(prefix + "in_proj_a") @ x + weights[prefix + "dt_bias"]
+        decay = np.exp(-np.exp(weights[prefix + "A_log"]) * np.logaddexp(0, step))
+        beta = _sigmoid(self._w(prefix + "in_proj_b") @ x)
+        state = memory.get("state", np.zeros((value_heads, dv, dk))) * decay[:, None, None]
+        change = beta[:, None] * (value - np.einsum("hvk,hk->hv", state, key))
+        memory["state"] = state = state + change[:, :, None] * key[:, None, :]
+        out = np.einsum("hvk,hk->hv", state, query)
+        gate = _silu((self._w(prefix + "in_proj_z") @ x).reshape(value_heads, dv))
+        return (
+            self._w(prefix + "out_proj")
+            @ (self._rms(out) * self._w(prefix + "norm") * gate).ravel()
+        )
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a request must give: tokens, and at each the scores that decided."""
+
+    tokens: list[int]
+    scores: list[np.ndarray]
+
+    def check(self, got: list[int], what: str = "") -> bool:
+        """Assert equality up to a tie; True: a tie ended the comparison early."""
+        for index, (want, token) in enumerate(zip(self.tokens, got, strict=False)):
+            if want != token:
+                gap = self.scores[index][want] - self.scores[index][token]
+                assert gap < TIE, f"{what}: token {index} is {token}, not {want}, by {gap:.2g}"
+                return True
+        assert len(got) == len(self.tokens), f"{what}: {len(got)} tokens, not {len(self.tokens)}"
+        return False
+
+
+def _keep(scores, top_k, top_p):
+    order = np.argsort(-scores, kind="stable")
+    kept = order[: top_k if top_k > 0 else None]
+    if top_p < 1:
+        mass = np.exp(scores[kept] - scores[kept[0]])
+        before = np.cumsum(mass / mass.sum()) - mass / mass.sum()
+        kept = kept[before < top_p]
+    masked = np.full_like(scores, -np.inf)
+    masked[kept] = scores[kept]
+    return masked
+
+
+@functools.lru_cache(maxsize=4096)
+def _noise(seed, position, vocab):
+    at = np.array([seed], np.uint32).astype(np.int32), np.array([position], np.int32)
+    return np.asarray(gumbel_noise(*map(np.asarray, at), Use.TARGET, vocab))[0].astype(np.float64)
+
+
+def expect(oracle: Oracle, prompt, params, seed: int = 0, stop_ids=(), limit=None) -> Expected:
+    """The continuation of `prompt` under `params`, by the definition."""
+    run, tokens, scores = oracle.start(), [], []
+    for token in prompt:
+        logits = run.feed(token)
+    while True:
+        score = logits.copy()
+        if len(tokens) < params.min_tokens:
+            score[list(stop_ids)] = -np.inf
+        if params.temperature:
+            score = _keep(score / params.temperature, params.top_k, params.top_p)
+            score = score + _noise(seed, len(prompt) + len(tokens), len(score))
+        tokens.append(int(score.argmax()))
+        scores.append(score)
+        if tokens[-1] in stop_ids or len(tokens) == (limit or params.max_tokens):
+            return Expected(tokens, scores)
+        logits = run.feed(tokens[-1])

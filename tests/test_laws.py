@@ -1,0 +1,271 @@
+"""The laws of the whole engine, against the one-request oracle of `oracle.py`.
+
+1 speculation never changes output; 2 (in tests/sampling, and here in distribution); 3 neighbours,
+rows, chunking and preemption change nothing; 4 depth of flight changes nothing; 5 a state rolled
+back equals a state never advanced; 7 padding changes nothing, new rows inherit nothing; 8 nothing
+compiles after warm-up. 6 and 9 are in tests/pallas and tests/models.
+"""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import numpy as np
+import pytest
+from harness import GREEDY, ROWS, SAMPLED, Harness, continuations, prompts
+from safetensors import safe_open
+
+from jaxspec.request import Finish, SamplingParams
+from jaxspec.runner import model_runner
+from jaxspec.runner.step import jitted_step, make_step
+
+PROMPTS = prompts(7)
+MIXED = (0.8, 0.5, 0.5)
+RATES = {
+    "mtp": None,
+    "oracle-never": (0.0,) * 3,
+    "oracle-mixed": MIXED,
+    "oracle-always": (1.0,) * 3,
+}
+
+
+def requests_of(params):
+    return [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)]
+
+
+def harness(fixture, method, drafts, params, **options):
+    accuracy = RATES[method]
+    return Harness(
+        fixture,
+        drafts=drafts,
+        accuracy=accuracy and accuracy[:drafts],
+        continuations=continuations(fixture, requests_of(params)) if accuracy else (),
+        vary=method == "oracle-mixed",
+        variants=(params.variant,),
+        **options,
+    )
+
+
+def run_with_arrivals(engine, params, arrivals_seed):
+    """The requests arrive one by one while others run; rows move, chunks and verifies mix."""
+    rng = np.random.default_rng(arrivals_seed)
+    for prompt, _, seed in requests_of(params):
+        engine.add(prompt, params, seed)
+        for _ in range(rng.integers(0, 4)):
+            engine.step()
+    return engine.run()
+
+
+def accepted(engine):
+    return sum(request.metrics.num_accepted_tokens for request in engine.requests)
+
+
+METHODS = [("mtp", 0), *itertools.product(RATES, (1, 3))]
+CROSS = list(itertools.product(METHODS, (0, 1, 2, 3), (1, 7, 64)))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method, drafts", METHODS, ids=lambda value: str(value))
+def test_speculation_never_changes_output(method, drafts, params):
+    """Laws 1, 3 and 4 on one hybrid: every depth of flight and chunk size, random arrivals."""
+    for number, (depth, chunk) in enumerate(itertools.product((0, 1, 2, 3), (1, 7, 64))):
+        engine = harness("qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk)
+        run_with_arrivals(engine, params, number)
+        assert engine.check() <= 1
+        if method == "oracle-always":
+            steps = sum(request.metrics.num_drafts for request in engine.requests)
+            assert accepted(engine) > 0.8 * drafts * steps
+        elif method == "oracle-never":
+            assert accepted(engine) == 0
+        elif method == "oracle-mixed" and drafts == 3:
+            per_position = np.sum(
+                [[*r.metrics.accepted_per_position, 0, 0, 0][:3] for r in engine.requests], axis=0
+            )
+            assert per_position.min() > 0
+
+
+PAIRS = [
+    ("qwen3_5_tied", "mtp", 3, 2, 7, GREEDY),
+    ("qwen3_5_tied", "oracle-mixed", 3, 1, 64, SAMPLED),
+    ("qwen3_5_vl", "oracle-mixed", 1, 3, 1, GREEDY),
+    ("qwen3_5_vl", "mtp", 1, 0, 7, SAMPLED),
+    ("qwen3", "oracle-mixed", 3, 2, 1, GREEDY),
+    ("qwen3", "oracle-always", 1, 0, 64, SAMPLED),
+    ("qwen3", "mtp", 0, 3, 7, GREEDY),
+]
+
+
+@pytest.mark.parametrize("fixture, method, drafts, depth, chunk, params", PAIRS)
+def test_speculation_never_changes_output_of_other_models(
+    fixture, method, drafts, depth, chunk, params
+):
+    engine = harness(fixture, method, drafts, params, max_in_flight=depth, chunk=chunk)
+    run_with_arrivals(engine, params, depth)
+    assert engine.check() <= 1
+
+
+@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_5_vl", "qwen3"])
+def test_greedy_ids_equal_the_reference(fixture):
+    """What transformers gave, through chunked prefill and three drafts where there is a head."""
+    path = f"{__file__.removesuffix('test_laws.py')}fixtures/{fixture}/reference.safetensors"
+    with safe_open(path, "np") as file:
+        prompt, greedy = (file.get_tensor(name).tolist() for name in ("prompt_ids", "greedy_ids"))
+    engine = Harness(fixture, drafts=0 if fixture == "qwen3" else 3, chunk=33)
+    params = SamplingParams(temperature=0.0, max_tokens=len(greedy))
+    engine.add(prompt, params)
+    engine.run()
+    assert engine.requests[0].output == greedy
+
+
+def test_top_k_and_top_p_never_depend_on_speculation():
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=12)
+    engine = harness("qwen3_5", "mtp", 3, params)
+    assert run_with_arrivals(engine, params, 0).check() <= 1
+
+
+def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own():
+    """Rows that begin with num_computed > 0: prompt 11, computed 10, in a verify of width 1 + K."""
+    params = dataclasses.replace(SAMPLED, n=3)
+    single = dataclasses.replace(SAMPLED, n=1)
+    prompt = tuple(range(100, 111))
+    known = continuations("qwen3_5", [(prompt, single, seed) for seed in (5, 6, 7)])
+    for accuracy in (None, MIXED):
+        engine = Harness(
+            "qwen3_5", drafts=3, accuracy=accuracy, continuations=known, variants=("sampled",)
+        )
+        forks, dispatch = [], engine.runner.dispatch
+
+        def spy(plan, dispatch=dispatch, forks=forks):
+            forks.extend(plan.forks)
+            return dispatch(plan)
+
+        engine.runner.dispatch = spy
+        engine.add(PROMPTS[0], SAMPLED, 1)
+        engine.add(prompt, params, 5)
+        engine.add(PROMPTS[1], SAMPLED, 2)
+        engine.run()
+        assert len(forks) == 2 and all(f.last_index == 2 and f.source_page for f in forks)
+        for request in engine.requests:
+            request.params = single
+        assert engine.check() <= 1
+
+
+def test_preemption_changes_no_token():
+    """Too few pages for all: requests lose theirs, wait for what is in flight, and start again."""
+    for depth in (0, 2):
+        engine = harness("qwen3_5", "oracle-mixed", 3, GREEDY, num_pages=16, max_in_flight=depth)
+        run_with_arrivals(engine, GREEDY, depth)
+        assert engine.scheduler.num_preemptions > 0
+        assert engine.check() <= 1
+        assert engine.scheduler.pages.num_free == 15
+
+
+def test_a_state_rolled_back_equals_a_state_never_advanced():
+    """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
+    plain, drafted = Harness("qwen3_5"), harness("qwen3_5", "oracle-mixed", 3, GREEDY)
+    histories = []
+    for engine in (plain, drafted):
+        engine.add(PROMPTS[2], GREEDY, 2)
+        history = {}
+        while engine.engine.has_work:
+            engine.step()
+            state = engine.runner._state
+            rows = jax.tree.map(np.asarray, state.rows)
+            for row in range(ROWS):
+                slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
+                if slot and not rows.finish[row]:
+                    kernel = engine.runner._shape.conv_kernel - 1
+                    history[int(rows.num_computed[row])] = (
+                        np.asarray(state.cache.states[:, slot, offset]),
+                        np.asarray(state.cache.conv[:, slot, offset : offset + kernel]),
+                    )
+        histories.append(history)
+    shared = sorted(set(histories[0]) & set(histories[1]))
+    assert len(shared) >= 4 and len(shared) < len(histories[0])
+    for length in shared:
+        chex.assert_trees_all_close(histories[0][length], histories[1][length], atol=2e-5)
+
+
+def test_a_reused_slot_and_padding_leave_no_trace():
+    """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
+    engine = harness("qwen3_5", "mtp", 3, SAMPLED)
+    engine.add(PROMPTS[3], SAMPLED, 3)
+    fresh = engine.run().requests[0].output
+    state = engine.runner._state
+    poisoned = jax.tree.map(
+        lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.cache
+    )
+    engine.runner._state = state.replace(cache=poisoned)
+    run_with_arrivals(engine, SAMPLED, 9)
+    engine.add(PROMPTS[3], SAMPLED, 3)
+    assert engine.run().requests[-1].output == fresh
+    assert engine.check() <= 1
+
+
+def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other():
+    engine = harness("qwen3_5", "mtp", 3, GREEDY)
+    victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
+    engine.add(PROMPTS[1], GREEDY, 1)
+    for _ in range(5):
+        engine.step()
+    state = engine.runner._state
+    poison = state.cache.states.at[:, victim.slot].set(np.nan)
+    engine.runner._state = state.replace(cache=state.cache.replace(states=poison))
+    engine.run()
+    assert victim.finish is Finish.ERROR
+    assert all(0 <= token < engine.vocab_size for token in victim.output)
+    engine.requests.remove(victim)
+    engine.add(PROMPTS[0], GREEDY, 0)  # in the slot that held the NaN
+    engine.run()
+    assert engine.check() <= 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_stop_id_ends_at_the_same_token(params):
+    """On the device, inside a verify: what was accepted behind it is dropped."""
+    wanted = continuations("qwen3_5", [(PROMPTS[2], params, 2)])[0][len(PROMPTS[2]) :]
+    stop = wanted[6]
+    for method in ("mtp", "oracle-always"):
+        engine = harness("qwen3_5", method, 3, params)
+        request = engine.add(PROMPTS[2], params, 2, stop_ids=(stop,))[0]
+        engine.run()
+        assert request.finish is Finish.STOP
+        assert request.output == list(wanted[: wanted.index(stop) + 1])
+        waits = dataclasses.replace(params, min_tokens=9)
+        late = engine.add(PROMPTS[2], waits, 2, stop_ids=(stop,))[0]
+        engine.run()
+        assert len(late.output) >= 9 and stop not in late.output[:8]
+        assert engine.check() <= 1
+
+
+def test_after_warm_up_nothing_compiles(monkeypatch):
+    """Law 8: no compilation is heard over a random walk, and no step is traced again."""
+    chex.clear_trace_counter()
+    jitted_step.cache_clear()
+    monkeypatch.setattr(
+        model_runner,
+        "jitted_step",
+        lambda config, program: jax.jit(
+            chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
+        ),
+    )
+    engine = Harness("qwen3_5", drafts=3, variants=("greedy", "sampled"), num_pages=40)
+    heard = []
+
+    def listen(event, duration, **_):
+        if "compile" in event or "trace" in event:
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        rng = np.random.default_rng(0)
+        for number in range(30):
+            params = dataclasses.replace([GREEDY, SAMPLED][number % 2], n=1 + number % 3)
+            engine.add(PROMPTS[number % 7], params, number)
+            for _ in range(rng.integers(0, 6)):
+                engine.step()
+        engine.run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert heard == []
