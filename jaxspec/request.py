@@ -76,8 +76,9 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be an integer of at least {minimum}, got {value!r}{off}."
                 )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}.")
+        seed = 0 if self.seed is None else self.seed
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must be an integer that fits in 64 bits, got {seed!r}.")
 
     @property
     def variant(self) -> Variant:

@@ -1,0 +1,411 @@
+from collections import deque
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice, expected_output, make_buckets, make_group
+
+from jaxspec.request import Finish
+from jaxspec.scheduler.scheduler import Scheduler
+
+
+class Loop:
+    """A scheduler and a fake device, with `depth` steps in flight."""
+
+    def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
+        self.random = np.random.default_rng(seed)
+        self.scheduler = Scheduler(make_buckets(**sizes))
+        self.requests = {}
+        self.device = FakeDevice(self.scheduler.buckets, self.requests, self.random, accuracy)
+        self.depth = depth
+        self.in_flight = deque()
+        self.given = {}  # what each request got, by the progress of each collected step
+        self.num_steps = 0
+
+    def add(self, *groups):
+        requests = [request for group in groups for request in group]
+        self.scheduler.check(requests)
+        self.requests.update((request.seed, request) for request in requests)
+        self.given.update((request, []) for request in requests)
+        self.scheduler.add(requests)
+
+    def schedule(self):
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.num_steps += 1
+            self.in_flight.append((step, self.device.run(self.scheduler, step)))
+        return step
+
+    def collect(self):
+        step, output = self.in_flight.popleft()
+        self.device.collected(step)
+        ended = {request for request in self.requests.values() if request.finish}
+        for progress in self.scheduler.collect(step, output):
+            assert progress.request not in ended, "a result of a request that had ended"
+            self.given[progress.request] += progress.tokens
+
+    def turn(self):
+        step = self.schedule()
+        if step is None:
+            assert self.in_flight, "nothing to run and nothing to wait for: a deadlock"
+        if self.in_flight and (step is None or len(self.in_flight) > self.depth):
+            self.collect()
+        return step
+
+    def drain(self):
+        while self.in_flight:
+            self.collect()
+
+    def run(self, max_steps=5000):
+        while self.scheduler.has_work:
+            self.turn()
+            assert self.num_steps < max_steps, "no end in sight"
+        self.drain()
+        self.assert_ends_are_right()
+
+    def assert_ends_are_right(self):
+        scheduler = self.scheduler
+        for request in self.requests.values():
+            tokens, finish = expected_output(request)
+            assert request.output == self.given[request]
+            if request.finish == Finish.ABORT:
+                assert request.output == tokens[: len(request.output)]
+            else:
+                assert (request.output, request.finish) == (tokens, finish)
+            assert not request.pages
+        assert not scheduler.has_work and not scheduler._followers
+        assert scheduler.pages.num_free == scheduler.buckets.num_pages - 1
+        assert sorted(scheduler._free_slots) == list(range(1, scheduler.buckets.num_slots))
+
+
+def random_group(random, seed, max_samples, max_len=38):
+    prompt_len = int(random.choice([1, 2, random.integers(3, 25)]))
+    return make_group(
+        seed,
+        prompt_len,
+        int(random.integers(1, max_len - prompt_len)),
+        n=int(random.choice([1, 1, random.integers(1, max_samples + 1)])),
+        min_tokens=int(random.integers(0, 2)),
+        stop_ids=tuple(random.integers(0, 50, 2).tolist()) if random.random() < 0.5 else (),
+        temperature=float(random.random()),
+        top_k=int(random.integers(-1, 9)),
+        top_p=float(random.random() * 0.9 + 0.1),
+    )
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_random_walk_gives_every_request_what_it_gets_alone(num_drafts, page_size, chunk):
+    seed = num_drafts * 100 + page_size * 1000 + chunk
+    random = np.random.default_rng(seed)
+    # The pool: from just one longest request (the rest is preempted) to enough for all.
+    longest = -(-40 // page_size)
+    counts = np.zeros(4, int)
+    for walk, num_requests in enumerate([1, 2, 5]):
+        loop = Loop(
+            num_drafts=num_drafts,
+            page_size=page_size,
+            chunk=chunk,
+            num_pages=1 + longest * num_requests,
+            seed=seed + walk,
+        )
+        next_seed = 1
+        for turn in range(120):
+            if random.random() < 0.25:
+                group = random_group(random, next_seed, max_samples=7)
+                next_seed += len(group)
+                loop.add(group)
+            if random.random() < 0.05 and loop.requests:
+                victim = loop.requests[int(random.choice(list(loop.requests)))]
+                loop.scheduler.end(victim, Finish.ABORT)
+            if turn % 10 == 0:
+                loop.depth = int(random.integers(0, 4))
+            if loop.scheduler.has_work:
+                loop.turn()
+        loop.run()
+        aborts = sum(request.finish == Finish.ABORT for request in loop.requests.values())
+        preemptions = loop.scheduler.num_preemptions
+        counts += [loop.num_steps, preemptions, loop.device.num_forks, aborts]
+    num_steps, num_preemptions, num_forks, num_aborts = counts
+    assert num_steps > 300 and num_preemptions > 5 and num_forks > 3 and num_aborts > 3
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+@pytest.mark.parametrize("prompt_len", [1, 2, 8, 9, 21])
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_without_drafts_exactly_prompt_plus_max_tokens_less_one_are_computed(
+    max_tokens, prompt_len, chunk, depth
+):
+    loop = Loop(depth=depth, chunk=chunk)
+    loop.add(make_group(1, prompt_len, max_tokens))
+    loop.run()
+    assert loop.device.num_scheduled == prompt_len + max_tokens - 1
+    assert loop.device.num_wasted == 0
+    # A tail of one prompt token is a chunk like any other.
+    assert loop.num_steps == -(-prompt_len // chunk) + max_tokens - 1
+
+
+def test_at_depth_zero_no_step_is_wasted_on_a_request_that_met_its_stop_id():
+    group = make_group(3, 5, 30)
+    stop = expected_output(group[0])[0][6]
+    loop = Loop(num_drafts=0)
+    loop.add(make_group(3, 5, 30, stop_ids=(stop,)))
+    loop.run()
+    (request,) = loop.requests.values()
+    assert request.finish == Finish.STOP and request.output[-1] == stop
+    assert loop.device.num_wasted == 0
+    assert loop.device.num_scheduled == 5 + len(request.output) - 1
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_with_every_draft_accepted_a_row_is_not_dispatched_past_its_end(num_drafts):
+    """The host counts one token a step in flight as sure, so only drafts in flight may waste."""
+    loop = Loop(depth=0, num_drafts=num_drafts, accuracy=1.0)
+    loop.add(make_group(1, 6, 20))
+    loop.run()
+    assert loop.device.num_wasted == 0
+    loop = Loop(depth=3, num_drafts=num_drafts, accuracy=0.0)
+    loop.add(make_group(1, 6, 20))
+    loop.run()
+    assert loop.device.num_wasted == 0, "all drafts fell, so each step was surely needed"
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_device_never_waits_while_a_step_is_surely_due(depth, num_drafts):
+    """With every draft rejected each step gives one token, and all are planned without a gap."""
+    loop = Loop(depth=depth, num_drafts=num_drafts, accuracy=0.0)
+    loop.add(make_group(1, 6, 20))
+    assert all(loop.turn() is not None for _ in range(20))
+    loop.run()
+    assert loop.num_steps == 20
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "page_size", "num_copied"), [(9, 4, 0), (8, 4, 3), (2, 4, 3), (7, 1, 0)]
+)
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_samples_fork_off_one_prefill_and_copy_only_the_partial_page(
+    prompt_len, page_size, num_copied, chunk
+):
+    loop = Loop(depth=2, page_size=page_size, num_drafts=3, chunk=chunk)
+    loop.add(make_group(1, prompt_len, 6, n=4))
+    loop.run()
+    prefilled = [length for _, prefills in loop.device.log for _, length in prefills]
+    assert sum(prefilled) == prompt_len - 1, "the last token is each sample's own"
+    assert loop.device.num_forks == 3
+    assert loop.device.num_copied_pages == num_copied
+
+
+def test_samples_of_a_one_token_prompt_run_alone():
+    loop = Loop(num_drafts=1)
+    loop.add(make_group(1, 1, 4, n=4))
+    loop.run()
+    assert loop.device.num_forks == 0
+
+
+def test_more_samples_than_rows_all_end():
+    loop = Loop(depth=1, max_num_seqs=2, decode_rows=(2,), num_drafts=1)
+    loop.add(make_group(1, 6, 5, n=5), make_group(11, 3, 5))
+    loop.run()
+    assert loop.device.num_forks == 1
+
+
+def test_more_samples_than_may_enter_in_one_step_all_fork():
+    """At most 8 rows may be new in a step: the leader waits for the others."""
+    loop = Loop(depth=1, max_num_seqs=12, decode_rows=(12,))
+    loop.add(make_group(1, 6, 5, n=12))
+    loop.run()
+    assert loop.device.num_forks == 11
+    assert sum(len(prefills) for _, prefills in loop.device.log) == 1
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_ending_a_leader_before_the_fork_lets_its_samples_run_alone(depth):
+    loop = Loop(depth=depth, chunk=3)
+    group = make_group(1, 12, 4, n=3)
+    loop.add(group)
+    loop.turn()
+    loop.scheduler.end(group[0], Finish.ABORT)
+    loop.run()
+    assert loop.device.num_forks == 0
+    assert [request.finish for request in group] == [Finish.ABORT, Finish.LENGTH, Finish.LENGTH]
+
+
+def test_ending_a_sample_that_waits_to_fork_leaves_the_others():
+    loop = Loop(chunk=3)
+    group = make_group(1, 12, 4, n=3)
+    loop.add(group)
+    loop.turn()
+    loop.scheduler.end(group[1], Finish.ABORT)
+    loop.run()
+    assert loop.device.num_forks == 1
+
+
+def test_chunks_of_several_prompts_share_the_budget_in_order():
+    loop = Loop(chunk=7, page_size=1)
+    loop.add(make_group(1, 5, 2), make_group(2, 10, 2), make_group(3, 3, 2))
+    loop.run()
+    assert [prefills for _, prefills in loop.device.log][:3] == [
+        [(1, 5), (2, 2)],
+        [(2, 7)],
+        [(3, 3)],  # the last token of request 2 runs as a decode row
+    ]
+    assert loop.device.log[2][0] == [2]
+
+
+def test_a_prompt_of_eleven_with_ten_computed_ends_as_a_decode_row():
+    loop = Loop(chunk=10, num_drafts=3)
+    loop.add(make_group(1, 11, 3))
+    loop.run()
+    assert loop.device.log[0] == ([], [(1, 10)])
+    assert loop.device.log[1] == ([1], [])
+
+
+def test_rows_that_decode_come_before_rows_that_prefill():
+    """Cases 11.5: {p1: 100, d1: 1, p2: 7, d2: 1} decodes d1, d2; prompts follow as they came."""
+    loop = Loop(chunk=16, max_prefill_seqs=2)
+    loop.add(make_group(1, 2, 9), make_group(2, 2, 9))
+    loop.turn()
+    loop.add(make_group(3, 14, 2), make_group(4, 7, 2))
+    loop.turn()
+    assert loop.device.log[-1] == ([1, 2], [(3, 14), (4, 2)])
+
+
+def test_a_chunk_as_wide_as_a_verify_is_no_decode():
+    loop = Loop(chunk=4, num_drafts=3)
+    loop.add(make_group(1, 12, 3))
+    loop.run()
+    assert [log for log in loop.device.log if log[1]] == [([], [(1, 4)])] * 3
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_admission_is_first_come_first_served(num_drafts):
+    random = np.random.default_rng(num_drafts)
+    # A third of the pages: many are preempted, and still nobody overtakes.
+    loop = Loop(depth=2, num_drafts=num_drafts, num_pages=18)
+    groups = [random_group(random, seed, max_samples=1) for seed in range(1, 40)]
+    for group in groups:
+        loop.add(group)
+        loop.turn()
+    while loop.scheduler.has_work:
+        loop.turn()
+        waiting, running = loop.scheduler.waiting, loop.scheduler.running
+        seeds = [request.seed for request in (*running, *waiting)]
+        assert seeds == sorted(seeds), "the last to come is the first to go and the last to return"
+    loop.run()
+    assert loop.scheduler.num_preemptions > 0
+    assert [request.seed for request in loop.device.admitted] == list(range(1, 40))
+
+
+def preempted(depth=3, **sizes):
+    """A loop in which request 2 was just preempted with steps in flight for it."""
+    loop = Loop(depth=depth, num_pages=11, page_size=4, accuracy=1.0, **sizes)
+    loop.add(make_group(1, 6, 30), make_group(2, 6, 30))
+    while not loop.scheduler.num_preemptions:
+        loop.turn()
+    request = loop.requests[2]
+    assert loop.scheduler.waiting[0] is request and not request.pages
+    return loop, request
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_late_results_of_a_preempted_request_are_kept(num_drafts):
+    loop, request = preempted(num_drafts=num_drafts)
+    before = len(request.output)
+    assert request.in_flight > 0
+    loop.drain()
+    assert len(request.output) > before
+    assert request.in_flight == request.in_flight_bound == 0
+    loop.run()
+
+
+def test_a_preempted_request_comes_back_only_after_its_outputs_arrived():
+    loop, request = preempted(num_drafts=1)
+    loop.scheduler.end(loop.requests[1], Finish.ABORT)  # room enough now
+    while request.in_flight:
+        loop.turn()
+        assert request in loop.scheduler.waiting or not request.in_flight
+    loop.turn()
+    assert request in loop.scheduler.running
+    assert request.prefill_len == len(request.prompt) + len(request.output) > len(request.prompt)
+    loop.run()
+
+
+def test_a_preempted_request_that_had_finished_on_the_device_ends_without_coming_back():
+    loop = Loop(depth=3, num_pages=8, page_size=4, num_drafts=0)
+    stop = expected_output(make_group(2, 6, 16)[0])[0][6]
+    loop.add(make_group(1, 6, 20), make_group(2, 6, 16, stop_ids=(stop,)))
+    request = loop.requests[2]
+    while not loop.scheduler.num_preemptions:
+        loop.turn()
+    assert not request.finish and request.in_flight
+    loop.run()
+    assert request.finish == Finish.STOP and request.generation == 1
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_late_results_of_an_aborted_request_are_ignored(depth):
+    loop = Loop(depth=depth, num_drafts=3)
+    loop.add(make_group(1, 6, 20), make_group(2, 6, 20))
+    for _ in range(4):
+        loop.turn()
+    request = loop.requests[1]
+    before = list(request.tokens)
+    assert loop.in_flight
+    loop.scheduler.end(request, Finish.ABORT)
+    loop.scheduler.end(request, Finish.STOP)  # ends once
+    loop.add(make_group(3, 9, 5))  # takes its row, slot and pages while it is in flight
+    loop.run()
+    assert request.tokens == before and request.finish == Finish.ABORT
+
+
+def test_an_idle_row_is_kept_until_it_decodes_again():
+    """At depth 3 a row that waits for its last results stays where it is, and is not dispatched."""
+    loop = Loop(depth=3, num_drafts=0)
+    loop.add(make_group(1, 4, 3), make_group(2, 4, 12))
+    loop.run()
+    assert [len(decodes) for decodes, _ in loop.device.log] == [0, 2, 2] + [1] * 9
+
+
+def test_the_program_can_do_what_the_most_demanding_row_needs():
+    loop = Loop()
+    loop.add(
+        make_group(1, 3, 3, temperature=0.0),
+        make_group(2, 3, 6, temperature=1.0),
+        make_group(3, 3, 4, temperature=1.0, top_p=0.5),
+    )
+    variants = []
+    while loop.scheduler.has_work:
+        variants.append(loop.turn().plan.program.variant)
+    assert variants == ["full"] * 4 + ["sampled"] * 2
+    loop = Loop()
+    loop.add(make_group(1, 3, 3, temperature=0.0, top_p=0.5))
+    assert loop.turn().plan.program.variant == "greedy"
+
+
+def test_statistics_count_the_drafts_that_were_verified():
+    loop = Loop(depth=2, num_drafts=3, accuracy=1.0)
+    loop.add(make_group(1, 6, 30))
+    loop.run()
+    metrics = loop.requests[1].metrics
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
+    assert metrics.num_tokens == 30
+    assert metrics.first_token_time <= metrics.last_token_time
+    loop = Loop(depth=2, num_drafts=3, accuracy=0.0)
+    loop.add(make_group(1, 6, 30))
+    loop.run()
+    metrics = loop.requests[1].metrics
+    assert metrics.num_accepted_tokens == 0 < metrics.num_drafts
+    assert metrics.mean_acceptance_length == 1.0
+
+
+def test_a_request_that_can_never_run_is_refused():
+    scheduler = Scheduler(make_buckets(max_model_len=40, page_size=4, num_pages=6))
+    scheduler.check(make_group(1, 10, 10))
+    with pytest.raises(ValueError, match=r"max_model_len=40: 31 \+ 10 tokens came"):
+        scheduler.check(make_group(1, 31, 10))
+    with pytest.raises(ValueError, match="21 tokens need 6 pages of 4, the pool has 5"):
+        scheduler.check([*make_group(1, 2, 2), *make_group(2, 11, 10)])
+    assert not scheduler.has_work

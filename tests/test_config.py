@@ -1,0 +1,129 @@
+import dataclasses
+
+import pytest
+
+from jaxspec.config import (
+    Buckets,
+    SpeculativeConfig,
+    default_decode_buckets,
+    default_prefill_buckets,
+)
+
+SIZES = {
+    "max_num_seqs": 8,
+    "max_model_len": 100,
+    "page_size": 16,
+    "num_pages": 57,
+    "num_drafts": 3,
+    "decode_rows": (1, 4, 8),
+    "prefill_tokens": (64, 480),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
+        ({"page_size": -1}, "page_size must be an integer of at least 1, got -1"),
+        ({"page_size": 2.0}, "page_size must be an integer of at least 1, got 2.0"),
+        ({"max_prefill_seqs": True}, "max_prefill_seqs must be an integer .* got True"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2"),
+        ({"num_drafts": 9}, "num_speculative_tokens must be 0 to 8, got 9"),
+        ({"num_drafts": -1}, "num_speculative_tokens must be 0 to 8, got -1"),
+        ({"decode_rows": ()}, "decode_rows buckets must ascend"),
+        ({"decode_rows": (4, 1, 8)}, r"decode_rows buckets must ascend .* got \(4, 1, 8\)"),
+        ({"decode_rows": (0, 8)}, "decode_rows buckets must ascend from at least 1"),
+        ({"prefill_tokens": (64, 64)}, "prefill_tokens buckets must ascend"),
+        ({"decode_rows": (1, 4)}, r"max_num_seqs=8, buckets \(1, 4\)"),
+        ({"decode_rows": (8, 16)}, r"max_num_seqs=8, buckets \(8, 16\)"),
+        ({"max_num_batched_tokens": 32}, r"max_num_batched_tokens=32 must exceed .* = 32"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Buckets(**SIZES | changes)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "page_size", "pages"), [(100, 16, 7), (96, 16, 6), (97, 16, 7), (5, 1, 5)]
+)
+def test_the_page_table_is_as_wide_as_the_longest_request(max_model_len, page_size, pages):
+    buckets = Buckets(**SIZES | {"max_model_len": max_model_len, "page_size": page_size})
+    assert buckets.pages_per_seq == pages
+
+
+def test_every_step_fits_the_smallest_compiled_shape_that_holds_it():
+    buckets = Buckets(**SIZES)
+    shapes = buckets.shapes()
+    assert len(shapes) == len(set(shapes))
+    for num_decode in range(9):
+        for num_prefill in [0, 1, 63, 64, 65, 480]:
+            if not num_decode + num_prefill:
+                continue
+            rows, tokens = buckets.round_up(num_decode, num_prefill)
+            assert (rows, tokens) in shapes
+            assert rows >= num_decode and tokens >= num_prefill
+            assert (tokens == 0) == (num_prefill == 0), "the hot program has no prefill region"
+            smaller = [
+                (r, t)
+                for r, t in shapes
+                if r >= num_decode and num_prefill <= t and (t, r) < (tokens, rows)
+            ]
+            assert all(t == 0 for _, t in smaller) == (num_prefill == 0) or not smaller
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
+)
+def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
+    assert default_decode_buckets(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(512, (64, 512)), (64, (64,)), (7, (7,))])
+def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
+    assert default_prefill_buckets(budget) == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "eagle"}, "Unknown speculative method 'eagle'"),
+        ({"num_speculative_tokens": 0}, "must be 1 to 8, got 0; for plain decoding"),
+        ({"num_speculative_tokens": 9}, "must be 1 to 8, got 9"),
+        ({"draft_sample_method": "nucleus"}, "got 'nucleus'"),
+        ({"synthetic_acceptance_rates": (0.5, 0.5)}, "one rate in .* for each of the 3 drafts"),
+        ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),
+        ({"synthetic_acceptance_rates": (float("nan"),) * 3}, r"one rate in \[0, 1\]"),
+        ({"synthetic_acceptance_rates": (0.5, 0.6, 0.1)}, "can't rise with the position"),
+        ({"draft_accuracy": (0.5, 0.6)}, "draft_accuracy needs one rate"),
+        ({"method": "oracle"}, "pass `continuations`"),
+        (
+            {"method": "oracle", "continuations": ((1,),), "draft_sample_method": "probabilistic"},
+            "Probabilistic drafts come from the MTP head",
+        ),
+        (
+            {
+                "draft_sample_method": "probabilistic",
+                "synthetic_acceptance_rates": (0.5, 0.5, 0.5),
+            },
+            "drop the oracle or the synthetic rates",
+        ),
+    ],
+)
+def test_speculation_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(**changes)
+
+
+def test_a_dict_of_the_fields_is_a_config():
+    config = SpeculativeConfig.of(
+        {"num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.9, 0.5]}
+    )
+    assert config == SpeculativeConfig(
+        num_speculative_tokens=2, synthetic_acceptance_rates=(0.9, 0.5)
+    )
+    assert SpeculativeConfig.of(config) is config
+    assert SpeculativeConfig.of(dataclasses.asdict(config)) == config
+    with pytest.raises(ValueError, match=r"Unknown keys \['k'\] .* known are .*'method'"):
+        SpeculativeConfig.of({"k": 3})

@@ -1,0 +1,120 @@
+from collections import deque
+
+import numpy as np
+import pytest
+
+from jaxspec.config import Buckets
+from jaxspec.engine import Engine
+from jaxspec.plan import StepOutput, plan_layout
+from jaxspec.request import Finish, Request, SamplingParams
+from jaxspec.scheduler.scheduler import Scheduler
+
+BUCKETS = Buckets(
+    max_num_seqs=2,
+    max_model_len=64,
+    page_size=16,
+    num_pages=9,
+    num_drafts=0,
+    decode_rows=(2,),
+    prefill_tokens=(8,),
+)
+
+
+class FakeRunner:
+    """Emits token 5 for every row, and notes the order of dispatches and results."""
+
+    def __init__(self):
+        self.log = []
+        self.in_flight = deque()
+        self.num_tokens = {}
+
+    def dispatch(self, plan):
+        number = sum(kind == "dispatch" for kind, _ in self.log)
+        self.log.append(("dispatch", number))
+        values = plan_layout(plan.program, BUCKETS).unpack(plan.packed)
+        lens = values["prefill_lens"]
+        tokens = np.full((plan.program.decode_rows + len(lens), 1), -1, np.int32)
+        tokens[: int(values["num_decode"])] = 5
+        tokens[plan.program.decode_rows :][lens > 0] = 5
+        self.in_flight.append(number)
+        return FakePending(self, number, tokens)
+
+    @property
+    def max_lead(self):
+        """Most dispatched steps without a result, and the lead after each collection."""
+        lead, leads = 0, [0]
+        for kind, _ in self.log:
+            lead += 1 if kind == "dispatch" else -1
+            leads.append(lead)
+        return max(leads)
+
+
+class FakePending:
+    def __init__(self, runner, number, tokens):
+        self.runner, self.number, self.tokens = runner, number, tokens
+
+    def result(self):
+        assert self.runner.in_flight.popleft() == self.number, "collected out of order"
+        self.runner.log.append(("collect", self.number))
+        zeros = np.zeros(len(self.tokens), np.int32)
+        # The host itself must end nothing: finish is the device's word, here the last step's.
+        finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
+        return StepOutput(self.tokens, zeros, zeros, finish)
+
+
+def make_engine(depth):
+    runner = FakeRunner()
+    engine = Engine(Scheduler(BUCKETS), runner, max_in_flight=depth)
+    request = Request((1, 2, 3), SamplingParams(max_tokens=8), seed=0)
+    engine.scheduler.add([request])
+    return engine, runner, request
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5, 20])
+def test_steps_are_collected_in_order_and_the_lead_is_depth_plus_one(depth):
+    engine, runner, request = make_engine(depth)
+    progress = []
+    while engine.has_work:
+        progress += engine.step()
+        assert len(runner.in_flight) <= depth
+    assert request.output == [5] * 8 == [t for p in progress for t in p.tokens]
+    assert request.finish == Finish.LENGTH
+    assert runner.max_lead == min(depth + 1, 8)
+    # Step n is collected right after step n + depth is dispatched, or when nothing is left to.
+    expected = []
+    for number in range(8 + depth):
+        expected += [("dispatch", number)] * (number < 8)
+        expected += [("collect", number - depth)] * (0 <= number - depth < 8)
+    assert runner.log == expected
+    assert engine.metrics.num_steps == 8
+
+
+def test_depth_zero_collects_each_step_before_the_next():
+    engine, runner, _ = make_engine(0)
+    while engine.has_work:
+        engine.step()
+    assert [kind for kind, _ in runner.log] == ["dispatch", "collect"] * 8
+
+
+def test_drain_leaves_nothing_in_flight_and_what_ended_stays_ended():
+    engine, runner, request = make_engine(3)
+    for _ in range(5):
+        engine.step()
+    before = list(request.tokens)
+    assert len(runner.in_flight) == 3
+    engine.scheduler.end(request, Finish.ABORT)
+    assert engine.has_work
+    engine.drain()
+    assert not runner.in_flight and not engine.has_work
+    assert request.tokens == before and request.finish == Finish.ABORT
+
+
+def test_an_engine_without_work_dispatches_nothing():
+    runner = FakeRunner()
+    engine = Engine(Scheduler(BUCKETS), runner)
+    assert engine.step() == [] and not engine.has_work and not runner.log
+
+
+def test_a_negative_depth_is_refused():
+    with pytest.raises(ValueError, match="max_in_flight must be at least 0 .* got -1"):
+        Engine(Scheduler(BUCKETS), FakeRunner(), max_in_flight=-1)

@@ -1,0 +1,131 @@
+import random
+
+import pytest
+
+from jaxspec.outputs import CompletionOutput, RequestOutput, Sample
+from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
+from jaxspec.stop_strings import StopStrings
+
+
+class PairStream:
+    """A text stream of tokens that are characters, but "~" shows only with the one after it."""
+
+    def __init__(self):
+        self.held = ""
+
+    def push(self, ids):
+        text = self.held + "".join(map(chr, ids))
+        shown = text.rstrip("~")
+        self.held = text[len(shown) :]
+        return shown
+
+    def flush(self):
+        text, self.held = self.held, ""
+        return text
+
+
+def make_sample(stops=(), stream=True):
+    request = Request((1, 2), SamplingParams(stop=tuple(stops)), seed=0)
+    search = StopStrings(stops) if stops else None
+    return Sample(request, 0, PairStream() if stream else None, search)
+
+
+def feed(sample, pieces, finish):
+    """Push pieces as the engine does: what the device decided comes with the last."""
+    deltas, stopped = [], False
+    for number, piece in enumerate(pieces, 1):
+        if number == len(pieces):
+            sample.request.finish = finish
+        delta, stopped = sample.push(tuple(map(ord, piece)))
+        deltas.append(delta)
+        if stopped:
+            if not sample.request.finish:
+                sample.request.finish = Finish.STOP
+            break
+    return deltas
+
+
+def cut_oracle(text, stops):
+    """One character at a time: the tokens kept, the text, and whether a stop string came."""
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    if not ends:
+        return text, text, False
+    end, start = min(ends)
+    return text[:end], text[:start], True
+
+
+def test_tokens_behind_a_stop_string_inside_one_verify_step_are_dropped():
+    sample = make_sample(["b"])
+    (delta,) = feed(sample, ["abcd"], Finish.RUNNING)
+    assert (sample.text, sample.token_ids) == ("a", [ord("a"), ord("b")])
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("a", [97, 98], "stop")
+
+
+@pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP])
+@pytest.mark.parametrize("seed", range(10))
+def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed, finish):
+    rng = random.Random(seed)
+    for _ in range(40):
+        text = "".join(rng.choices("abc~", k=rng.randint(1, 14))) + rng.choice(["", "b"])
+        stops = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
+        tokens, shown, stopped = cut_oracle(text, stops)
+        expected = (shown, list(map(ord, tokens)), "stop" if stopped else finish.reason)
+        for width in [1, 2, 3, len(text)]:
+            pieces = [text[i : i + width] for i in range(0, len(text), width)]
+            sample = make_sample(stops)
+            deltas = feed(sample, pieces, finish)
+            output = sample.output()
+            assert (output.text, output.token_ids, output.finish_reason) == expected
+            assert "".join(delta.text for delta in deltas) == shown
+            assert [t for delta in deltas for t in delta.token_ids] == expected[1]
+            assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert deltas[-1].finish_reason == expected[2]
+
+
+def test_text_held_back_comes_out_at_the_end():
+    sample = make_sample(["abx"])
+    deltas = feed(sample, ["a", "b", "~"], Finish.LENGTH)
+    assert [delta.text for delta in deltas] == ["", "", "ab~"]
+    assert sample.output().finish_reason == "length"
+
+
+def test_a_stop_string_that_only_the_end_completes_counts():
+    """The text stream gives its last character when it is told that nothing follows."""
+    sample = make_sample(["b~"])
+    (delta,) = feed(sample, ["ab~"], Finish.LENGTH)
+    assert sample.output().text == delta.text == "a"
+    assert sample.output().finish_reason == delta.finish_reason == "stop"
+
+
+def test_without_a_tokenizer_only_ids_grow():
+    sample = make_sample(stream=False)
+    feed(sample, ["ab", "c"], Finish.LENGTH)
+    assert (sample.text, sample.token_ids) == ("", [97, 98, 99])
+
+
+def test_an_output_is_not_changed_by_what_comes_after_it():
+    sample = make_sample()
+    sample.push((97,))
+    before = sample.output()
+    sample.push((98,))
+    assert (before.text, before.token_ids, before.finish_reason) == ("a", [97], None)
+
+
+def test_metrics_of_a_prompt_are_those_of_its_samples_together():
+    parts = []
+    for steps in [[(3, 2), (3, 1)], [(2, 0)], []]:
+        metrics = RequestMetrics(num_tokens=4)
+        for step in steps:
+            metrics.record(*step)
+        parts.append(CompletionOutput(len(parts), "", [], "length", metrics))
+    together = RequestOutput(None, [1], parts).metrics
+    assert (together.num_drafts, together.num_draft_tokens, together.num_accepted_tokens) == (
+        3,
+        8,
+        3,
+    )
+    assert together.accepted_per_position == [2, 1, 0]
+    assert together.num_tokens == 12
+    assert together.arrival_time == parts[0].metrics.arrival_time
+    assert RequestOutput(None, [1], parts[1:2]).metrics == parts[1].metrics
+    assert parts[0].metrics.accepted_per_position == [2, 1, 0], "the parts stay as they are"

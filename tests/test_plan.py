@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from jaxspec.config import Buckets
+from jaxspec.plan import (
+    ROW_FLOATS,
+    PackedLayout,
+    Program,
+    StepOutput,
+    output_layout,
+    pack_plan,
+    plan_layout,
+    row_ints,
+)
+
+BUCKETS = Buckets(
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    num_pages=65,
+    num_drafts=3,
+    decode_rows=(2, 4),
+    prefill_tokens=(8, 32),
+)
+PROGRAMS = [Program(2, 0, "greedy"), Program(4, 8, "full"), Program(4, 32, "sampled")]
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
+def test_fields_lie_end_to_end_and_share_nothing(lead):
+    layout = PackedLayout(a=(), b=(3,), c=(2, 2), d=(0,))
+    array = np.zeros((*lead, layout.size), np.int32)
+    fields = layout.unpack(array)
+    assert layout.size == 8
+    for number, name in enumerate(["a", "b", "c"], 1):
+        assert fields[name].shape == (*lead, *layout.shapes[name])
+        fields[name][...] += number  # views: writing them writes the array
+    expected = np.broadcast_to([1, 2, 2, 2, 3, 3, 3, 3], array.shape)
+    np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_full_plan_comes_back_as_it_was_packed(program):
+    random = np.random.default_rng(0)
+    layout = plan_layout(program, BUCKETS)
+    values = {
+        name: random.integers(-(2**31), 2**31, shape, np.int32)
+        for name, shape in layout.shapes.items()
+    }
+    fields = layout.unpack(pack_plan(program, BUCKETS, values))
+    assert fields.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(fields[name], value, err_msg=name)
+
+
+def test_a_short_list_is_padded_with_none():
+    packed = pack_plan(PROGRAMS[1], BUCKETS, {"prev_positions": [2], "append_slots": [1, 2]})
+    fields = plan_layout(PROGRAMS[1], BUCKETS).unpack(packed)
+    assert fields["prev_positions"].tolist() == [2, -1, -1, -1]
+    assert fields["new_row_index"].tolist() == [-1] * BUCKETS.max_new_rows
+    assert fields["append_slots"][:3].tolist() == [1, 2, 0]
+    rest = [v for k, v in fields.items() if k not in ("prev_positions", "new_row_index")]
+    assert sum(np.count_nonzero(value) for value in rest) == 2
+
+
+def test_an_empty_list_is_none():
+    empty = {"new_row_index": [], "prefill_lens": [], "append_pages": [], "prefill_tokens": []}
+    np.testing.assert_array_equal(
+        pack_plan(PROGRAMS[0], BUCKETS, empty), pack_plan(PROGRAMS[0], BUCKETS, {})
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["prev_positions", "append_pages", "prefill_lens", "prefill_tokens"]
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_list_longer_than_its_field_is_refused(program, name):
+    room = plan_layout(program, BUCKETS).shapes[name][0]
+    pack_plan(program, BUCKETS, {name: [7] * room})
+    with pytest.raises(ValueError, match=rf"room for \({room},\) in {name}, {room + 1} came"):
+        pack_plan(program, BUCKETS, {name: [7] * (room + 1)})
+
+
+def test_sampling_parameters_travel_bit_for_bit():
+    bits = np.array([0.1, 1e-45, -0.0, np.inf, 3.4e38, 1 / 3, 1.0, 0.7], np.float32)
+    floats = bits.reshape(-1, ROW_FLOATS.size)
+    packed = pack_plan(PROGRAMS[0], BUCKETS, {"new_row_floats": floats})
+    back = plan_layout(PROGRAMS[0], BUCKETS).unpack(packed)["new_row_floats"][: len(floats)]
+    assert back.tobytes() == floats.tobytes()
+    assert ROW_FLOATS.unpack(back.view(np.float32))["top_p"].tolist() == bits[1::2].tolist()
+
+
+def test_every_plan_is_a_fresh_array():
+    """A plan may still be read by a dispatched step while the next one is written."""
+    plans = [pack_plan(PROGRAMS[0], BUCKETS, {}) for _ in range(3)]
+    plans[0][:] = 7
+    assert not np.shares_memory(plans[0], plans[1])
+    assert 7 not in plans[1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 8])
+def test_an_output_comes_back_as_the_device_wrote_it(num_drafts):
+    layout = output_layout(num_drafts)
+    packed = np.arange(3 * layout.size, dtype=np.int32).reshape(3, -1)
+    output = StepOutput.unpack(packed)
+    columns = [output.tokens, *(x[:, None] for x in (output.num_drafts, output.num_accepted))]
+    assert output.tokens.shape == (3, 1 + num_drafts)
+    np.testing.assert_array_equal(np.concatenate([*columns, output.finish[:, None]], 1), packed)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 8])
+def test_a_row_has_room_for_its_drafts_behind_fields_that_never_move(num_drafts):
+    layout, plain = row_ints(num_drafts), row_ints(0)
+    assert layout.size == plain.size + num_drafts
+    assert {k: v for k, v in layout.slices.items() if k != "drafts"} == {
+        k: v for k, v in plain.slices.items() if k != "drafts"
+    }

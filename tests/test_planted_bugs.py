@@ -1,0 +1,95 @@
+"""The laws bite: each bug that has shipped somewhere, planted here, is seen by them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from harness import GREEDY
+from walk import random_walk, walk_harness
+
+from jaxspec.models.layers import gated_delta_net
+from jaxspec.runner import step as step_module
+from jaxspec.runner.step import jitted_step
+
+real_remap, real_update = step_module.remap, step_module.update
+real_conv_update = gated_delta_net.conv_update
+
+
+def accepted_count_not_remapped(state, prev_positions, new_rows):
+    rows = real_remap(state, prev_positions, new_rows)
+    stays = jnp.where(prev_positions >= 0, state.state_offset, rows.state_offset)
+    return rows.with_fields(state_offset=stays)
+
+
+def remapped_twice(state, prev_positions, new_rows):
+    return real_remap(real_remap(state, prev_positions, new_rows), prev_positions, new_rows)
+
+
+def stale_drafts_on_a_reused_row(state, prev_positions, new_rows):
+    rows = real_remap(state, prev_positions, new_rows)
+    is_new = (prev_positions < 0) & (rows.slot > 0)
+    return rows.with_fields(
+        drafts=jnp.where(is_new[:, None], state.drafts, rows.drafts),
+        num_drafts=jnp.where(is_new, state.num_drafts, rows.num_drafts),
+    )
+
+
+def optimistic_length_for_the_next_token(rows, acceptance, finish, prefill_lens):
+    after = real_update(rows, acceptance, finish, prefill_lens)
+    place = jnp.clip(rows.num_drafts, 0, acceptance.tokens.shape[1] - 1)
+    token = jnp.take_along_axis(acceptance.tokens, place[:, None], axis=1)[:, 0]
+    emitted = acceptance.num_emitted > 0
+    return after.with_fields(last_token=jnp.where(emitted, token, after.last_token))
+
+
+def state_slot_off_by_one(rows, acceptance, finish, prefill_lens):
+    after = real_update(rows, acceptance, finish, prefill_lens)
+    return after.with_fields(state_offset=jnp.maximum(after.state_offset - 1, 0))
+
+
+def conv_offset_ignored(x, weight, pool, layer, slots, state_offset, query_len):
+    return real_conv_update(x, weight, pool, layer, slots, jnp.zeros_like(state_offset), query_len)
+
+
+BUGS = [
+    (step_module, "remap", accepted_count_not_remapped),
+    (step_module, "remap", remapped_twice),
+    (step_module, "remap", stale_drafts_on_a_reused_row),
+    (step_module, "update", optimistic_length_for_the_next_token),
+    (step_module, "update", state_slot_off_by_one),
+    (gated_delta_net, "conv_update", conv_offset_ignored),
+]
+
+
+def assert_the_laws_hold():
+    """A walk with right and wrong drafts, and one where every draft a request gets is right."""
+    params = [dataclasses.replace(GREEDY, max_tokens=14)]
+    mixed = walk_harness((0.7, 0.6, 0.5), variants=("greedy",))
+    random_walk(mixed, 60, seed=1, params=params)
+    assert mixed.check() <= 1
+    perfect = walk_harness((1.0, 1.0, 1.0), variants=("greedy",))
+    random_walk(perfect, 60, seed=2, params=params)
+    assert perfect.check() <= 1
+    for request in perfect.requests:
+        # Law 7: a new row inherits nothing, so no draft of another request is ever verified.
+        assert request.metrics.num_accepted_tokens == request.metrics.num_draft_tokens
+
+
+@pytest.fixture
+def fresh_programs():
+    jitted_step.cache_clear()
+    yield
+    jitted_step.cache_clear()
+
+
+def test_without_a_bug_the_laws_hold():
+    assert_the_laws_hold()
+
+
+@pytest.mark.parametrize(
+    "module, name, bug", BUGS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_laws_see(module, name, bug, monkeypatch, fresh_programs):
+    monkeypatch.setattr(module, name, bug)
+    with pytest.raises(AssertionError):
+        assert_the_laws_hold()

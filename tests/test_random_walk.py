@@ -1,0 +1,24 @@
+"""Laws 1, 3, 4, 5 and 7 together, over walks of thousands of steps."""
+
+import pytest
+from walk import random_walk, walk_harness
+
+
+@pytest.mark.parametrize("depth, chunk, num_pages", [(2, None, 40), (0, 3, 400), (3, 7, 24)])
+def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(depth, chunk, num_pages):
+    """Admit, accept, reject, zero drafts, placeholders, finish, preempt, abort, fork, permute."""
+    engine = walk_harness(
+        (0.8, 0.6, 0.5), vary=True, max_in_flight=depth, chunk=chunk, num_pages=num_pages
+    )
+    happened = random_walk(engine, 1000, seed=depth)
+    ties = engine.check()
+    print(f"{len(engine.requests)} requests, {engine.engine.metrics.num_steps} steps, {ties} ties")
+    assert ties <= 3
+    assert min(happened.values()) > 5
+    assert engine.engine.metrics.num_steps > 700
+    assert engine.scheduler.num_preemptions > happened["preempt"] * 0.5
+    drafted = sum(request.metrics.num_draft_tokens for request in engine.requests)
+    accepted = sum(request.metrics.num_accepted_tokens for request in engine.requests)
+    assert 0.2 * drafted < accepted < 0.8 * drafted
+    assert engine.scheduler.pages.num_free == num_pages - 1
+    assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))

@@ -1,0 +1,136 @@
+import math
+
+import pytest
+
+from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a finite number of at least 0, got -0.1"),
+        ({"temperature": math.nan}, "temperature must be a finite number .* got nan"),
+        ({"temperature": math.inf}, "temperature must be a finite number .* got inf"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01"),
+        ({"top_p": -1}, r"top_p must be in \(0, 1\], got -1"),
+        ({"top_p": math.nan}, r"top_p must be in \(0, 1\], got nan"),
+        ({"top_k": -2}, "top_k must be an integer of at least -1, got -2; -1 turns it off"),
+        ({"top_k": 1.5}, "top_k must be an integer of at least -1, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
+        ({"max_tokens": 3.0}, "max_tokens must be an integer of at least 1, got 3.0"),
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
+        ({"n": True}, "n must be an integer of at least 1, got True"),
+        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0, got -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens, got 9 > 8"),
+        ({"stop": ""}, r"stop strings must be non-empty strings, got \[''\]"),
+        ({"stop": ["a", ""]}, r"stop strings must be non-empty strings, got \['a', ''\]"),
+        ({"stop": [3]}, r"stop strings must be non-empty strings, got \[3\]"),
+        ({"seed": 2**64}, "seed must be an integer that fits in 64 bits, got 18446744073709551616"),
+        ({"seed": 1.5}, "seed must be an integer that fits in 64 bits, got 1.5"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0},
+        {"top_p": 1},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"min_tokens": 128},
+        {"max_tokens": 1},
+        {"seed": 0},
+        {"seed": -(2**63)},
+        {"stop": None},
+        {"stop_token_ids": None},
+    ],
+)
+def test_values_at_the_edge_of_their_range_are_taken(changes):
+    SamplingParams(**changes)
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "greedy"),
+        ({}, "sampled"),
+        ({"top_k": 0}, "sampled"),
+        ({"top_k": 1}, "full"),
+        ({"top_p": 0.99}, "full"),
+    ],
+)
+def test_the_variant_is_the_least_that_can_serve_the_request(changes, variant):
+    assert SamplingParams(**changes).variant == variant
+
+
+@pytest.mark.parametrize(
+    ("steps", "totals", "per_position"),
+    [
+        # (drafts, accepted) of each verify, of the peer's table; a step without drafts is none.
+        ([(3, 3)], (1, 3, 3), [1, 1, 1]),
+        ([(3, 1)], (1, 3, 1), [1, 0, 0]),
+        ([(2, 2), (1, 1)], (2, 3, 3), [2, 1]),
+        ([(1, 1), (2, 2)], (2, 3, 3), [2, 1]),
+        ([(1, 1)], (1, 1, 1), [1]),
+        ([], (0, 0, 0), []),
+        ([(3, 2), (3, 1)], (2, 6, 3), [2, 1, 0]),
+    ],
+)
+def test_acceptance_statistics_equal_the_table(steps, totals, per_position):
+    metrics = RequestMetrics()
+    for step in steps:
+        metrics.record(*step)
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == totals
+    assert metrics.accepted_per_position == per_position
+    mean = 1 + totals[2] / totals[0] if totals[0] else 1.0
+    assert metrics.mean_acceptance_length == mean
+
+
+def test_times_are_measured_from_arrival_and_between_tokens():
+    metrics = RequestMetrics(arrival_time=10.0)
+    assert metrics.ttft is None and metrics.tpot is None
+    metrics.first_token_time = metrics.last_token_time = 10.5
+    metrics.num_tokens = 1
+    assert metrics.ttft == 0.5 and metrics.tpot is None
+    metrics.last_token_time, metrics.num_tokens = 11.5, 5
+    assert metrics.tpot == 0.25
+
+
+def test_no_request_shares_what_grows():
+    params = SamplingParams(max_tokens=5)
+    one, other = Request((1, 2), params, 0), Request((1, 2), params, 0)
+    one.tokens.append(3)
+    one.pages.append(4)
+    one.metrics.record(1, 1)
+    assert (other.tokens, other.pages, other.metrics.num_drafts) == ([1, 2], [], 0)
+    assert one != other and len({one, other}) == 2
+
+
+def test_the_bound_counts_every_draft_in_flight_up_to_the_end():
+    request = Request((1, 2, 3), SamplingParams(max_tokens=6), 0)
+    assert (request.tokens_bound, request.max_len) == (3, 9)
+    request.in_flight_bound = 4
+    assert request.tokens_bound == 7
+    request.tokens += [4, 5, 6]
+    assert request.tokens_bound == 9
+    assert request.output == [4, 5, 6]
+
+
+def test_users_see_a_word_for_each_end():
+    words = {finish: finish.reason for finish in Finish}
+    assert words.pop(Finish.RUNNING) is None
+    assert {finish.name: word for finish, word in words.items()} == {
+        "STOP": "stop",
+        "LENGTH": "length",
+        "ERROR": "error",
+        "ABORT": "abort",
+    }
