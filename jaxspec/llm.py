@@ -90,7 +90,8 @@ class LLM:
         array_type = _array_type(dtype)
         self._model = load_model(folder, array_type)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        self._eos_ids = self._find_eos_ids(folder)
+        text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
+        self._eos_ids = tuple(sorted({*self._model.eos_token_ids, *text_eos}))
         config = _speculation(speculative_config, self._model.has_draft_head)
         num_drafts = config.num_speculative_tokens if config else 0
         max_model_len = self._check_model_len(max_model_len)
@@ -325,9 +326,6 @@ class LLM:
                 "or pass {'prompt_token_ids': [...]}."
             )
         return self.tokenizer
-
-    def _find_eos_ids(self, folder: Path) -> tuple[int, ...]:
-        return tuple(sorted(self.tokenizer.eos_ids)) if self.tokenizer else ()
 
     def _check_model_len(self, max_model_len: int | None) -> int:
         limit = self._model.max_position_embeddings

@@ -19,6 +19,6 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(depth, c
     assert engine.scheduler.num_preemptions > happened["preempt"] * 0.5
     drafted = sum(request.metrics.num_draft_tokens for request in engine.requests)
     accepted = sum(request.metrics.num_accepted_tokens for request in engine.requests)
-    assert 0.2 * drafted < accepted < 0.8 * drafted
+    assert 0.1 * drafted < accepted < 0.8 * drafted
     assert engine.scheduler.pages.num_free == num_pages - 1
     assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))

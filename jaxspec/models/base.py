@@ -69,6 +69,11 @@ class Model(nnx.Module, abc.ABC):
         """Tokens of a request that the model was made for."""
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, by the checkpoint's configuration; none unless a model says so."""
+        return ()
+
+    @property
     @abc.abstractmethod
     def has_draft_head(self) -> bool:
         """Whether the checkpoint carried the tensors of a multi-token-prediction head."""

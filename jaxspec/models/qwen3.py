@@ -98,6 +98,11 @@ class Qwen3(Model):
         return self.config.max_position_embeddings
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, by the checkpoint's configuration."""
+        return self.config.eos_token_ids
+
+    @property
     def has_draft_head(self) -> bool:
         """Qwen3 was published without one."""
         return False

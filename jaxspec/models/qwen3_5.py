@@ -156,6 +156,11 @@ class Qwen3_5(Model):
         return self.config.max_position_embeddings
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, by the checkpoint's configuration."""
+        return self.config.eos_token_ids
+
+    @property
     def has_draft_head(self) -> bool:
         """Whether the checkpoint carried the tensors of a multi-token-prediction head."""
         return self.draft_head is not None

@@ -129,6 +129,11 @@ class Scheduler:
             request.in_flight_bound -= entry.bound
             emitted = output.tokens[row]
             tokens = tuple(int(token) for token in emitted[emitted != -1])
+            if not tokens and not output.finish[row]:
+                raise RuntimeError(
+                    "A step must give each of its rows a token or an end; row "
+                    f"{row} got neither: the device lost its request. This is a bug in jaxspec."
+                )
             self._record(request, tokens, output, row, now)
             if output.finish[row]:
                 self.end(request, Finish(int(output.finish[row])))
