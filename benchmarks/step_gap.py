@@ -26,7 +26,7 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     engine, runner = llm._engine, llm._runner
     params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     prompts = [{"prompt_token_ids": [5 + row] * 32} for row in range(rows)]
-    llm._queue([prompt["prompt_token_ids"] for prompt in prompts], [params] * rows)
+    llm._queue(prompts, [params] * rows)
     for _ in range(WARM_STEPS):
         llm._step()
     engine.drain()

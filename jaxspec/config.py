@@ -99,10 +99,11 @@ class Buckets:
     def shapes(self) -> list[tuple[int, int]]:
         """Every (decode rows, prefill tokens) that gets compiled.
 
-        Steps with a prompt in them take the smallest or the largest rectangle: prompts are rare,
-        and each further shape costs a compilation.
+        Steps with a prompt in them take the largest rectangle, or the smallest where that saves
+        much: prompts are rare, and each further shape costs a compilation.
         """
-        mixed_rows = sorted({self.decode_rows[0], self.decode_rows[-1]})
+        smallest, largest = self.decode_rows[0], self.decode_rows[-1]
+        mixed_rows = [largest] if largest <= 8 else sorted({smallest, largest})
         return [(rows, 0) for rows in self.decode_rows] + [
             (rows, tokens) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
@@ -209,6 +210,8 @@ class SpeculativeConfig:
         if unknown := sorted(set(value) - set(known)):
             raise ValueError(f"Unknown keys {unknown} in speculative_config; known are {known}.")
         rates = ("synthetic_acceptance_rates", "draft_accuracy")
-        return SpeculativeConfig(
-            **{k: tuple(v) if k in rates and v is not None else v for k, v in value.items()}
-        )
+        options: dict[str, Any] = {
+            key: tuple(item) if key in rates and item is not None else item
+            for key, item in value.items()
+        }
+        return SpeculativeConfig(**options)

@@ -1,6 +1,5 @@
 """Text in, text out; the only file that knows every part and joins them."""
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config import (
@@ -20,9 +18,9 @@ from jaxspec.config import (
     default_prefill_buckets,
 )
 from jaxspec.engine import Engine
+from jaxspec.intake import Intake, Prompt, params_of
 from jaxspec.models import load_model, resolve_folder
 from jaxspec.outputs import Delta, RequestOutput, Sample
-from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.compilation_cache import enable_compilation_cache
@@ -30,11 +28,11 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import ExactVerifier, RejectionVerifier, SyntheticVerifier, Verifier
 from jaxspec.scheduler.scheduler import Progress, Scheduler
-from jaxspec.tokenizer import StopStrings, Tokenizer
+from jaxspec.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
-Prompt = str | Mapping[str, Any]
+Groups = list[list[Sample]]  # of each prompt its samples
 
 
 class LLM:
@@ -91,7 +89,6 @@ class LLM:
         self._model = load_model(folder, array_type)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
-        self._eos_ids = tuple(sorted({*self._model.eos_token_ids, *text_eos}))
         config = _speculation(speculative_config, self._model.has_draft_head)
         num_drafts = config.num_speculative_tokens if config else 0
         max_model_len = self._check_model_len(max_model_len)
@@ -108,18 +105,24 @@ class LLM:
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
-        self._proposer = make_proposer(config, self._model.vocab_size) if config else None
+        proposer = make_proposer(config, self._model.vocab_size) if config else None
         self._runner = ModelRunner(
             self._model,
             self.buckets,
-            self._proposer,
+            proposer,
             dtype=array_type,
             verifier=make_verifier(config),
         )
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
-        self._seed, self._num_requests = seed, 0
+        self._intake = Intake(
+            self.tokenizer,
+            vocab_size=self._model.vocab_size,
+            eos_ids=sorted({*self._model.eos_token_ids, *text_eos}),
+            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
+            seed=seed,
+        )
 
     def warm_up(self, variants: Sequence[Variant] = VARIANTS) -> None:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
@@ -140,9 +143,8 @@ class LLM:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
         """
         batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = _params_of(sampling_params, len(batch))
-        encoded = [self._encode(prompt) for prompt in batch]
-        groups = self._queue(encoded, params)
+        params = params_of(sampling_params, len(batch))
+        groups = self._queue(batch, params)
         bar = tqdm(
             total=len(groups),
             desc="generating",
@@ -162,10 +164,10 @@ class LLM:
         return [
             RequestOutput(
                 prompt=prompt if isinstance(prompt, str) else prompt.get("prompt"),
-                prompt_token_ids=list(ids),
+                prompt_token_ids=list(group[0].request.prompt),
                 outputs=[sample.output() for sample in group],
             )
-            for prompt, ids, group in zip(batch, encoded, groups, strict=True)
+            for prompt, group in zip(batch, groups, strict=True)
         ]
 
     def stream(
@@ -176,10 +178,10 @@ class LLM:
         Raises:
             ValueError: as in `generate`, and for `n` above 1.
         """
-        params = _params_of(sampling_params, 1)
+        params = params_of(sampling_params, 1)
         if params[0].n != 1:
             raise ValueError(f"stream gives one sample, got n={params[0].n}; use generate.")
-        groups = self._queue([self._encode(prompt)], params)
+        groups = self._queue([prompt], params)
         return self._deltas(groups)
 
     def chat(
@@ -193,7 +195,7 @@ class LLM:
         Raises:
             ValueError: no tokenizer or template, or one it refuses; and as in `generate`.
         """
-        ids = self._require_tokenizer("chat").chat(list(messages), **template_options)
+        ids = self._intake.require_tokenizer("chats").chat(list(messages), **template_options)
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
@@ -206,77 +208,14 @@ class LLM:
             "memory_bytes": self._runner.memory(),
         }
 
-    # Requests.
-
-    def _queue(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> list[list[Sample]]:
-        first = self._num_requests
-        groups = [
-            self._make_samples(tuple(prompt), param, first + number)
-            for number, (prompt, param) in enumerate(zip(prompts, params, strict=True))
-        ]
+    def _queue(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Groups:
+        groups = self._intake.make(prompts, params)
         requests = [sample.request for group in groups for sample in group]
         self._scheduler.check(requests)
         self.warm_up(sorted({param.variant for param in params}, key=VARIANTS.index))
         self._scheduler.add(requests)
-        self._num_requests += len(groups)
         self._samples.update((s.request, s) for group in groups for s in group)
         return groups
-
-    def _make_samples(
-        self, prompt: tuple[int, ...], params: SamplingParams, number: int
-    ) -> list[Sample]:
-        stop_ids = tuple(dict.fromkeys(params.stop_token_ids))
-        if not params.ignore_eos:
-            stop_ids = tuple(dict.fromkeys(stop_ids + self._eos_ids))
-        self._check_ids("prompt", prompt)
-        self._check_ids("stop_token_ids", stop_ids)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"A request may have {MAX_STOP_IDS} stop token ids, the model's own included, got "
-                f"{len(stop_ids)}. Use stop strings for the rest."
-            )
-        if params.stop:
-            self._require_tokenizer("stop strings")
-        entropy = [self._seed, number] if params.seed is None else [params.seed % 2**64]
-        samples: list[Sample] = []
-        for index in range(params.n):
-            seed = int(np.random.SeedSequence([*entropy, index]).generate_state(1)[0])
-            request = Request(
-                prompt=prompt,
-                params=params,
-                seed=seed,
-                stop_ids=stop_ids,
-                proposer_key=self._proposer.request_key(prompt, seed) if self._proposer else 0,
-                leader=samples[0].request if samples else None,
-            )
-            text = self.tokenizer.stream() if self.tokenizer else None
-            stops = StopStrings(list(params.stop)) if params.stop else None
-            samples.append(Sample(request, index, text, stops))
-        return samples
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._require_tokenizer("text prompts").encode(prompt)
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return [int(token) for token in prompt["prompt_token_ids"]]
-        if isinstance(prompt, Mapping) and "prompt" in prompt:
-            return self._require_tokenizer("text prompts").encode(prompt["prompt"])
-        raise ValueError(
-            "A prompt is a text or a dict with 'prompt_token_ids' or 'prompt', got "
-            f"{type(prompt).__name__}."
-        )
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        if what == "prompt" and not ids:
-            raise ValueError("A prompt must have at least one token, got none.")
-        wrong = [token for token in ids if not 0 <= token < self._model.vocab_size]
-        if wrong:
-            raise ValueError(
-                f"{what}: token ids must be 0..{self._model.vocab_size - 1}, got {wrong[:5]}. They "
-                "may come from another model's tokenizer."
-            )
 
     # The loop.
 
@@ -290,26 +229,27 @@ class LLM:
             self._scheduler.end(progress.request, Finish.STOP)
         return sample, delta
 
-    def _deltas(self, groups: list[list[Sample]]) -> Iterator[Delta]:
-        sample = groups[0][0]
+    def _deltas(self, groups: Groups) -> Iterator[Delta]:
+        sample, done = groups[0][0], False
         seen_ids, seen_text = 0, 0
         try:
-            while not sample.request.finish:
-                self._step()
-                # Another caller's loop may have moved this sample on: give what is new.
-                if len(sample.token_ids) > seen_ids or sample.request.finish:
-                    reason = sample.finish.reason
+            while not done:
+                if len(sample.token_ids) == seen_ids and not sample.finish:
+                    self._step()
+                # Another caller's loop may have moved this sample on, or ended it.
+                done = bool(sample.finish)
+                if len(sample.token_ids) > seen_ids or done:
                     yield Delta(
                         sample.text[seen_text:],
                         sample.token_ids[seen_ids:],
-                        reason,
-                        sample.request.metrics if reason else None,
+                        sample.finish.reason,
+                        sample.request.metrics if done else None,
                     )
                     seen_ids, seen_text = len(sample.token_ids), len(sample.text)
         finally:
             self._forget(groups)
 
-    def _forget(self, groups: list[list[Sample]]) -> None:
+    def _forget(self, groups: Groups) -> None:
         for group in groups:
             for sample in group:
                 self._scheduler.end(sample.request, Finish.ABORT)
@@ -318,14 +258,6 @@ class LLM:
             self._engine.drain()
 
     # Set-up.
-
-    def _require_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{what} need a tokenizer, and the model's folder has no tokenizer.json. Add it, "
-                "or pass {'prompt_token_ids': [...]}."
-            )
-        return self.tokenizer
 
     def _check_model_len(self, max_model_len: int | None) -> int:
         limit = self._model.max_position_embeddings
@@ -336,6 +268,9 @@ class LLM:
                 f"max_model_len must not exceed the model's {limit} positions, got {max_model_len}."
             )
         return max_model_len
+
+
+_LLMS: dict[str, LLM] = {}  # what `generate` keeps, by its options
 
 
 def generate(
@@ -351,43 +286,14 @@ def generate(
     """
     single = isinstance(prompts, str | Mapping)
     batch = [prompts] if single else list(prompts)
-    counts = [param.n for param in _params_of(sampling_params, len(batch))]
+    counts = [param.n for param in params_of(sampling_params, len(batch))]
     options.setdefault("max_num_seqs", min(max(sum(counts), 1), 8))
-    outputs = _cached_llm(model, _freeze(options)).generate(batch, sampling_params)
+    key = repr((model, sorted(options.items())))
+    if key not in _LLMS:
+        _LLMS.clear()  # one model at a time: the old one's memory goes first
+        _LLMS[key] = LLM(model, **options)
+    outputs = _LLMS[key].generate(batch, sampling_params)
     return outputs[0] if single else outputs
-
-
-@functools.lru_cache(maxsize=2)
-def _cached_llm(model: str | Path | None, options: tuple) -> LLM:
-    return LLM(model, **{name: dict(v) if isinstance(v, _Items) else v for name, v in options})
-
-
-class _Items(tuple):
-    """A dict made hashable."""
-
-
-def _freeze(options: dict[str, Any]) -> tuple:
-    def freeze(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _Items((k, freeze(v)) for k, v in sorted(value.items()))
-        return tuple(freeze(v) for v in value) if isinstance(value, list | tuple) else value
-
-    return tuple((name, freeze(value)) for name, value in sorted(options.items()))
-
-
-def _params_of(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams(temperature=0.0)] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(
-            f"sampling_params must be one for all prompts or one each: {count} prompts, "
-            f"{len(params)} parameters came."
-        )
-    return list(params)
 
 
 def _speculation(

@@ -28,7 +28,7 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Of all samples together; times are those of the first."""
+        """Of all samples together; see `RequestMetrics.total`."""
         return RequestMetrics.total([output.metrics for output in self.outputs])
 
 

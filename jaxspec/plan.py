@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import Buckets
+from jaxspec.config import Buckets, Variant
 
 MAX_STOP_IDS = 16  # stop token ids a row has room for
 
@@ -68,7 +68,7 @@ class Program:
 
     decode_rows: int  # rows of the decode rectangle
     prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
-    variant: str  # what its sampling can do: "greedy", "sampled" or "full"
+    variant: Variant  # what its sampling can do
 
 
 @functools.cache

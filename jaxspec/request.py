@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+import numbers
 import time
 from collections.abc import Sequence
 
@@ -53,6 +54,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_integers()
+        if not all(isinstance(value, numbers.Real) for value in (self.temperature, self.top_p)):
+            raise ValueError(
+                f"temperature and top_p must be numbers, got {self.temperature!r} and "
+                f"{self.top_p!r}."
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(
                 f"temperature must be a finite number of at least 0, got {self.temperature}; 0 is "
@@ -60,6 +66,11 @@ class SamplingParams:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
+        if any(not isinstance(token, numbers.Integral) for token in self.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids must be integers, got {list(self.stop_token_ids)}; texts go to "
+                "stop."
+            )
         if any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop strings must be non-empty strings, got {list(stops)}.")
         if self.min_tokens > self.max_tokens:
@@ -113,7 +124,9 @@ class RequestMetrics:
 
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":
-        """Counts of `parts` added up; the times are those of the first."""
+        """Counts of `parts` added up; times from the first arrival to the last token."""
+        firsts = [p.first_token_time for p in parts if p.first_token_time is not None]
+        lasts = [p.last_token_time for p in parts if p.last_token_time is not None]
         width = max(len(part.accepted_per_position) for part in parts)
         columns = [[0] * width]
         columns += [p.accepted_per_position + [0] * width for p in parts]
@@ -123,6 +136,9 @@ class RequestMetrics:
             num_draft_tokens=sum(part.num_draft_tokens for part in parts),
             num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
             num_tokens=sum(part.num_tokens for part in parts),
+            arrival_time=min(part.arrival_time for part in parts),
+            first_token_time=min(firsts, default=None),
+            last_token_time=max(lasts, default=None),
             accepted_per_position=[sum(column) for column in zip(*columns, strict=False)],
         )
 

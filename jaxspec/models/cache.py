@@ -1,10 +1,8 @@
 """HybridCache: paged keys and values for attention, 1 + K states a slot for recurrent layers."""
 
 import dataclasses
-import math
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -49,38 +47,17 @@ class CacheSizes:
     num_drafts: int  # K: a slot holds 1 + K candidate states
 
 
-def cache_arrays(
+def init_cache(
     shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype, state_dtype: jnp.dtype
 ) -> HybridCache:
-    """The shapes and types of a cache; recurrent states in `state_dtype`, the rest in `dtype`."""
+    """An empty cache, all zeros: recurrent states in `state_dtype`, the rest in `dtype`."""
     kv = (shape.kv_layers, 2, sizes.num_pages, sizes.page_size, shape.kv_heads, shape.head_dim)
     window = max(shape.conv_kernel - 1, 0) + sizes.num_drafts
     conv = (shape.state_layers, sizes.num_slots, window, shape.conv_dim)
     states = (shape.state_layers, sizes.num_slots, 1 + sizes.num_drafts, *shape.state_shape)
     return HybridCache(
-        kv=jax.ShapeDtypeStruct(kv, dtype),
-        conv=jax.ShapeDtypeStruct(conv, dtype),
-        states=jax.ShapeDtypeStruct(states, state_dtype),
+        kv=jnp.zeros(kv, dtype), conv=jnp.zeros(conv, dtype), states=jnp.zeros(states, state_dtype)
     )
-
-
-def init_cache(
-    shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype, state_dtype: jnp.dtype
-) -> HybridCache:
-    """An empty cache: all zeros."""
-    arrays = cache_arrays(shape, sizes, dtype, state_dtype)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
-
-
-def cache_bytes(
-    shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype, state_dtype: jnp.dtype
-) -> dict[str, int]:
-    """Bytes of each pool, by field name."""
-    arrays = cache_arrays(shape, sizes, dtype, state_dtype)
-    return {
-        name: math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-        for name, leaf in vars(arrays).items()
-    }
 
 
 def fork_slots(

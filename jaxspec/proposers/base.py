@@ -7,6 +7,7 @@ from typing import Any
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.config import Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.sampling import SamplingInputs
@@ -28,7 +29,7 @@ class DraftInputs:
     proposer_key: Int[Array, " rows"]
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
-    variant: str = flax.struct.field(pytree_node=False)
+    variant: Variant = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass

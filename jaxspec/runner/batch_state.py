@@ -1,5 +1,7 @@
 """BatchState: everything remembered between steps about the running requests, one row each."""
 
+import dataclasses
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -82,7 +84,7 @@ class BatchState:
         for name, value in fields.items():
             columns = self.int_layout.slices[name]
             ints = ints.at[:, columns].set(value.reshape(len(ints), -1))
-        return self.replace(ints=ints)
+        return dataclasses.replace(self, ints=ints)
 
 
 @flax.struct.dataclass

@@ -13,7 +13,8 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     A cache the user has set up (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) is kept unless
     `folder` is given; otherwise it lies in the user's cache folder.
     """
-    chosen = folder or jax.config.jax_compilation_cache_dir or _default_folder()
+    own = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = folder or own or _default_folder()
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

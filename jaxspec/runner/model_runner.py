@@ -1,5 +1,6 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jaxspec.config import Buckets
 from jaxspec.models.base import Model
-from jaxspec.models.cache import CacheSizes, cache_bytes, fork_slots, init_cache
+from jaxspec.models.cache import CacheSizes, fork_slots, init_cache
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
@@ -78,13 +79,12 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        pools = cache_bytes(self._shape, self._sizes, self._dtype, jnp.dtype(jnp.float32))
         drafts = self._state.draft_logits
         return {
             "weights": sum(leaf.nbytes for leaf in self._weights),
-            **pools,
+            **{name: pool.nbytes for name, pool in vars(self._state.cache).items()},
             "page_tables": self._state.page_tables.nbytes,
-            "rows": sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.rows)),
+            "rows": self._state.rows.ints.nbytes + self._state.rows.floats.nbytes,
             "draft_logits": 0 if drafts is None else drafts.nbytes,
         }
 
@@ -139,4 +139,4 @@ def _fork(state: EngineState, packed: jax.Array) -> EngineState:
     rows = jnp.where(column < last_index[:, None], tables[source], own)
     tables = tables.at[slots].set(rows, mode="drop")
     cache = fork_slots(state.cache, source, target, source_page, target_page)
-    return state.replace(page_tables=tables, cache=cache)
+    return dataclasses.replace(state, page_tables=tables, cache=cache)

@@ -31,7 +31,7 @@ class StepConfig:
 
     buckets: Buckets
     model: nnx.GraphDef
-    weights: jax.tree_util.PyTreeDef  # of the `nnx.State` whose leaves every step gets
+    weights: Any  # PyTreeDef of the `nnx.State` whose leaves every step gets
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
 
@@ -72,7 +72,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
             asked = draft_inputs(hidden, inputs, acceptance, active, program.variant)
             drafts, cache = config.proposer.propose(model, asked, cache, tables)
             active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
-            if drafts.logits is not None:
+            if draft_logits is not None and drafts.logits is not None:
                 slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
                 draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
 

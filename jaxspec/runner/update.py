@@ -1,5 +1,7 @@
 """Update: Acceptance -> the next batch state. The device alone counts; the host only reads."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -28,10 +30,9 @@ def cut_at_end(
     is_last = index == rows.max_len[:, None] - 1
     ends = is_stop | is_last
     after_end = jnp.cumsum(ends, axis=1) - ends.astype(jnp.int32) > 0
-    cut = acceptance.replace(tokens=jnp.where(after_end, NO_TOKEN, tokens))
+    cut = dataclasses.replace(acceptance, tokens=jnp.where(after_end, NO_TOKEN, tokens))
     real = cut.tokens != NO_TOKEN
     failed = emits & rows.is_live & (cut.num_emitted <= acceptance.num_accepted)
-    failed &= ~jnp.any(ends & real, axis=1)
     finish = jnp.select(
         [jnp.any(is_stop & real, axis=1), jnp.any(is_last & real, axis=1), failed],
         [jnp.int32(Finish.STOP), jnp.int32(Finish.LENGTH), jnp.int32(Finish.ERROR)],

@@ -105,7 +105,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be dispatched before results arrive."""
-        step = _Step(self.buckets, num_decodes=sum(map(self._can_decode, self.running)))
+        step = _Step(self.buckets, num_decodes=sum(map(self._takes_decode_row, self.running)))
         index = 0
         while index < len(self.running):  # followers join at the end, victims leave from there
             request = self.running[index]
@@ -154,20 +154,22 @@ class Scheduler:
 
     # Which rows get tokens.
 
-    def _can_decode(self, request: Request) -> bool:
-        """Whether another verify step is due: at one token a step in flight it is not over."""
-        sure = len(request.tokens) + request.in_flight
-        return not request.is_prefilling and sure < request.max_len
+    def _takes_decode_row(self, request: Request) -> bool:
+        """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
+
+        One last prompt token over a context is a decode row without drafts: the same kernel then
+        serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
+        """
+        if request.is_prefilling:
+            return 0 < request.num_computed == request.prefill_len - 1
+        return len(request.tokens) + request.in_flight < request.max_len
 
     def _advance(self, request: Request, step: "_Step") -> None:
-        remaining = request.prefill_len - request.num_computed
-        # One last prompt token over a context runs as a decode row without drafts: the same kernel
-        # then serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
-        if self._can_decode(request) or (remaining == 1 and request.num_computed > 0):
+        if self._takes_decode_row(request):
             reserve = self._reserve_len(request.tokens_bound, self.buckets.num_drafts)
             if self._reserve(request, reserve):
                 step.decodes.append(request)
-        elif remaining > 0:
+        elif request.is_prefilling:
             self._advance_prefill(request, step)
 
     def _advance_prefill(self, request: Request, step: "_Step") -> None:
@@ -294,7 +296,7 @@ class Scheduler:
         active = step.decodes + [request for request, _ in step.prefills]
         idle = [request for request in self.running if request not in set(active)]
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        variant = max((r.params.variant for r in active), key=VARIANTS.index)
+        variant = VARIANTS[max(VARIANTS.index(r.params.variant) for r in active)]
         program = Program(*shape, variant)
         packed = pack_step(
             program,

@@ -1,0 +1,130 @@
+"""Prompts and parameters in, checked requests out; refusals come before anything is queued."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.outputs import Sample
+from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.request import Request, SamplingParams
+from jaxspec.tokenizer import StopStrings, Tokenizer
+
+Prompt = str | Mapping[str, Any]
+
+
+class Intake:
+    """Makes the samples of a prompt: token ids, noise seeds, stop conditions."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        request_key: Callable[[Sequence[int], int], int],
+        seed: int,
+    ):
+        """`request_key(prompt, seed)` is the proposer's; `seed` serves requests without one."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_ids, self._request_key, self._seed = tuple(eos_ids), request_key, seed
+        self._num_prompts = 0
+
+    def make(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[list[Sample]]:
+        """The samples of each prompt, unqueued.
+
+        Raises:
+            ValueError: an empty prompt, an id outside the vocabulary, text without a tokenizer, or
+                too many stop ids.
+        """
+        encoded = [tuple(self._encode(prompt)) for prompt in prompts]
+        groups = [
+            self._samples(prompt, param, number)
+            for number, (prompt, param) in enumerate(
+                zip(encoded, params, strict=True), self._num_prompts
+            )
+        ]
+        self._num_prompts += len(groups)
+        return groups
+
+    def require_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer, or a ValueError that says `what` needs one."""
+        if self._tokenizer is None:
+            raise ValueError(
+                f"{what} need a tokenizer, and the model's folder has no tokenizer.json. Add it, "
+                "or pass {'prompt_token_ids': [...]}."
+            )
+        return self._tokenizer
+
+    def _samples(
+        self, prompt: tuple[int, ...], params: SamplingParams, number: int
+    ) -> list[Sample]:
+        own_eos = () if params.ignore_eos else self._eos_ids
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
+        if not prompt:
+            raise ValueError("A prompt must have at least one token, got none.")
+        self._check_ids("prompt", prompt)
+        self._check_ids("stop_token_ids", stop_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"A request may have {MAX_STOP_IDS} stop token ids, the model's own included, got "
+                f"{len(stop_ids)}. Use stop strings for the rest."
+            )
+        if params.stop:
+            self.require_tokenizer("stop strings")
+        entropy = [self._seed, number] if params.seed is None else [params.seed % 2**64]
+        samples: list[Sample] = []
+        for index in range(params.n):
+            seed = int(np.random.SeedSequence([*entropy, index]).generate_state(1)[0])
+            request = Request(
+                prompt=prompt,
+                params=params,
+                seed=seed,
+                stop_ids=stop_ids,
+                proposer_key=self._request_key(prompt, seed),
+                leader=samples[0].request if samples else None,
+            )
+            text = self._tokenizer.stream() if self._tokenizer else None
+            stops = StopStrings(params.stop) if params.stop else None
+            samples.append(Sample(request, index, text, stops))
+        return samples
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return [int(token) for token in prompt["prompt_token_ids"]]
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str):
+            raise ValueError(
+                "A prompt is a text or a dict with 'prompt_token_ids' or 'prompt', got "
+                f"{type(prompt).__name__}."
+            )
+        return self.require_tokenizer("text prompts").encode(text)
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise ValueError(
+                f"{what}: token ids must be 0..{self._vocab_size - 1}, got {wrong[:5]}. They may "
+                "come from another model's tokenizer."
+            )
+
+
+def params_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts; None is greedy.
+
+    Raises:
+        ValueError: a list of another length.
+    """
+    if params is None:
+        return [SamplingParams(temperature=0.0)] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(
+            f"sampling_params must be one for all prompts or one each: {count} prompts, "
+            f"{len(params)} parameters came."
+        )
+    return list(params)

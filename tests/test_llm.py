@@ -1,0 +1,240 @@
+"""What a user calls: generate, stream, chat, metrics, and what bad input gets."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+from harness import FIXTURES
+
+import jaxspec
+from jaxspec import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+OPTIONS = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64]}
+PROMPTS = ["def fibonacci(n):", "import os\n", "class Stack:\n    def push(self, item):"]
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    return LLM(**OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM(speculative_config=None, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def bytes_llm(tmp_path_factory):
+    """A fixture with the byte tokenizer: random weights, so any text may come."""
+    folder = tmp_path_factory.mktemp("bytes")
+    for name in ("qwen3_5", "tokenizer_bytes"):
+        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    return LLM(folder, **OPTIONS, max_model_len=96)
+
+
+def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted):
+    single = jaxspec.generate(PROMPTS[0], sampling_params=GREEDY)
+    several = jaxspec.generate([PROMPTS[0]], sampling_params=GREEDY, max_num_seqs=1)
+    assert single.outputs[0].token_ids == several[0].outputs[0].token_ids
+    assert single.prompt == PROMPTS[0] and single.outputs[0].finish_reason == "length"
+    assert single.prompt_token_ids == drafted.tokenizer.encode(PROMPTS[0])
+    assert single.outputs[0].text == drafted.tokenizer.decode(single.outputs[0].token_ids)
+    assert len(LLM(max_num_seqs=1).buckets.shapes()) <= 3
+
+
+def test_the_embedded_model_drafts_well(drafted, plain):
+    outputs = drafted.generate(PROMPTS, GREEDY)
+    want = plain.generate(PROMPTS, GREEDY)
+    for output, expected in zip(outputs, want, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        metrics = output.metrics
+        assert metrics.num_draft_tokens >= metrics.num_drafts >= 1
+        assert sum(metrics.accepted_per_position) == metrics.num_accepted_tokens
+        assert metrics.ttft > 0 and metrics.tpot > 0 and metrics.num_tokens == 24
+    total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
+    assert total.mean_acceptance_length > 2.0
+
+
+def test_held_out_prompts_give_the_published_ids_and_acceptance(drafted):
+    """The gate of bundling: at least 2.0 tokens a verify step over held-out prompts."""
+    data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
+    prompts = [{"prompt_token_ids": prompt} for prompt in data["prompts"]]
+    params = SamplingParams(temperature=0.0, max_tokens=len(data["greedy"][0]), ignore_eos=True)
+    outputs = drafted.generate(prompts, params)
+    same = [o.outputs[0].token_ids == g for o, g in zip(outputs, data["greedy"], strict=True)]
+    assert sum(same) >= len(same) - 1  # one pair of scores among them lies 2e-4 apart
+    total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
+    print(f"{total.mean_acceptance_length:.2f} tokens a verify step, {sum(same)}/{len(same)} equal")
+    assert total.mean_acceptance_length >= 2.0
+
+
+def test_a_stream_joined_is_what_generate_gives(drafted):
+    want = drafted.generate(PROMPTS[2], GREEDY)[0].outputs[0]
+    deltas = list(drafted.stream(PROMPTS[2], GREEDY))
+    assert "".join(delta.text for delta in deltas) == want.text
+    assert [token for delta in deltas for token in delta.token_ids] == want.token_ids
+    assert [delta.finish_reason for delta in deltas][-1] == "length"
+    assert deltas[-1].metrics.num_tokens == 24 and len(deltas) > 2
+
+
+def test_streams_and_batches_share_the_engine(drafted):
+    want = drafted.generate(PROMPTS, GREEDY)
+    stream = drafted.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    assert drafted.generate(PROMPTS[1:], GREEDY)[1].outputs[0].text == want[2].outputs[0].text
+    assert first.text + "".join(delta.text for delta in stream) == want[0].outputs[0].text
+
+
+def test_leaving_a_stream_frees_its_row(drafted):
+    for _ in drafted.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900)):
+        break
+    assert not drafted._scheduler.has_work
+    assert len(drafted._scheduler._free_slots) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_stop_string_ends_the_same_text_with_and_without_drafts(drafted, plain, temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=3)
+    text = plain.generate(PROMPTS[2], params)[0].outputs[0].text
+    stop = text[12:15]
+    stopping = dataclasses.replace(params, stop=[stop])
+    for llm in (plain, drafted):
+        output = llm.generate(PROMPTS[2], stopping)[0].outputs[0]
+        assert output.text == text[: text.index(stop)] and output.finish_reason == "stop"
+        assert llm.tokenizer.decode(output.token_ids).startswith(output.text + stop[:1])
+    assert drafted.generate(PROMPTS[2], stopping)[0].outputs[0].token_ids == output.token_ids
+
+
+def test_samples_differ_and_a_seed_repeats_them(drafted):
+    params = SamplingParams(temperature=0.8, max_tokens=16, n=4, seed=11)
+    first, second = (drafted.generate(PROMPTS[0], params)[0] for _ in range(2))
+    texts = [sample.text for sample in first.outputs]
+    assert texts == [sample.text for sample in second.outputs] and len(set(texts)) > 1
+    assert [sample.index for sample in first.outputs] == [0, 1, 2, 3]
+    free = SamplingParams(temperature=0.8, max_tokens=16)
+    pair = [drafted.generate(PROMPTS[0], free)[0].outputs[0].text for _ in range(2)]
+    assert pair[0] != pair[1]
+
+
+def test_chat_writes_the_template_and_completes_it(bytes_llm):
+    messages = [{"role": "user", "content": "Hi"}]
+    output = bytes_llm.chat(messages, dataclasses.replace(GREEDY, max_tokens=5))
+    assert output.prompt_token_ids == bytes_llm.tokenizer.chat(messages)
+    assert len(output.outputs[0].token_ids) == 5
+
+
+def test_metrics_say_what_ran_and_what_holds_memory(drafted):
+    metrics = drafted.metrics()
+    assert metrics["num_steps"] > 0 and metrics["plan_time"] > 0
+    state = drafted._runner._state
+    memory = metrics["memory_bytes"]
+    assert memory["kv"] == state.cache.kv.nbytes and memory["states"] == state.cache.states.nbytes
+    assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
+
+
+def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says(bytes_llm):
+    rates = [0.8, 0.6, 0.45]
+    llm = LLM(
+        FIXTURES / "qwen3_5",
+        speculative_config={
+            "num_speculative_tokens": 3,
+            "synthetic_acceptance_rates": rates,
+        },
+        **OPTIONS,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=300)
+    metrics = jaxspec.RequestMetrics.total(
+        [o.metrics for o in llm.generate([{"prompt_token_ids": [9, t]} for t in range(8)], params)]
+    )
+    for accepted, rate in zip(metrics.accepted_per_position, rates, strict=True):
+        assert abs(accepted / metrics.num_drafts - rate) < 0.06
+
+
+def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
+    """Law 2 through the engine: rejection sampling against plain sampling, by chi-square."""
+    options = {"max_num_seqs": 64, "decode_buckets": [64], "prefill_buckets": [64]}
+    probabilistic = {"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    counts = []
+    for speculation in (None, probabilistic):
+        llm = LLM(FIXTURES / "qwen3_5", speculative_config=speculation, max_model_len=16, **options)
+        params = SamplingParams(temperature=0.6, max_tokens=4, n=1500)
+        output = llm.generate({"prompt_token_ids": [7, 1, 9, 200, 5]}, params)[0]
+        counts.append([[0] * 264 for _ in range(4)])
+        for sample in output.outputs:
+            for place, token in enumerate(sample.token_ids):
+                counts[-1][place][token] += 1
+    for want, got in zip(*counts, strict=True):
+        pairs = [(a, b) for a, b in zip(want, got, strict=True) if a + b >= 10]
+        chi_square = sum((a - b) ** 2 / (a + b) for a, b in pairs)
+        assert chi_square < len(pairs) + 4.5 * (2 * len(pairs)) ** 0.5
+    assert output.metrics.num_accepted_tokens > 0
+
+
+def bad_calls(llm):
+    ids = {"prompt_token_ids": [1, 2, 3]}
+    long = SamplingParams(max_tokens=2000)
+    return {
+        "at least one token": lambda: llm.generate(""),
+        "at least one token, got none": lambda: llm.generate({"prompt_token_ids": []}),
+        "must fit max_model_len": lambda: llm.generate(ids, long),
+        "token ids must be 0..2047, got .2048": lambda: llm.generate({"prompt_token_ids": [2048]}),
+        "token ids must be 0..2047, got .-1": lambda: llm.generate({"prompt_token_ids": [-1]}),
+        "stop_token_ids: token ids": lambda: llm.generate(
+            ids, SamplingParams(stop_token_ids=[9999])
+        ),
+        "16 stop token ids": lambda: llm.generate(
+            ids, SamplingParams(stop_token_ids=list(range(1, 30)))
+        ),
+        "one for all prompts or one each": lambda: llm.generate([ids, ids], [GREEDY]),
+        "A prompt is a text or a dict": lambda: llm.generate([[1, 2, 3]]),
+        "stream gives one sample": lambda: llm.stream(ids, SamplingParams(n=2)),
+    }
+
+
+@pytest.mark.parametrize("message", list(bad_calls(None)))
+def test_bad_input_names_the_rule_and_harms_nothing_that_runs(drafted, message):
+    want = drafted.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    stream = drafted.stream(PROMPTS[0], GREEDY)
+    text = next(stream).text
+    before = len(drafted._samples)
+    with pytest.raises(ValueError, match=message):
+        bad_calls(drafted)[message]()
+    assert len(drafted._samples) == before
+    assert text + "".join(delta.text for delta in stream) == want
+
+
+def test_bad_options_name_the_rule(tmp_path):
+    folder = FIXTURES / "qwen3"
+    cases = {
+        "has no mtp": lambda: LLM(folder, speculative_config={"method": "mtp"}),
+        "Unknown keys": lambda: LLM(folder, speculative_config={"drafts": 3}),
+        "Unknown speculative method": lambda: LLM(speculative_config={"method": "magic"}),
+        "1 to 8": lambda: LLM(speculative_config={"num_speculative_tokens": 9}),
+        "max_in_flight must be": lambda: LLM(max_in_flight=-1),
+        "must not exceed the model's": lambda: LLM(max_model_len=10**6),
+        "dtype must be": lambda: LLM(dtype="int4"),
+        "at least 1": lambda: LLM(max_num_seqs=0),
+        "must exceed max_num_seqs": lambda: LLM(max_num_batched_tokens=4),
+        "must be 'auto', None or a dict": lambda: LLM(speculative_config="mtp"),
+    }
+    for message, call in cases.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match="must fit the page pool alone"):
+        LLM(num_pages=3, **OPTIONS).generate(PROMPTS[0], GREEDY)
+    (tmp_path / "config.json").write_text("{}")
+    for missing in (tmp_path / "nothing", tmp_path):
+        with pytest.raises((FileNotFoundError, ValueError)):
+            LLM(missing)
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out():
+    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, max_model_len=64)
+    output = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY)[0]
+    assert len(output.outputs[0].token_ids) == 24 and output.outputs[0].text == ""
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        llm.generate("text")
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
