@@ -238,14 +238,11 @@ class LLM:
                     self._step()
                 # Another caller's loop may have moved this sample on, or ended it.
                 done = bool(sample.finish)
-                if len(sample.token_ids) > seen_ids or done:
-                    yield Delta(
-                        sample.text[seen_text:],
-                        sample.token_ids[seen_ids:],
-                        sample.finish.reason,
-                        sample.request.metrics if done else None,
-                    )
-                    seen_ids, seen_text = len(sample.token_ids), len(sample.text)
+                tokens, text = sample.token_ids[seen_ids:], sample.text[seen_text:]
+                seen_ids, seen_text = len(sample.token_ids), len(sample.text)
+                if tokens or done:
+                    metrics = sample.request.metrics if done else None
+                    yield Delta(text, tokens, sample.finish.reason, metrics)
         finally:
             self._forget(groups)
 

@@ -19,14 +19,18 @@ def test_the_command_streams_text_and_then_one_line_of_figures(capsys):
 def test_json_gives_an_object_a_prompt(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\n")
-    args = ["--json", "--max-tokens", "6", "--prompts-file", str(file)]
-    assert main([*args, "--num-speculative-tokens", "0"]) == 0
-    plain = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert main(args) == 0
-    drafted = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [d["prompt"] for d in drafted] == ["import os", "def f(x):"]
-    assert [d["token_ids"] for d in drafted] == [d["token_ids"] for d in plain]
-    assert all(d["num_drafts"] > 0 for d in drafted) and not any(d["num_drafts"] for d in plain)
+    assert main(["--json", "--max-tokens", "6", "--prompts-file", str(file)]) == 0
+    several = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in several] == ["import os", "def f(x):"]
+    assert main(["--json", "--max-tokens", "6", "def f(x):"]) == 0
+    single = json.loads(capsys.readouterr().out)
+    assert single["token_ids"] == several[1]["token_ids"] and single["num_drafts"] > 0
+
+
+def test_speculation_can_be_turned_off(capsys):
+    assert main(["import", "--max-tokens", "4", "--num-speculative-tokens", "0"]) == 0
+    assert "4 tokens" in (last := capsys.readouterr().out.splitlines()[-1])
+    assert last.endswith("no speculation")
 
 
 @pytest.mark.parametrize(
