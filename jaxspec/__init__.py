@@ -15,4 +15,3 @@ __all__ = [
     "SpeculativeConfig",
     "generate",
 ]
-__version__ = "0.1.0"

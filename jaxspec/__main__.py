@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _stream(llm, prompts[0], params)
         else:
             _batch(llm, prompts, params, as_json=args.json)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2
     return 0

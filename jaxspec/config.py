@@ -13,7 +13,8 @@ of its rows needs, and no row notices its neighbours.
 VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "full")
 
 
-def _positive(**values: int) -> None:
+def check_sizes(**values: int) -> None:
+    """Raise a ValueError for a value that is no integer of at least 1."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
@@ -24,7 +25,8 @@ class Buckets:
     """The sizes that shape compiled programs; everything the scheduler plans rounds up to them.
 
     `decode_rows` and `prefill_tokens` ascend; the last of each is the most a step can hold. What is
-    not compared limits the scheduler alone: engines that differ in it share their programs.
+    not compared is no part of a program: engines that differ in it share their programs (compiled
+    once for each `num_pages`).
     """
 
     max_num_seqs: int  # rows of the batch state
@@ -41,7 +43,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         """Check every size."""
-        _positive(
+        check_sizes(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             page_size=self.page_size,
@@ -62,6 +64,10 @@ class Buckets:
             raise ValueError(
                 f"The largest decode bucket must hold every row: max_num_seqs="
                 f"{self.max_num_seqs}, buckets {self.decode_rows}. Add it to them."
+            )
+        if self.num_pages < 2:
+            raise ValueError(
+                f"num_pages must be at least 2, the null page and one, got {self.num_pages}."
             )
         if self.max_num_batched_tokens <= self.max_num_seqs * (1 + self.num_drafts):
             raise ValueError(
@@ -162,10 +168,11 @@ class SpeculativeConfig:
             raise ValueError(
                 f"Unknown speculative method {self.method!r}: use 'mtp', or 'oracle' in tests."
             )
-        if not 1 <= self.num_speculative_tokens <= 8:
+        drafts = self.num_speculative_tokens
+        if type(drafts) is not int or not 1 <= drafts <= 8:
             raise ValueError(
-                f"num_speculative_tokens must be 1 to 8, got {self.num_speculative_tokens}; for "
-                "plain decoding pass speculative_config=None."
+                f"num_speculative_tokens must be an integer of 1 to 8, got {drafts!r}; 0 drafts is "
+                "speculative_config=None."
             )
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(

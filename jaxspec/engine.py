@@ -71,6 +71,11 @@ class Engine:
             self._in_flight.append((step, self.runner.dispatch(step.plan)))
             self.metrics.num_steps += 1
             self.metrics.dispatch_time += time.perf_counter() - planned
+        if step is None and not self._in_flight and self.scheduler.has_work:
+            raise RuntimeError(
+                "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
+                "jaxspec."
+            )
         if self._in_flight and (step is None or len(self._in_flight) > self.max_in_flight):
             return self._collect()
         return []
@@ -79,6 +84,11 @@ class Engine:
         """Collect all that is in flight; what it says of ended requests is ignored."""
         while self._in_flight:
             self._collect()
+
+    def forget(self) -> None:
+        """Drop what is in flight, and what rows the device is believed to have."""
+        self._in_flight.clear()
+        self.scheduler.forget_rows()
 
     @property
     def has_work(self) -> bool:

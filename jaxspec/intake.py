@@ -1,6 +1,7 @@
 """Prompts and parameters in, checked requests out; refusals come before anything is queued."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from jaxspec.outputs import Sample
 from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.request import Request, SamplingParams
-from jaxspec.tokenizer import StopStrings, Tokenizer
+from jaxspec.stop_strings import StopStrings
+from jaxspec.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 
@@ -74,7 +76,11 @@ class Intake:
             )
         if params.stop:
             self.require_tokenizer("stop strings")
-        entropy = [self._seed, number] if params.seed is None else [params.seed % 2**64]
+        # The first word keeps seeds that users give apart from those drawn here.
+        if params.seed is None:
+            entropy = [1, self._seed % 2**32, number]
+        else:
+            entropy = [2, *divmod(params.seed % 2**64, 2**32)]
         samples: list[Sample] = []
         for index in range(params.n):
             seed = int(np.random.SeedSequence([*entropy, index]).generate_state(1)[0])
@@ -93,7 +99,10 @@ class Intake:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return [int(token) for token in prompt["prompt_token_ids"]]
+            ids = prompt["prompt_token_ids"]
+            if not isinstance(ids, Iterable) or any(not isinstance(i, Integral) for i in ids):
+                raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r:.60}.")
+            return [int(token) for token in ids]
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
             raise ValueError(
@@ -122,6 +131,10 @@ def params_of(
         return [SamplingParams(temperature=0.0)] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
+        raise ValueError(
+            f"sampling_params must be SamplingParams, one or a list, got {type(params).__name__}."
+        )
     if len(params) != count:
         raise ValueError(
             f"sampling_params must be one for all prompts or one each: {count} prompts, "

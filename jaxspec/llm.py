@@ -14,6 +14,7 @@ from jaxspec.config import (
     Buckets,
     SpeculativeConfig,
     Variant,
+    check_sizes,
     default_decode_buckets,
     default_prefill_buckets,
 )
@@ -26,7 +27,7 @@ from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.compilation_cache import enable_compilation_cache
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
-from jaxspec.sampling import ExactVerifier, RejectionVerifier, SyntheticVerifier, Verifier
+from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.scheduler import Progress, Scheduler
 from jaxspec.tokenizer import Tokenizer
 
@@ -92,12 +93,15 @@ class LLM:
         config = _speculation(speculative_config, self._model.has_draft_head)
         num_drafts = config.num_speculative_tokens if config else 0
         max_model_len = self._check_model_len(max_model_len)
+        check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
+        if num_pages is None:
+            num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
         budget = max_num_batched_tokens or max(512, 2 * max_num_seqs * (1 + num_drafts))
         self.buckets = Buckets(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_size=page_size,
-            num_pages=num_pages or max_num_seqs * -(-max_model_len // page_size) + 1,
+            num_pages=num_pages,
             num_drafts=num_drafts,
             decode_rows=tuple(decode_buckets or default_decode_buckets(max_num_seqs)),
             prefill_tokens=tuple(prefill_buckets or default_prefill_buckets(budget)),
@@ -116,10 +120,11 @@ class LLM:
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
+        ids = set(range(self._model.vocab_size))  # a configuration may name others
         self._intake = Intake(
             self.tokenizer,
             vocab_size=self._model.vocab_size,
-            eos_ids=sorted({*self._model.eos_token_ids, *text_eos}),
+            eos_ids=sorted({*self._model.eos_token_ids, *text_eos} & ids),
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=seed,
         )
@@ -144,23 +149,18 @@ class LLM:
         """
         batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = params_of(sampling_params, len(batch))
-        groups = self._queue(batch, params)
-        bar = tqdm(
-            total=len(groups),
-            desc="generating",
-            unit="prompt",
-            disable=not self._show_progress or len(groups) < 2,
-        )
+        groups = self._prepare(batch, params)
         left = {sample.request for group in groups for sample in group}
-        try:
-            while left:
-                self._step()
-                left = {request for request in left if not request.finish}
-                done = sum(all(s.request.finish for s in group) for group in groups)
-                bar.update(done - bar.n)
-        finally:
-            bar.close()
-            self._forget(groups)
+        hidden = not self._show_progress or len(groups) < 2
+        with tqdm(total=len(left), desc="generating", unit="sample", disable=hidden) as bar:
+            try:
+                self._submit(groups)
+                while left:
+                    ended = {s.request for s in self._step() if s.request.finish} & left
+                    left -= ended
+                    bar.update(len(ended))
+            finally:
+                self._forget(groups)
         return [
             RequestOutput(
                 prompt=prompt if isinstance(prompt, str) else prompt.get("prompt"),
@@ -173,7 +173,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """The pieces of one completion as they come. Leaving the loop early aborts the request.
+        """The pieces of one completion as they come, from the first `next` on.
+
+        Leaving the loop early aborts the request.
 
         Raises:
             ValueError: as in `generate`, and for `n` above 1.
@@ -181,7 +183,7 @@ class LLM:
         params = params_of(sampling_params, 1)
         if params[0].n != 1:
             raise ValueError(f"stream gives one sample, got n={params[0].n}; use generate.")
-        groups = self._queue([prompt], params)
+        groups = self._prepare([prompt], params)
         return self._deltas(groups)
 
     def chat(
@@ -208,31 +210,47 @@ class LLM:
             "memory_bytes": self._runner.memory(),
         }
 
-    def _queue(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Groups:
+    def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Groups:
+        """Everything that may refuse or take long, before anything is queued."""
         groups = self._intake.make(prompts, params)
-        requests = [sample.request for group in groups for sample in group]
-        self._scheduler.check(requests)
+        self._scheduler.check(sample.request for group in groups for sample in group)
         self.warm_up(sorted({param.variant for param in params}, key=VARIANTS.index))
-        self._scheduler.add(requests)
-        self._samples.update((s.request, s) for group in groups for s in group)
         return groups
+
+    def _submit(self, groups: Groups) -> None:
+        samples = [sample for group in groups for sample in group]
+        self._samples.update((sample.request, sample) for sample in samples)
+        self._scheduler.add(sample.request for sample in samples)
 
     # The loop.
 
-    def _step(self) -> list[tuple[Sample, Delta]]:
-        return [self._record(progress) for progress in self._engine.step()]
+    def _step(self) -> list[Sample]:
+        """One turn of the engine; the samples that got something."""
+        try:
+            return [self._record(progress) for progress in self._engine.step()]
+        except BaseException:
+            self._give_up()
+            raise
 
-    def _record(self, progress: Progress) -> tuple[Sample, Delta]:
+    def _record(self, progress: Progress) -> Sample:
         sample = self._samples[progress.request]
-        delta, stopped = sample.push(progress.tokens)
-        if stopped and not progress.request.finish:
+        sample.push(progress.tokens)
+        if sample.finish and not progress.request.finish:
             self._scheduler.end(progress.request, Finish.STOP)
-        return sample, delta
+        return sample
+
+    def _give_up(self) -> None:
+        """After a failed or interrupted step nobody knows what the device holds: start afresh."""
+        for sample in self._samples.values():
+            self._scheduler.end(sample.request, Finish.ERROR)
+        self._engine.forget()
+        self._runner.reset()
 
     def _deltas(self, groups: Groups) -> Iterator[Delta]:
         sample, done = groups[0][0], False
         seen_ids, seen_text = 0, 0
         try:
+            self._submit(groups)
             while not done:
                 if len(sample.token_ids) == seen_ids and not sample.finish:
                     self._step()
@@ -267,7 +285,7 @@ class LLM:
         return max_model_len
 
 
-_LLMS: dict[str, LLM] = {}  # what `generate` keeps, by its options
+_KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
 
 
 def generate(
@@ -283,13 +301,13 @@ def generate(
     """
     single = isinstance(prompts, str | Mapping)
     batch = [prompts] if single else list(prompts)
-    counts = [param.n for param in params_of(sampling_params, len(batch))]
-    options.setdefault("max_num_seqs", min(max(sum(counts), 1), 8))
+    num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
+    rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
     key = repr((model, sorted(options.items())))
-    if key not in _LLMS:
-        _LLMS.clear()  # one model at a time: the old one's memory goes first
-        _LLMS[key] = LLM(model, **options)
-    outputs = _LLMS[key].generate(batch, sampling_params)
+    if key not in _KEPT or _KEPT[key].buckets.max_num_seqs < rows:
+        _KEPT.clear()  # one model at a time: the old one's memory goes first
+        _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})
+    outputs = _KEPT[key].generate(batch, sampling_params)
     return outputs[0] if single else outputs
 
 
@@ -309,15 +327,6 @@ def _speculation(
             "tensors (an export may have dropped them). Pass speculative_config=None."
         )
     return config
-
-
-def make_verifier(config: SpeculativeConfig | None) -> Verifier:
-    """How drafts are decided on; plain decoding is exact verification of no drafts."""
-    if config is not None and config.synthetic_acceptance_rates is not None:
-        return SyntheticVerifier(config.synthetic_acceptance_rates)
-    if config is not None and config.draft_sample_method == "probabilistic":
-        return RejectionVerifier()
-    return ExactVerifier()
 
 
 def _array_type(dtype: str) -> jnp.dtype:

@@ -1,9 +1,11 @@
 """What users get back, and how it grows as tokens arrive."""
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Sequence
 
 from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.stop_strings import StopStrings
+from jaxspec.tokenizer import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,37 +44,11 @@ class Delta:
     metrics: RequestMetrics | None = None  # with the last one
 
 
-class TextStream(Protocol):
-    """Turns token ids into text as far as it is complete."""
-
-    def push(self, ids: list[int]) -> str:
-        """The text that `ids` completed."""
-        ...
-
-    def flush(self) -> str:
-        """What is left at the end."""
-        ...
-
-
-class StopSearch(Protocol):
-    """Looks for stop strings in text that comes in pieces."""
-
-    matched: str | None
-
-    def push(self, text: str) -> str:
-        """The text that is certainly before any stop string."""
-        ...
-
-    def flush(self) -> str:
-        """What was held back and is no stop string after all."""
-        ...
-
-
 class Sample:
     """A request's growing output: tokens, text, and the search for stop strings."""
 
     def __init__(
-        self, request: Request, index: int, text: TextStream | None, stops: StopSearch | None
+        self, request: Request, index: int, text: TextStream | None, stops: StopStrings | None
     ):
         """Without `text` (no tokenizer) only token ids grow."""
         self.request, self.index = request, index
@@ -80,26 +56,29 @@ class Sample:
         self.text = ""
         self._stream, self._stops = text, stops
 
-    def push(self, tokens: tuple[int, ...]) -> tuple[Delta, bool]:
-        """Add tokens one by one; True: a stop string came, and tokens behind it were dropped.
+    def push(self, tokens: Sequence[int]) -> None:
+        """Add what a step gave, up to the token that completes a stop string.
 
-        A verify step may run past a stop string that plain decoding would have seen first, so
-        only what comes up to the token that completes it counts.
+        A verify step may run past a stop string that plain decoding would have seen first; what
+        lies behind it was never generated.
         """
-        before, text = len(self.token_ids), ""
-        for token in tokens:
-            self.token_ids.append(token)
-            if self._stream is not None:
-                text += self._search(self._stream.push([token]))
-            if self._has_stopped:
-                break
+        if self._stops is None:
+            self._take(tokens)
+        else:
+            for token in tokens:
+                self._take([token])
+                if self._has_stopped:
+                    self.request.metrics.num_tokens = len(self.token_ids)
+                    break
         if self.request.finish and not self._has_stopped and self._stream is not None:
-            text += self._search(self._stream.flush())
+            self.text += self._search(self._stream.flush())
             if self._stops is not None and not self._has_stopped:
-                text += self._stops.flush()
-        self.text += text
-        delta = Delta(text, self.token_ids[before:], self.finish.reason)
-        return delta, self._has_stopped
+                self.text += self._stops.flush()
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        self.token_ids += tokens
+        if self._stream is not None:
+            self.text += self._search(self._stream.push(tokens))
 
     @property
     def finish(self) -> Finish:

@@ -114,7 +114,7 @@ class StepOutput:
     @staticmethod
     def unpack(packed: np.ndarray) -> "StepOutput":
         """From the array `[rows, output_layout(K).size]` the device wrote."""
-        return StepOutput(**output_layout(packed.shape[1] - 4).unpack(packed))
+        return StepOutput(**output_layout(packed.shape[1] - output_layout(0).size).unpack(packed))
 
 
 @dataclasses.dataclass(frozen=True)

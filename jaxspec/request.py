@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import math
 import numbers
 import time
 from collections.abc import Sequence
@@ -25,13 +24,17 @@ class Finish(enum.IntEnum):
         return self.name.lower() if self else None
 
 
+MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop, in the words of vLLM.
 
     `temperature` 0 is greedy. `top_k` -1 or 0 and `top_p` 1 are off. `stop` strings end the text
     before them; `stop_token_ids` are kept as the last token. `min_tokens` forbids stop ids before
-    so many tokens. `n` samples share one prefill, each with noise of its own.
+    so many tokens. `n` samples, each with noise of its own, share one prefill as
+    far as rows are free when it ends.
 
     Raises:
         ValueError: a value outside its range; the message names the rule.
@@ -50,19 +53,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        for name, value in (("stop", stops), ("stop_token_ids", self.stop_token_ids or ())):
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{name} must be a list, got {value!r}.")
+            object.__setattr__(self, name, tuple(value))
         self._check_integers()
         if not all(isinstance(value, numbers.Real) for value in (self.temperature, self.top_p)):
             raise ValueError(
                 f"temperature and top_p must be numbers, got {self.temperature!r} and "
                 f"{self.top_p!r}."
             )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature must be a finite number of at least 0, got {self.temperature}; 0 is "
-                "greedy."
+                f"temperature must be a finite number of 0 to {MAX_TEMPERATURE:g}, got "
+                f"{self.temperature}; 0 is greedy."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
@@ -71,8 +76,8 @@ class SamplingParams:
                 f"stop_token_ids must be integers, got {list(self.stop_token_ids)}; texts go to "
                 "stop."
             )
-        if any(not isinstance(s, str) or not s for s in stops):
-            raise ValueError(f"stop strings must be non-empty strings, got {list(stops)}.")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop strings must be non-empty strings, got {list(self.stop)}.")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must not exceed max_tokens, got {self.min_tokens} > {self.max_tokens}."
@@ -82,7 +87,11 @@ class SamplingParams:
         least = {"n": 1, "top_k": -1, "max_tokens": 1, "min_tokens": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, numbers.Integral)
+                or value < minimum
+            ):
                 off = "; -1 turns it off" if name == "top_k" else ""
                 raise ValueError(
                     f"{name} must be an integer of at least {minimum}, got {value!r}{off}."
@@ -181,7 +190,7 @@ class Request:
     num_pages_sent: int = 0  # of those, how many the device's page table holds
     prefill_len: int = 0  # tokens it entered with: the prompt, on resumption the output too
     num_computed: int = 0  # of those, how many are dispatched; exact, for prefill has no drafts
-    in_flight: int = 0  # uncollected steps that emit for it: each gives at least one token
+    in_flight: int = 0  # uncollected steps that emit for it: each gives a token, or it has ended
     in_flight_bound: int = 0  # the most those steps can give
 
     def __post_init__(self) -> None:

@@ -13,10 +13,6 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from jaxspec.stop_strings import StopStrings
-
-__all__ = ["StopStrings", "TextStream", "Tokenizer"]
-
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are no character
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 

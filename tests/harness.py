@@ -9,12 +9,12 @@ from oracle import Oracle, expect
 
 from jaxspec.config import Buckets, SpeculativeConfig
 from jaxspec.engine import Engine
-from jaxspec.llm import make_verifier
 from jaxspec.models import load_model
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
+from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.scheduler import Scheduler
 
 FIXTURES = Path(__file__).parent / "fixtures"

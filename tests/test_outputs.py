@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from jaxspec.outputs import CompletionOutput, RequestOutput, Sample
+from jaxspec.outputs import CompletionOutput, Delta, RequestOutput, Sample
 from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
 from jaxspec.stop_strings import StopStrings
 
@@ -32,13 +32,14 @@ def make_sample(stops=(), stream=True):
 
 def feed(sample, pieces, finish):
     """Push pieces as the engine does: what the device decided comes with the last."""
-    deltas, stopped = [], False
+    deltas = []
     for number, piece in enumerate(pieces, 1):
         if number == len(pieces):
             sample.request.finish = finish
-        delta, stopped = sample.push(tuple(map(ord, piece)))
-        deltas.append(delta)
-        if stopped:
+        text, ids = len(sample.text), len(sample.token_ids)
+        sample.push(tuple(map(ord, piece)))
+        deltas.append(Delta(sample.text[text:], sample.token_ids[ids:], sample.finish.reason))
+        if sample.finish:
             if not sample.request.finish:
                 sample.request.finish = Finish.STOP
             break

@@ -8,7 +8,7 @@ from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be a finite number of at least 0, got -0.1"),
+        ({"temperature": -0.1}, "temperature must be a finite number of 0 to 1e.06, got -0.1"),
         ({"temperature": math.nan}, "temperature must be a finite number .* got nan"),
         ({"temperature": math.inf}, "temperature must be a finite number .* got inf"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),

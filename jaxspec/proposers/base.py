@@ -2,12 +2,12 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
+from jaxspec.config import SpeculativeConfig, Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.sampling import SamplingInputs
@@ -46,6 +46,11 @@ class Proposer(abc.ABC):
 
     num_drafts: int  # K
     is_probabilistic: bool = False  # whether `Drafts.logits` is given
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> Self:
+        """The proposer that a user's configuration asks for."""
 
     @abc.abstractmethod
     def propose(

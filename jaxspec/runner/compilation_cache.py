@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path:
@@ -14,8 +15,11 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     `folder` is given; otherwise it lies in the user's cache folder.
     """
     own = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    chosen = folder or own or _default_folder()
+    if own and (folder is None or str(folder) == own):
+        return Path(own)
+    chosen = folder or _default_folder()
     jax.config.update("jax_compilation_cache_dir", str(chosen))
+    compilation_cache.reset_cache()  # JAX opens a cache once
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return Path(chosen)

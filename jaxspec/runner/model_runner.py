@@ -41,7 +41,15 @@ class ModelRunner:
         self._dtype = dtype
         self._weights = tuple(leaves)
         self._tables = proposer.init_tables() if proposer else ()
-        self._config = StepConfig(buckets, graph, tree, proposer, verifier)
+        self._config = StepConfig(
+            buckets=buckets,
+            model=graph,
+            weights=tree,
+            proposer=proposer,
+            verifier=verifier,
+            # A GPU would otherwise multiply float32 in TF32.
+            matmul_precision="highest" if dtype == jnp.float32 else None,
+        )
         self._vocab_size = model.vocab_size
         self._state = self._init_state()
         self._programs: dict[Program, Callable[..., Any]] = {}
@@ -54,19 +62,22 @@ class ModelRunner:
         """
         if plan.forks:
             self._state = _fork(self._state, self._pack_forks(plan.forks))
-        step = self._programs[plan.program]
-        self._state, packed = step(self._weights, self._tables, self._state, plan.packed)
-        return PendingOutput(packed)
+        return self._run(self._programs[plan.program], plan.packed)
+
+    def reset(self) -> None:
+        """Start again from an empty state, whatever became of the last one."""
+        del self._state  # its memory goes first
+        self._state = self._init_state()
 
     def warm_up(self, program: Program) -> None:
         """Compile `program` and run it on an empty plan, which changes nothing.
 
         Twice: a GPU records its command buffers in the second run.
         """
-        if program not in self._programs:
-            self._programs[program] = jitted_step(self._config, program)
+        step = jitted_step(self._config, program)
         for _ in range(2):
-            self.dispatch(StepPlan(program, self._empty_plan(program))).result()
+            self._run(step, self._empty_plan(program)).result()
+        self._programs[program] = step
 
     def warm_up_fork(self) -> None:
         """Compile the copy of states that samples of one prompt start from."""
@@ -87,6 +98,10 @@ class ModelRunner:
             "rows": self._state.rows.ints.nbytes + self._state.rows.floats.nbytes,
             "draft_logits": 0 if drafts is None else drafts.nbytes,
         }
+
+    def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
+        self._state, output = step(self._weights, self._tables, self._state, packed)
+        return PendingOutput(output)
 
     @property
     def _sizes(self) -> CacheSizes:

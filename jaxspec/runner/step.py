@@ -34,6 +34,7 @@ class StepConfig:
     weights: Any  # PyTreeDef of the `nnx.State` whose leaves every step gets
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
+    matmul_precision: str | None = None  # None: JAX's default
 
 
 @functools.lru_cache(maxsize=128)
@@ -49,7 +50,11 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`.
     """
 
-    def step(
+    def step(*arguments: Any) -> tuple[EngineState, Array]:
+        with jax.default_matmul_precision(config.matmul_precision):
+            return one_step(*arguments)
+
+    def one_step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "rows fields"]]:
         plan = plan_layout(program, config.buckets).unpack(packed)
@@ -76,7 +81,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
                 slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
                 draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
 
-        num_accepted = jnp.minimum(acceptance.num_accepted, inputs.num_verified)
+        num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
         counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
         state = EngineState(rows.put(inputs.index, active), page_tables, cache, draft_logits)
         return state, jnp.concatenate([acceptance.tokens, counts], axis=1)

@@ -1,4 +1,4 @@
-"""Warm-up: compiles every program before the first request, so nothing compiles afterwards."""
+"""Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
 
 from collections.abc import Iterable
 

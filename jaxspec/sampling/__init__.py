@@ -8,6 +8,7 @@ from jaxspec.sampling.verifiers import (
     RejectionVerifier,
     SyntheticVerifier,
     Verifier,
+    make_verifier,
 )
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
 
@@ -23,6 +24,7 @@ __all__ = [
     "draw",
     "draw_draft",
     "gumbel_noise",
+    "make_verifier",
     "process_logits",
     "uniform_noise",
     "verify_exact",

@@ -6,7 +6,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import Variant
+from jaxspec.config import SpeculativeConfig, Variant
 from jaxspec.sampling.draw import draw
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
@@ -77,3 +77,12 @@ class SyntheticVerifier:
         targets = draw_targets(logits, inputs, positions, variant)
         rates = jnp.asarray(self.rates, jnp.float32)
         return verify_synthetic(targets, draft_tokens, rates, inputs.seeds, positions)
+
+
+def make_verifier(config: SpeculativeConfig | None) -> Verifier:
+    """How drafts are decided on; plain decoding is exact verification of no drafts."""
+    if config is not None and config.synthetic_acceptance_rates is not None:
+        return SyntheticVerifier(config.synthetic_acceptance_rates)
+    if config is not None and config.draft_sample_method == "probabilistic":
+        return RejectionVerifier()
+    return ExactVerifier()

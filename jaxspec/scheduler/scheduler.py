@@ -103,13 +103,17 @@ class Scheduler:
         if request.leader is not None:
             self._forget_follower(request)
 
+    def forget_rows(self) -> None:
+        """The device was reset: no row of an earlier plan is there any more."""
+        self._rows = {}
+
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be dispatched before results arrive."""
         step = _Step(self.buckets, num_decodes=sum(map(self._takes_decode_row, self.running)))
         index = 0
         while index < len(self.running):  # followers join at the end, victims leave from there
             request = self.running[index]
-            if not self._is_forking(request, step):
+            if not self._fork_followers(request, step):
                 self._advance(request, step)
             index += 1
         self._admit(step)
@@ -166,7 +170,7 @@ class Scheduler:
 
     def _advance(self, request: Request, step: "_Step") -> None:
         if self._takes_decode_row(request):
-            reserve = self._reserve_len(request.tokens_bound, self.buckets.num_drafts)
+            reserve = self._reserve_len(request.tokens_bound)
             if self._reserve(request, reserve):
                 step.decodes.append(request)
         elif request.is_prefilling:
@@ -182,15 +186,15 @@ class Scheduler:
             return
         upto = request.num_computed + length
         if upto == request.prefill_len:
-            upto = self._reserve_len(upto, self.buckets.num_drafts)
+            upto = self._reserve_len(upto)
         if self._reserve(request, upto):
             step.prefills.append((request, length))
             step.budget -= length
 
-    def _is_forking(self, leader: Request, step: "_Step") -> bool:
+    def _fork_followers(self, leader: Request, step: "_Step") -> bool:
         """Let followers off a leader that stands before its last prompt token.
 
-        True while some must still come and there is a row for them: then the leader waits.
+        True: some must still come and there are rows for them, so the leader has to wait.
         """
         followers = self._followers.get(leader)
         if not followers or leader.num_computed != len(leader.prompt) - 1:
@@ -209,6 +213,7 @@ class Scheduler:
             child.num_pages_sent = len(child.pages)
             fork = Fork(leader.slot, child.slot, *pages, shared)
             step.forks.append((child, child.generation, fork))
+            step.budget -= self.buckets.width
         if followers and self._free_slots and step.num_new == self.buckets.max_new_rows:
             return True
         del self._followers[leader]  # the rest, if any, will run their own prefill
@@ -224,7 +229,7 @@ class Scheduler:
                 len(self._free_slots) <= reserved or step.num_new == self.buckets.max_new_rows
             )
             seqs_full = len(step.prefills) >= self.buckets.max_prefill_seqs or step.budget < 1
-            wanted = self._reserve_len(len(request.tokens), self.buckets.num_drafts)
+            wanted = self._reserve_len(len(request.tokens))
             pages_short = self._pages_for(wanted, request) > self.pages.num_free
             if rows_full or seqs_full or pages_short or request.in_flight:
                 break
@@ -265,13 +270,13 @@ class Scheduler:
         request.num_computed = request.prefill_len = 0
         self.num_preemptions += 1
 
-    def _reserve_len(self, num_tokens: int, num_drafts: int) -> int:
+    def _reserve_len(self, num_tokens: int) -> int:
         """Positions a step may write for a row of at most `num_tokens` tokens.
 
         The last token and its K drafts are verified, which may make 1 + K new tokens; after the
         newest of them the draft head runs K - 1 positions ahead.
         """
-        return num_tokens + max(2 * num_drafts - 1, 0)
+        return num_tokens + max(2 * self.buckets.num_drafts - 1, 0)
 
     def _pages_for(self, length: int, request: Request) -> int:
         return -(-min(length, request.max_len) // self.buckets.page_size)
@@ -294,7 +299,8 @@ class Scheduler:
 
     def _dispatch(self, step: "_Step") -> ScheduledStep:
         active = step.decodes + [request for request, _ in step.prefills]
-        idle = [request for request in self.running if request not in set(active)]
+        chosen = set(active)
+        idle = [request for request in self.running if request not in chosen]
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
         variant = VARIANTS[max(VARIANTS.index(r.params.variant) for r in active)]
         program = Program(*shape, variant)

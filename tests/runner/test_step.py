@@ -57,6 +57,10 @@ class Listener(Proposer):
     num_drafts = WIDTH - 1
     heard = None
 
+    @classmethod
+    def from_config(cls, config, vocab_size):
+        return cls()
+
     def propose(self, model, inputs, cache, tables):
         self.heard = inputs
         rows = inputs.slots.shape[0]
