@@ -63,6 +63,8 @@ class Harness:
         num_pages: int = 400,
         page_size: int = 4,
         variants=("greedy",),
+        decode_rows=(ROWS,),
+        prefill_tokens=(64,),
     ):
         speculation = None
         if drafts:
@@ -81,8 +83,8 @@ class Harness:
             page_size=page_size,
             num_pages=num_pages,
             num_drafts=drafts,
-            decode_rows=(ROWS,),
-            prefill_tokens=(64,),
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
             max_prefill_seqs=3,
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,

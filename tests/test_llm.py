@@ -11,7 +11,7 @@ import jaxspec
 from jaxspec import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-OPTIONS = {"max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64]}
+OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64]}
 PROMPTS = ["def fibonacci(n):", "import os\n", "class Stack:\n    def push(self, item):"]
 
 
@@ -154,7 +154,12 @@ def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says(bytes_llm
 
 def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
     """Law 2 through the engine: rejection sampling against plain sampling, by chi-square."""
-    options = {"max_num_seqs": 64, "decode_buckets": [64], "prefill_buckets": [64]}
+    options = {
+        "dtype": "float32",
+        "max_num_seqs": 64,
+        "decode_buckets": [64],
+        "prefill_buckets": [64],
+    }
     probabilistic = {"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     counts = []
     for speculation in (None, probabilistic):

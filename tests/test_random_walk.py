@@ -3,12 +3,25 @@
 import pytest
 from walk import random_walk, walk_harness
 
+SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 
-@pytest.mark.parametrize("depth, chunk, num_pages", [(2, None, 40), (0, 3, 400), (3, 7, 24)])
-def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(depth, chunk, num_pages):
+
+@pytest.mark.parametrize(
+    "depth, chunk, num_pages, buckets",
+    [(2, None, 40, SMALL), (0, 3, 400, {}), (3, 7, 24, {})],
+    ids=["several programs", "synchronous", "deep and short of pages"],
+)
+def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
+    depth, chunk, num_pages, buckets
+):
     """Admit, accept, reject, zero drafts, placeholders, finish, preempt, abort, fork, permute."""
     engine = walk_harness(
-        (0.8, 0.6, 0.5), vary=True, max_in_flight=depth, chunk=chunk, num_pages=num_pages
+        (0.8, 0.6, 0.5),
+        vary=True,
+        max_in_flight=depth,
+        chunk=chunk,
+        num_pages=num_pages,
+        **buckets,
     )
     happened = random_walk(engine, 1000, seed=depth)
     ties = engine.check()
