@@ -41,7 +41,8 @@ def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted):
     assert single.prompt == PROMPTS[0] and single.outputs[0].finish_reason == "length"
     assert single.prompt_token_ids == drafted.tokenizer.encode(PROMPTS[0])
     assert single.outputs[0].text == drafted.tokenizer.decode(single.outputs[0].token_ids)
-    assert len(LLM(max_num_seqs=1).buckets.shapes()) <= 3
+    (kept,) = jaxspec.llm._KEPT.values()
+    assert len(kept._runner._programs) <= 3
 
 
 def test_the_embedded_model_drafts_well(drafted, plain):
@@ -85,6 +86,38 @@ def test_streams_and_batches_share_the_engine(drafted):
     first = next(stream)
     assert drafted.generate(PROMPTS[1:], GREEDY)[1].outputs[0].text == want[2].outputs[0].text
     assert first.text + "".join(delta.text for delta in stream) == want[0].outputs[0].text
+
+
+def test_a_stream_nobody_reads_takes_nothing(drafted):
+    drafted.stream(PROMPTS[0], GREEDY)
+    assert not drafted._scheduler.has_work and not drafted._samples
+
+
+def test_after_a_failed_step_the_llm_starts_afresh(drafted, monkeypatch):
+    """What ran ends with an error; the next call finds an empty, working engine."""
+    want = drafted.generate(PROMPTS, GREEDY)
+    stream = drafted.stream(PROMPTS[0], GREEDY)
+    next(stream)
+
+    def fail(plan):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafted._runner, "dispatch", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            drafted.generate(PROMPTS, GREEDY)
+    assert [delta.finish_reason for delta in stream] == ["error"]
+    again = drafted.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in want]
+    assert len(drafted._scheduler._free_slots) == 4
+
+
+def test_progress_shows_only_when_asked_for(capfd):
+    for shown in (False, True):
+        llm = LLM(**OPTIONS, show_progress=shown)
+        llm.generate(PROMPTS, GREEDY)
+        bars = capfd.readouterr().err
+        assert ("compiling" in bars) == ("generating" in bars) == shown
 
 
 def test_leaving_a_stream_frees_its_row(drafted):
@@ -193,6 +226,8 @@ def bad_calls(llm):
             ids, SamplingParams(stop_token_ids=list(range(1, 30)))
         ),
         "one for all prompts or one each": lambda: llm.generate([ids, ids], [GREEDY]),
+        "must be a list of integers": lambda: llm.generate({"prompt_token_ids": [1.5]}),
+        "must be SamplingParams": lambda: llm.generate(ids, {"temperature": 0}),
         "A prompt is a text or a dict": lambda: llm.generate([[1, 2, 3]]),
         "stream gives one sample": lambda: llm.stream(ids, SamplingParams(n=2)),
     }
@@ -220,7 +255,9 @@ def test_bad_options_name_the_rule(tmp_path):
         "max_in_flight must be": lambda: LLM(max_in_flight=-1),
         "must not exceed the model's": lambda: LLM(max_model_len=10**6),
         "dtype must be": lambda: LLM(dtype="int4"),
-        "at least 1": lambda: LLM(max_num_seqs=0),
+        "max_num_seqs must be an integer of at least 1": lambda: LLM(max_num_seqs=0),
+        "page_size must be an integer of at least 1": lambda: LLM(page_size=0),
+        "num_pages must be at least 2": lambda: LLM(num_pages=-3),
         "must exceed max_num_seqs": lambda: LLM(max_num_batched_tokens=4),
         "must be 'auto', None or a dict": lambda: LLM(speculative_config="mtp"),
     }
@@ -229,10 +266,13 @@ def test_bad_options_name_the_rule(tmp_path):
             call()
     with pytest.raises(ValueError, match="must fit the page pool alone"):
         LLM(num_pages=3, **OPTIONS).generate(PROMPTS[0], GREEDY)
-    (tmp_path / "config.json").write_text("{}")
-    for missing in (tmp_path / "nothing", tmp_path):
-        with pytest.raises((FileNotFoundError, ValueError)):
-            LLM(missing)
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        LLM(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        LLM(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        LLM(tmp_path)
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out():
