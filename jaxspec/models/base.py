@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.models.config import ModelConfig
 
 
 @flax.struct.dataclass
@@ -58,20 +59,22 @@ class ModelInputs:
 class Model(nnx.Module, abc.ABC):
     """A causal language model over a `HybridCache`. Methods are pure in the cache."""
 
-    @property
-    @abc.abstractmethod
-    def vocab_size(self) -> int:
-        """Ids are `0..vocab_size - 1`."""
+    config: ModelConfig
 
     @property
-    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Ids are `0..vocab_size - 1`."""
+        return self.config.vocab_size
+
+    @property
     def max_position_embeddings(self) -> int:
         """Tokens of a request that the model was made for."""
+        return self.config.max_position_embeddings
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, by the checkpoint's configuration; none unless a model says so."""
-        return ()
+        """Ids that end a text, by the checkpoint's configuration."""
+        return self.config.eos_token_ids
 
     @property
     @abc.abstractmethod

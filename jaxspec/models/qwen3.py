@@ -88,21 +88,6 @@ class Qwen3(Model):
         yield from self.norm.checkpoint("model.norm")
 
     @property
-    def vocab_size(self) -> int:
-        """Ids are `0..vocab_size - 1`."""
-        return self.config.vocab_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions the checkpoint was trained for."""
-        return self.config.max_position_embeddings
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, by the checkpoint's configuration."""
-        return self.config.eos_token_ids
-
-    @property
     def has_draft_head(self) -> bool:
         """Qwen3 was published without one."""
         return False
