@@ -1,9 +1,13 @@
 """Paged attention of a decode rectangle, and the write of keys and values that precedes it."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
+_FEWEST_TOKENS = 128  # of context that a CPU attends over
 
 
 def kv_write(
@@ -51,9 +55,25 @@ def paged_attention(
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
-    return paged_attention_reference(
-        queries, kv, layer, page_tables, slots, num_computed, query_len
-    )
+    attend = functools.partial(_attend_first_pages, layer=layer)
+    arguments = (queries, kv, page_tables, slots, num_computed, query_len)
+    if jax.default_backend() != "cpu":
+        return attend(page_tables.shape[1], *arguments)
+    # The longest row bounds what is gathered: a CPU pays for every page, read or masked. A GPU
+    # would have to ask the host which branch to take.
+    page_size, table_width = kv.shape[3], page_tables.shape[1]
+    widths = [-(-_FEWEST_TOKENS // page_size)]
+    while widths[-1] < table_width:
+        widths.append(2 * widths[-1])
+    widths[-1] = table_width
+    length = jnp.max(jnp.where(slots > 0, num_computed + query_len, 0), initial=0)
+    branch = jnp.sum(length > page_size * jnp.array(widths[:-1], jnp.int32))
+    return jax.lax.switch(branch, [functools.partial(attend, w) for w in widths], *arguments)
+
+
+def _attend_first_pages(num_pages, queries, kv, page_tables, slots, num_computed, query_len, layer):
+    tables = page_tables[:, :num_pages]
+    return paged_attention_reference(queries, kv, layer, tables, slots, num_computed, query_len)
 
 
 def paged_attention_reference(queries, kv, layer, page_tables, slots, num_computed, query_len):

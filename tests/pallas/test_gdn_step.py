@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
 
 LAYERS, SLOTS, CANDIDATES, KEY_HEADS, VALUE_HEADS, VALUE_DIM, KEY_DIM = 2, 5, 4, 2, 6, 5, 8
 POOL = (LAYERS, SLOTS, CANDIDATES, VALUE_HEADS, VALUE_DIM, KEY_DIM)
@@ -64,6 +64,19 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
                 true[slot] = after[offset[slot]]
                 np.testing.assert_allclose(states[1, slot, offset[slot]], true[slot], atol=1e-5)
     assert not np.any(states[0])
+
+
+@pytest.mark.parametrize("width", range(1, 10))
+def test_all_tokens_at_once_equal_one_after_the_other(width):
+    rng = np.random.default_rng(width)
+    states = jnp.asarray(rng.normal(size=(1, 4, width, *POOL[3:])), jnp.float32)
+    tokens = operands(rng, 3, width)
+    index = int32(3, 1, 2), int32(width - 1, 0, width // 2), int32(width, 1, width // 2)
+    out, after = step(*tokens, states, 0, *index)
+    want, expected = jax.jit(gdn_step_reference, static_argnums=6)(*tokens, states, 0, *index)
+    for row, count in enumerate(index[2]):
+        np.testing.assert_allclose(out[row, :count], want[row, :count], atol=2e-6)
+    np.testing.assert_allclose(after, expected, atol=2e-6)
 
 
 def test_padding_is_inert():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.paged_attention import kv_write, paged_attention
+from jaxspec.pallas.paged_attention import kv_write, paged_attention, paged_attention_reference
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, DIM = 2, 12, 4, 2, 6, 8
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
@@ -62,6 +62,21 @@ def test_paged_attention_equals_attention_over_the_history(width):
             queries[row, :real], keys, values, num_computed[row]
         )
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("longest", [1, 127, 128, 129, 256, 257, 400])
+def test_the_longest_row_bounds_what_is_read_and_changes_nothing(longest):
+    rng = np.random.default_rng(longest)
+    page_size, pages = 16, 25
+    pool = normal(rng, 1, 2, 1 + 2 * pages, page_size, KV_HEADS, DIM)
+    tables = np.zeros((3, pages), np.int32)
+    tables[1:] = 1 + rng.permutation(2 * pages).reshape(2, pages)
+    queries = jnp.asarray(normal(rng, 3, 2, HEADS, DIM))
+    slots, query_len = jnp.asarray([2, 0, 1], jnp.int32), jnp.asarray([1, 2, 1], jnp.int32)
+    num_computed = jnp.asarray([longest - 1, 10**6, longest // 3], jnp.int32)
+    operands = queries, jnp.asarray(pool), 0, jnp.asarray(tables), slots, num_computed, query_len
+    out = jax.jit(paged_attention, static_argnums=2)(*operands)
+    np.testing.assert_allclose(out, paged_attention_reference(*operands), atol=1e-6)
 
 
 def test_padding_is_inert_in_kv_write():
