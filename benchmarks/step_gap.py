@@ -7,15 +7,14 @@ executables takes when the same plans, built beforehand, are enqueued back to ba
 state; minus 1. A profiler could not show it: it turns a GPU's command buffers off.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import record
 
 from jaxspec import LLM, SamplingParams
 
@@ -66,13 +65,12 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
     for rows in args.rows:
@@ -101,10 +99,7 @@ def main() -> None:
                 }
                 results.append(result)
                 print(json.dumps(result), flush=True)
-    if args.json:
-        device = jax.devices()[0]
-        about = {"device": device.device_kind, "jax": jax.__version__, "date": time.strftime("%F")}
-        args.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    record.write(args.json, {"results": results})
 
 
 if __name__ == "__main__":
