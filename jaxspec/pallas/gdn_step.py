@@ -46,7 +46,8 @@ def gdn_step(
             f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
         )
     if dispatch.runs_kernel("gdn_step", _unsupported(width, states)):
-        on_device = jnp.asarray(layer, jnp.int32)  # so that the layers share one kernel
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
         return _gdn_step_kernel(q, k, v, g, beta, states, on_device, slots, state_offset, query_len)
     return gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
 
