@@ -163,7 +163,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim
         layer = jnp.asarray(args[6], jnp.int32)
         return _gdn_step_kernel(*args[:6], layer, *args[7:], interpret=interpret)
 
-    shape = GdnShape(1, 2, key_dim=key_dim, value_dim=value_dim)
+    shape = GdnShape(2, 4, key_dim=key_dim, value_dim=value_dim)
     check(*kernel_case(shape, dtype, width), run)
     assert not get_races().races_found
 
