@@ -106,10 +106,7 @@ def _gdn_step_kernel(
     _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     width, key_heads = q.shape[1:3]
     tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
-
-    def load(ref, layout):
-        # pyright reads the signature of jax 0.10, where the kernel never runs.
-        return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+    load, store = functools.partial(_load, plgpu), functools.partial(_store, plgpu)
 
     def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
@@ -125,7 +122,7 @@ def _gdn_step_kernel(
         def keep(state, t):
             @pl.when(t < count)
             def _():
-                pool[first + t, block] = state.astype(states.dtype)
+                store(pool.at[first + t, block], state.astype(states.dtype))
 
         @pl.when(live)
         def _():
@@ -139,7 +136,7 @@ def _gdn_step_kernel(
             for t in range(width):
                 q_t, k_t = (load(tokens.at[i, t], tile.reduce(0)) for i in range(2))
                 state, read = _advance(state, q_t, k_t, new[t], decays[t], betas[t])
-                out[row, t, head, values] = read
+                store(out.at[row, t, head, values], read)
                 keep(state, t)
 
         @pl.when(jnp.logical_not(live))
@@ -147,7 +144,7 @@ def _gdn_step_kernel(
             plgpu.barrier_wait(arrived)  # a block must not end while a copy into it is under way
             nothing = plgpu.layout_cast(jnp.zeros(_VALUES, jnp.float32), tile.reduce(1))
             for t in range(width):
-                out[row, t, head, values] = nothing
+                store(out.at[row, t, head, values], nothing)
 
     operands = (q, k, v, g, beta, layer[None], slots, state_offset, query_len)
     return _launch(plgpu, body, operands, states, interpret)
@@ -175,6 +172,20 @@ def _launch(plgpu, body, operands, states, interpret):
     pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
     out = kernel(*operands, pool)
     return out, jax.freeze(pool).reshape(states.shape)
+
+
+def _load(plgpu, ref, layout):
+    """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
+    # pyright knows the signature of jax 0.10, where no kernel runs.
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def _store(plgpu, ref, x):
+    """Also pieces smaller than a sector of 32 bytes, which jax 0.12 refuses to `ref[...] = x`."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def _advance(state, q, k, v, decay, beta):
