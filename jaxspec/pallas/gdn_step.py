@@ -2,9 +2,12 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.state_select import state_select
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
@@ -33,11 +36,59 @@ def gdn_step(
     float32; value head `h` uses key head `h // (value_heads // key_heads)`. The first state is the
     slot's candidate `state_offset`; the state after token `t` becomes candidate `t` for
     `t < query_len`. So rolling back to `a` accepted drafts is reading candidate `a` next time.
-    Needs `candidates >= width` (ValueError). Padding rows and tokens write nothing.
+    Needs `candidates >= width` (ValueError). Padding rows and tokens write nothing, and what they
+    put out means nothing.
     """
-    _check_width(q.shape[1], states.shape[2])
-    if q.shape[1] == 1:  # nothing to solve
-        return gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
+    width, candidates = q.shape[1], states.shape[2]
+    if candidates < width:
+        raise ValueError(
+            f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
+            f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
+        )
+    if dispatch.runs_kernel("gdn_step", _unsupported(width, states)):
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        return _gdn_step_kernel(q, k, v, g, beta, states, on_device, slots, state_offset, query_len)
+    if width > 1:
+        return _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
+    return gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
+
+
+def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
+    """The specification of `gdn_step`: one token after the other."""
+    width, group = q.shape[1], states.shape[3] // q.shape[2]
+    state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
+
+    outputs, after = [], []
+    for t in range(width):
+        q_t, k_t = (jnp.repeat(x[:, t], group, axis=1) for x in (q, k))
+        state = state * jnp.exp(g[:, t])[..., None, None]
+        recalled = jnp.einsum("rhvk,rhk->rhv", state, k_t, precision="highest")
+        delta = beta[:, t][..., None] * (v[:, t] - recalled)
+        state = state + delta[..., None] * k_t[..., None, :]
+        outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_t, precision="highest"))
+        after.append(state)
+
+    states = _write(states, layer, slots, query_len, jnp.stack(after, axis=1))
+    return jnp.stack(outputs, axis=1), states
+
+
+def _write(
+    states: _States,
+    layer: int,
+    slots: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+    after: Float[Array, "rows width value_heads value_dim key_dim"],
+) -> _States:
+    """The pool with each live token's state as its candidate."""
+    token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
+    real = (token < query_len[:, None]) & (slots > 0)[:, None]
+    target = jnp.where(real, slots[:, None], states.shape[1])
+    return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
+
+
+def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
+    """`gdn_step` for XLA, all tokens at once."""
     state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
     group = states.shape[3] // q.shape[2]
     q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (q, k))
@@ -102,43 +153,139 @@ def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]
     return inverse
 
 
-def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
-    """The specification of `gdn_step`: one token after the other."""
-    width, group = q.shape[1], states.shape[3] // q.shape[2]
-    _check_width(width, states.shape[2])
-    state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
-    outputs, after = [], []
-    for t in range(width):
-        q_t, k_t = (jnp.repeat(x[:, t], group, axis=1) for x in (q, k))
-        state = state * jnp.exp(g[:, t])[..., None, None]
-        recalled = jnp.einsum("rhvk,rhk->rhv", state, k_t, precision="highest")
-        delta = beta[:, t][..., None] * (v[:, t] - recalled)
-        state = state + delta[..., None] * k_t[..., None, :]
-        outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_t, precision="highest"))
-        after.append(state)
+def _unsupported(width, states):
+    """Why `_gdn_step_kernel` does not take these operands, or None."""
+    value_dim, key_dim = states.shape[4:]
+    if width > 8:
+        return f"{width} tokens a row, more than 8"
+    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"states in {states.dtype}"
+    if value_dim not in (64, 128) or key_dim not in (64, 128):
+        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
+    return None
 
-    return jnp.stack(outputs, axis=1), _write(
-        states, layer, slots, query_len, jnp.stack(after, axis=1)
+
+_VALUES = 32  # rows of a state in one block of 4 warps; 16 and 64 measure alike
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _gdn_step_kernel(
+    q, k, v, g, beta, states, layer, slots, state_offset, query_len, *, interpret=None
+):
+    """`gdn_step` on a Hopper GPU; a block has `_VALUES` rows of one head's state of one row.
+
+    They stay in registers from the candidate they are read from to the last one written; these
+    bytes are what it takes its time for. `interpret`: parameters of Mosaic's interpreter.
+    """
+    # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
+    width, key_heads = q.shape[1:3]
+    tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
+    load, store = functools.partial(_load, plgpu), functools.partial(_store, plgpu)
+
+    def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
+        row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
+        key_head = lax.div(head, value_heads // key_heads)
+        for index, x in enumerate((q, k)):
+            plgpu.copy_gmem_to_smem(x.at[row, :, key_head], tokens.at[index], arrived)
+        slot, count = slots[row], query_len[row]
+        live = (slot > 0) & (slot < num_slots) & (count > 0)
+        first = (layer[0] * num_slots + slot) * candidates
+        values = pl.ds(part * _VALUES, _VALUES)
+        block = pl.ds(head * value_dim + part * _VALUES, _VALUES)
+
+        def keep(state, t):
+            @pl.when(t < count)
+            def _():
+                store(pool.at[first + t, block], state.astype(states.dtype))
+
+        @pl.when(live)
+        def _():
+            start = first + jnp.clip(state_offset[row], 0, candidates - 1)
+            state = load(pool.at[start, block], tile).astype(jnp.float32)
+            # All loads before the first store, which they could not overtake.
+            decays = [jnp.exp(g[row, t, head]) for t in range(width)]
+            betas = [beta[row, t, head] for t in range(width)]
+            new = [load(v.at[row, t, head, values], tile.reduce(1)) for t in range(width)]
+            plgpu.barrier_wait(arrived)
+            for t in range(width):
+                q_t, k_t = (load(tokens.at[i, t], tile.reduce(0)) for i in range(2))
+                state, read = _advance(state, q_t, k_t, new[t], decays[t], betas[t])
+                store(out.at[row, t, head, values], read)
+                keep(state, t)
+
+        @pl.when(jnp.logical_not(live))
+        def _():
+            plgpu.barrier_wait(arrived)  # a block must not end while a copy into it is under way
+            nothing = plgpu.layout_cast(jnp.zeros(_VALUES, jnp.float32), tile.reduce(1))
+            for t in range(width):
+                store(out.at[row, t, head, values], nothing)
+
+    operands = (q, k, v, g, beta, layer[None], slots, state_offset, query_len)
+    return _launch(plgpu, body, operands, states, interpret)
+
+
+def _launch(plgpu, body, operands, states, interpret):
+    """Run `body` on its grid, with the pool as the last operand, written in place."""
+    q, _, v, *_ = operands
+    layers, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
+        scratch_types={
+            "tokens": plgpu.SMEM((2, q.shape[1], q.shape[3]), jnp.float32),
+            "arrived": plgpu.Barrier(num_arrivals=2),
+        },
+        grid=(q.shape[0], value_heads, value_dim // _VALUES),
+        grid_names=("row", "head", "part"),
+        # Safe without: a thread alone touches its elements of the pool, first to read them, and
+        # the tokens in shared memory are written once.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        **({} if interpret is None else {"interpret": interpret}),
     )
+    flat = (layers * num_slots * candidates, value_heads * value_dim, key_dim)
+    pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
+    out = kernel(*operands, pool)
+    return out, jax.freeze(pool).reshape(states.shape)
 
 
-def _check_width(width: int, candidates: int) -> None:
-    if candidates < width:
-        raise ValueError(
-            f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
-            f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
-        )
+def _load(plgpu, ref, layout):
+    """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
+    # pyright knows the signature of jax 0.10, where no kernel runs.
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-def _write(
-    states: _States,
-    layer: int,
-    slots: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-    after: Float[Array, "rows width value_heads value_dim key_dim"],
-) -> _States:
-    """The pool with each live token's state as its candidate."""
-    token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
-    real = (token < query_len[:, None]) & (slots > 0)[:, None]
-    target = jnp.where(real, slots[:, None], states.shape[1])
-    return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
+def _store(plgpu, ref, x):
+    """Also pieces smaller than a sector of 32 bytes, which jax 0.12 refuses to `ref[...] = x`."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+def _advance(state, q, k, v, decay, beta):
+    """One token: the state `[values, key_dim]` after it, and what `q` reads from that."""
+    state = state * decay
+    recalled = jnp.sum(state * lax.broadcast_in_dim(k, state.shape, (1,)), axis=1)
+    write = lax.broadcast_in_dim((v - recalled) * beta, state.shape, (0,))
+    state = state + write * lax.broadcast_in_dim(k, state.shape, (1,))
+    return state, jnp.sum(state * lax.broadcast_in_dim(q, state.shape, (1,)), axis=1)
+
+
+def _row_layout(plgpu, key_dim, itemsize):
+    """Register layout `[_VALUES, key_dim]`: a row over up to 16 lanes, accesses of 16 bytes.
+
+    A warp's access is then 256 to 512 bytes in one piece, and sums over `key_dim` are shuffles.
+    """
+    vector = 16 // itemsize
+    lanes = min(16, key_dim // vector)
+    rows = 32 // lanes
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )

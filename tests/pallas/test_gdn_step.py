@@ -1,37 +1,41 @@
-"""gdn_step against the recurrence in float64."""
+"""gdn_step against the recurrence in float64, and its kernel against its reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import GDN, GdnShape
 
-from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.gdn_step import _gdn_step_kernel, gdn_step, gdn_step_reference
 
-LAYERS, SLOTS, CANDIDATES, KEY_HEADS, VALUE_HEADS, VALUE_DIM, KEY_DIM = 2, 5, 4, 2, 6, 5, 8
-POOL = (LAYERS, SLOTS, CANDIDATES, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+LAYERS, SLOTS, CANDIDATES = 2, 5, 4
+SMALL = GdnShape(2, 6, key_dim=8, value_dim=5)
+POOL = (LAYERS, SLOTS, CANDIDATES, 6, 5, 8)
 
 step = jax.jit(gdn_step, static_argnums=6)
+reference = jax.jit(gdn_step_reference, static_argnums=6)
 
 
-def operands(rng, *batch):
+def operands(rng, *batch, shape=SMALL):
     """q, k, v, g, beta for tokens of the given batch shape, as a layer makes them."""
-    q, k = (rng.normal(size=(*batch, KEY_HEADS, KEY_DIM)) for _ in range(2))
+    q, k = (rng.normal(size=(*batch, shape.key_heads, shape.key_dim)) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=(*batch, VALUE_HEADS, VALUE_DIM))
-    g = -rng.exponential(size=(*batch, VALUE_HEADS))
-    beta = rng.random(size=(*batch, VALUE_HEADS))
+    v = rng.normal(size=(*batch, shape.value_heads, shape.value_dim))
+    g = -rng.exponential(size=(*batch, shape.value_heads))
+    beta = rng.random(size=(*batch, shape.value_heads))
     return [x.astype(np.float32) for x in (q, k, v, g, beta)]
 
 
 def oracle(state, q, k, v, g, beta):
     """Outputs and states after each token; `state` [value_heads, value_dim, key_dim]."""
     state, outputs, states = state.astype(np.float64), [], []
-    group = VALUE_HEADS // KEY_HEADS
+    group = v.shape[1] // k.shape[1]
     for t in range(len(q)):
         out = np.empty(v[t].shape)
-        for head in range(VALUE_HEADS):
+        for head in range(v.shape[1]):
             key, query = k[t, head // group], q[t, head // group]
-            decayed = np.exp(g[t, head]) * state[head]
+            decayed = np.exp(np.float64(g[t, head])) * state[head]
             write = beta[t, head] * (v[t, head] - decayed @ key)
             state[head] = decayed + np.outer(write, key)
             out[head] = state[head] @ query
@@ -73,7 +77,7 @@ def test_all_tokens_at_once_equal_one_after_the_other(width):
     tokens = operands(rng, 3, width)
     index = int32(3, 1, 2), int32(width - 1, 0, width // 2), int32(width, 1, width // 2)
     out, after = step(*tokens, states, 0, *index)
-    want, expected = jax.jit(gdn_step_reference, static_argnums=6)(*tokens, states, 0, *index)
+    want, expected = reference(*tokens, states, 0, *index)
     for row, count in enumerate(index[2]):
         np.testing.assert_allclose(out[row, :count], want[row, :count], atol=2e-6)
     np.testing.assert_allclose(after, expected, atol=2e-6)
@@ -105,3 +109,99 @@ def test_more_tokens_than_candidates_are_refused():
     tokens = operands(np.random.default_rng(0), 1, CANDIDATES + 1)
     with pytest.raises(ValueError, match="num_drafts >= 4"):
         gdn_step(*tokens, jnp.zeros(POOL), 0, *[int32(1)] * 3)
+
+
+# The kernel. Rows: three tokens, two tokens; padding by slot, by length, by a slot that is not
+# there, by a negative one; one token with an offset out of range, one with a length out of range.
+ROWS = {
+    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
+    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
+    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
+}
+REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
+
+
+def kernel_case(shape, dtype, width, seed=0):
+    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
+    rng = np.random.default_rng(seed)
+    tokens = operands(rng, len(ROWS["slots"]), width, shape=shape)
+    for x in tokens:
+        for row in range(len(x)):
+            x[row, REAL.get(row, 0) :] = np.nan
+        x[1] = np.nan
+    pool = (LAYERS, 7, 4 if width <= 4 else 8, shape.value_heads, shape.value_dim, shape.key_dim)
+    return tokens, jnp.asarray(rng.normal(size=pool) * 0.3, dtype)
+
+
+def check(tokens, states, run):
+    """`run` is the reference: in outputs, in states written, and in all it must not write."""
+    width, tolerance = tokens[0].shape[1], 8 * float(jnp.finfo(states.dtype).eps)
+    before = np.asarray(states, np.float32)
+    expected, after_reference = reference(*tokens, states, 1, *ROWS.values())
+    out, after = (np.asarray(x, np.float32) for x in run(*tokens, states, 1, *ROWS.values()))
+    untouched = np.ones(before.shape[:3], bool)
+    for row, count in REAL.items():
+        count, slot = min(count, width), int(ROWS["slots"][row])
+        untouched[1, slot, :count] = False
+        ours, theirs = after[1, slot, :count], np.asarray(after_reference[1, slot, :count])
+        if row == 1:  # all its inputs are NaN
+            assert np.isnan(ours).all() and np.isnan(out[row, :count]).all()
+            continue
+        np.testing.assert_allclose(out[row, :count], expected[row, :count], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(ours, theirs.astype(np.float32), rtol=tolerance, atol=2e-6)
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+    padding = [row for row in range(len(out)) if row not in REAL]
+    assert not np.any(out[padding])  # no uninitialised memory comes out
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "value_dim", "key_dim", "width"),
+    [
+        (jnp.float32, 64, 128, 3),
+        (jnp.float32, 128, 64, 1),
+        (jnp.float32, 64, 64, 8),
+        (jnp.bfloat16, 64, 128, 4),
+        (jnp.bfloat16, 64, 64, 2),
+        (jnp.float16, 64, 128, 3),
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim, width):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(*args):
+        layer = jnp.asarray(args[6], jnp.int32)
+        return _gdn_step_kernel(*args[:6], layer, *args[7:], interpret=interpret)
+
+    shape = GdnShape(2, 4, key_dim=key_dim, value_dim=value_dim)
+    check(*kernel_case(shape, dtype, width), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.pop("gdn_step", None)
+    run = jax.jit(lambda *args: gdn_step(*args[:6], 1, *args[7:]))
+    check(*kernel_case(shape, dtype, width, seed=width), run)
+    assert dispatch.implementations()["gdn_step"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_float32_is_float32():
+    rng, shape = np.random.default_rng(3), GDN["qwen3.5-9b"]
+    tokens = operands(rng, 2, 4, shape=shape)
+    pool = (1, 3, 4, shape.value_heads, shape.value_dim, shape.key_dim)
+    states = rng.normal(size=pool).astype(np.float32)
+    indices = int32(2, 1), int32(3, 0), int32(4, 4)
+    out, after = jax.jit(gdn_step, static_argnums=6)(*tokens, jnp.asarray(states), 0, *indices)
+    for row, (slot, offset) in enumerate(((2, 3), (1, 0))):
+        expected, expected_after = oracle(states[0, slot, offset], *(x[row] for x in tokens))
+        for ours, exact in ((out[row], expected), (after[0, slot], expected_after)):
+            error = np.linalg.norm(np.asarray(ours, np.float64) - exact) / np.linalg.norm(exact)
+            assert error < 1e-6

@@ -1,0 +1,106 @@
+"""Every kernel compiles to sm_90a machine code, without spills and without a copy of a pool.
+
+No GPU is needed, only two wheels (142 MB) of jax's version, 0.11 or later:
+`pip install --no-deps jax-cuda13-pjrt jax-cuda13-plugin`; where there is no GPU, run with
+`JAX_PLATFORMS=cpu`.
+"""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, SingleDeviceSharding
+from shapes import GDN, GdnShape
+
+from jaxspec.pallas.gdn_step import _gdn_step_kernel
+
+pytestmark = [
+    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="needs the wheels jax-cuda13-pjrt and jax-cuda13-plugin, installed with --no-deps",
+    ),
+]
+
+H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150109880320
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def h200():
+    """A device that is not there; programs for it compile, and cannot run."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
+    )
+    return topology.devices[0]
+
+
+def compile_for(h200, monkeypatch, step, operands, donated):
+    """The compiled program; ptxas' report goes to stdout."""
+    from jax.sharding import AbstractDevice
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
+    sharding = SingleDeviceSharding(h200)
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
+    device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
+    return lowered.compile()
+
+
+def assert_lean(compiled, report, pool):
+    """No spills, and the donated pool written in place."""
+    assert "for 'sm_90a'" in report
+    stores, loads = (
+        set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
+    )
+    assert stores == loads == {"0"}
+    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
+    memory, size = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 8
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
+def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
+    def step(q, k, v, g, beta, states, slots, offset, query_len):
+        for layer in range(2):
+            v, states = _gdn_step_kernel(
+                *(q, k, v, g, beta, states, jnp.int32(layer), slots, offset, query_len)
+            )
+        return v, states
+
+    def array(*dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    rows = 4
+    key = array(rows, width, shape.key_heads, shape.key_dim)
+    value = array(rows, width, shape.value_heads, shape.value_dim)
+    gate = array(rows, width, shape.value_heads)
+    pool = array(2, 9, 8, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
+    index = array(rows, dtype=jnp.int32)
+    operands = (key, key, value, gate, gate, pool, index, index, index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
+    assert_lean(compiled, capfd.readouterr().out, pool)

@@ -1,0 +1,53 @@
+"""Which implementation an op runs, and that one can see it."""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxspec.pallas import dispatch
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(dispatch, "_chosen", {})
+
+
+def on(monkeypatch, platform="gpu", capability="9.0", version=(0, 11, 2)):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    monkeypatch.setattr(jax, "__version_info__", version)
+
+
+def test_a_kernel_runs_on_hopper(monkeypatch):
+    on(monkeypatch)
+    assert dispatch.runs_kernel("op", None)
+    assert dispatch.implementations() == {"op": ("kernel",)}
+
+
+@pytest.mark.parametrize(
+    "machine", [{"platform": "cpu"}, {"capability": "8.0"}, {"version": (0, 10, 2)}]
+)
+def test_elsewhere_the_reference_runs(monkeypatch, machine):
+    on(monkeypatch, **machine)
+    assert not dispatch.runs_kernel("op", None)
+    assert dispatch.implementations()["op"][0].startswith("reference: the ")
+
+
+def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
+    on(monkeypatch)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        for unsupported in (None, "heads of 5", None, "heads of 5"):
+            assert dispatch.runs_kernel("op", unsupported) == (unsupported is None)
+    assert dispatch.implementations() == {"op": ("kernel", "reference: heads of 5")}
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "op runs its kernel"),
+        ("WARNING", "op runs its reference: heads of 5"),
+    ]
+
+
+def test_the_default_device_decides(monkeypatch):
+    on(monkeypatch)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert not dispatch.runs_kernel("op", None)
