@@ -115,6 +115,17 @@ def step_gap(figures: Figures) -> str:
     return markdown(["rows, drafts", *engine, "back to back", "host a step (2)"], rows)
 
 
+def kernels(figures: Figures) -> str:
+    """The shapes of one model; the file has the others."""
+    rows = []
+    for case in (case for case in figures["results"] if case["model"] == "qwen3.5-9b"):
+        name = f"`{case['op']}`, {case['dtype']}, {case['rows']} x {case['width']}"
+        times = f"{case['us']:.1f}", f"{case['reference_us']:.0f}", f"{case['of_copy']:.0%}"
+        rows.append([name, *times])
+    head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth"]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "first command": ("first_command_cpu.json", first_command),
     "acceptance": ("acceptance_cpu.json", acceptance),
@@ -122,6 +133,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "drafts": ("cpu_decoding.json", drafts),
     "scaling": ("cpu_decoding.json", scaling),
     "step gap": ("step_gap_h200.json", step_gap),
+    "kernels": ("kernels_h200.json", kernels),
 }
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
 

@@ -23,6 +23,7 @@ from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
 from jaxspec.models import load_model, resolve_folder
 from jaxspec.outputs import Delta, RequestOutput, Sample
+from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.compilation_cache import enable_compilation_cache
@@ -204,24 +205,21 @@ class LLM:
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Steps, host times (seconds), preemptions, compiled shapes and bytes on the device."""
+        """Counts, host times (seconds), compiled shapes, bytes by pool, and what each op runs."""
         return {
             **vars(self._engine.metrics),
             "num_preemptions": self._scheduler.num_preemptions,
             "max_in_flight": self._engine.max_in_flight,
             "shapes": self.buckets.shapes(),
             "memory_bytes": self._runner.memory(),
+            "implementations": dispatch.implementations(),
         }
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[list[StepTimes]]:
-        """Note when each step is planned, dispatched, run and collected, in a list.
+        """`with llm.trace() as steps:` lists when each step was planned, dispatched and run.
 
-            with llm.trace() as steps:
-                llm.generate(prompts)
-            jaxspec.plot.timeline(steps)
-
-        Costs a thread that waits for the device. Read the list after the block.
+        For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
         """
         with self._runner.watch():
             self._engine.trace = steps = []

@@ -143,12 +143,16 @@ def _all_tokens(
 
 def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]:
     """`(1 + A)^-1 = (1 - A)(1 + A^2)(1 + A^4)...`, which ends since `A^n = 0`."""
+
+    def times(a, b):  # elementwise: a matmul this small costs more to call than to do
+        return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
+
     n = strictly_lower.shape[-1]
     one = jnp.broadcast_to(jnp.eye(n, dtype=strictly_lower.dtype), strictly_lower.shape)
     power, inverse, reach = -strictly_lower, one - strictly_lower, 2
     while reach < n:
-        power = jnp.matmul(power, power, precision="highest")
-        inverse = jnp.matmul(inverse, one + power, precision="highest")
+        power = times(power, power)
+        inverse = times(inverse, one + power)
         reach *= 2
     return inverse
 
