@@ -30,14 +30,14 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     for _ in range(WARM_STEPS):
         llm._step()
     engine.drain()
-    start = jax.block_until_ready(jax.tree.map(jnp.copy, runner._state))
+    start = jax.block_until_ready(jax.tree.map(jnp.copy, runner.state))
     plans, dispatch = [], runner.dispatch
 
-    def record(plan):
+    def note(plan):
         plans.append(plan)
         return dispatch(plan)
 
-    runner.dispatch = record
+    runner.dispatch = note
     before = dict(vars(engine.metrics))
     begin = time.perf_counter()
     while len(plans) < STEPS:
@@ -48,7 +48,7 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     after = vars(engine.metrics)
     llm._forget([[sample] for sample in list(llm._samples.values())])
 
-    runner._state = start
+    runner.state = start
     # On the device beforehand: a transfer would make a deep queue wait for the host's staging.
     plans = [dataclasses.replace(plan, packed=jnp.asarray(plan.packed)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])

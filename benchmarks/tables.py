@@ -33,7 +33,7 @@ def first_command(figures: Figures) -> str:
     starts = {"empty": figures["cold"], "filled": figures["warm"]}
     return markdown(
         head,
-        ([name, *(str(start.get(key, "–")) for key in keys)] for name, start in starts.items()),
+        ([name, *(str(start[key]) for key in keys)] for name, start in starts.items()),
     )
 
 

@@ -178,14 +178,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def _lines(path: Path) -> list[str]:
     """The lines of a file that are not blank."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark first
     except UnicodeDecodeError as error:
-        reason = f"byte {error.start} is not UTF-8 text"
+        raise ValueError(
+            f"The prompts file {path} must be UTF-8 text, and byte {error.start} is not. Save it "
+            "as UTF-8."
+        ) from error
     except OSError as error:
-        reason = error.strerror
-    else:
-        return [line for line in text.splitlines() if line.strip()]
-    raise ValueError(f"The prompts file {path} can't be read: {reason}. Check the path.")
+        raise ValueError(
+            f"The prompts file {path} can't be read: {error.strerror}. Check the path."
+        ) from error
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> str | None:
@@ -208,8 +211,9 @@ def _batch(
 ) -> list[str | None]:
     """Print all completions when they are done; why each ended."""
     outputs = llm.generate(prompts, params)
-    # The engine's own times leave out what compiling took.
-    seconds = sum(value for name, value in llm.metrics().items() if name.endswith("_time"))
+    # The engine's own times, which leave out what compiling took.
+    parts = ("plan_time", "dispatch_time", "wait_time", "collect_time")
+    seconds = sum(llm.metrics()[part] for part in parts)
     for output in outputs:
         if as_json:
             print(json.dumps(_as_dict(output)))

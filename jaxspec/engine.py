@@ -49,14 +49,13 @@ class StepTimes:
     """
 
     program: Program
-    num_requests: int  # that got tokens computed
     plan_start: float
     dispatch_start: float
     dispatch_end: float
     wait_start: float
     collect_start: float
     collect_end: float
-    device_end: float | None  # None: the runner did not watch
+    device_end: float | None  # as a thread saw it; None: the runner did not watch
 
 
 class Engine:
@@ -131,7 +130,6 @@ class Engine:
         self.metrics.wait_time += waited - started
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
-            num_requests = len(step.decodes) + len(step.prefills)
             times = (*launch, started, waited, collected, pending.done_time())
-            self.trace.append(StepTimes(step.plan.program, num_requests, *times))
+            self.trace.append(StepTimes(step.plan.program, *times))
         return progress

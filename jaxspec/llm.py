@@ -221,6 +221,8 @@ class LLM:
 
         For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
         """
+        if self._engine.trace is not None:
+            raise RuntimeError("An LLM keeps one trace at a time: leave the other `with` first.")
         with self._runner.watch():
             self._engine.trace = steps = []
             try:

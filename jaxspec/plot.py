@@ -49,15 +49,16 @@ def acceptance(
         ValueError: nothing was drafted.
     """
     runs = {"": metrics} if isinstance(metrics, RequestMetrics) else dict(metrics)
-    ax = ax or _new_axes(6, 3.4)
-    bar = 0.8 / max(len(runs), 1)
-    width = 0
-    for place, (name, run) in enumerate(runs.items()):
+    for name, run in runs.items():
         if not run.num_drafts:
             raise ValueError(
                 f"Acceptance needs drafts, and {name or 'this run'} had none: is "
                 "speculative_config None?"
             )
+    ax = ax or _new_axes(6, 3.4)
+    bar = 0.8 / max(len(runs), 1)
+    width = 0
+    for place, (name, run) in enumerate(runs.items()):
         rates = [count / run.num_drafts for count in run.accepted_per_position]
         width = max(width, len(rates))
         left = [i + 1 + (place - (len(runs) - 1) / 2) * bar for i in range(len(rates))]
@@ -77,17 +78,22 @@ def speed(runs: Mapping[str, Sequence[RequestOutput]], ax: Axes | None = None) -
     """Milliseconds a token, after the first, of the same prompts in several runs by name.
 
     Raises:
-        ValueError: runs of different prompts.
+        ValueError: no runs, runs of different prompts, or completions of a single token.
     """
     prompts = {tuple(tuple(o.prompt_token_ids) for o in outputs) for outputs in runs.values()}
     if len(prompts) != 1:
         raise ValueError(
-            f"Runs are compared on the same prompts, and {', '.join(runs)} differ in theirs."
+            f"Runs are compared on the same prompts, and these have {len(prompts)} lists of them: "
+            f"{', '.join(runs) or 'no runs'}."
+        )
+    if any(output.metrics.tpot is None for outputs in runs.values() for output in outputs):
+        raise ValueError(
+            "Time per token needs completions of at least two tokens. Raise max_tokens."
         )
     ax = ax or _new_axes(7, 0.6 + 0.6 * len(next(iter(prompts))))
     bar = 0.8 / len(runs)
     for place, (name, outputs) in enumerate(runs.items()):
-        times = [1000 * (output.metrics.tpot or 0.0) for output in outputs]
+        times = [1000 * output.metrics.tpot for output in outputs if output.metrics.tpot]
         centre = [i + (place - (len(runs) - 1) / 2) * bar for i in range(len(times))]
         bars = ax.barh(centre, times, bar * 0.94, label=name)
         ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
@@ -106,15 +112,18 @@ def timeline(
     """What the host and the device did for `count` steps of `LLM.trace`, one row a step.
 
     The upper half of a row is the host, the lower the device. With several steps in flight, the
-    host plans a row while the device still runs one above it. When a step begins on the device
-    nobody tells: it is drawn from its dispatch or the end of the step before, whichever is later.
+    host plans a row while the device still runs one above it. When a step ends is what a Python
+    thread saw; when it begins nobody tells: it is drawn from the end of its dispatch, or of the
+    step before where that is later, and pale from where it may have begun already.
 
     Raises:
-        ValueError: there is no step `first`.
+        ValueError: there is no such step.
     """
     shown = steps[first : first + count]
-    if not shown:
-        raise ValueError(f"The trace has {len(steps)} steps, so none from {first} on can be drawn.")
+    if first < 0 or not shown:
+        raise ValueError(
+            f"The trace has {len(steps)} steps, so {count} from step {first} on can't be drawn."
+        )
     ax = ax or _new_axes(8, 0.9 + 0.36 * len(shown))
     origin = shown[0].plan_start
     device_free = (steps[first - 1].device_end if first else None) or origin
@@ -128,10 +137,9 @@ def timeline(
         for stage, (start, end) in spans.items():
             _bar(ax, row - 0.2, start - origin, end - start, stage)
         if step.device_end is not None:
-            # A short step may be over before its dispatch has returned.
-            late = step.device_end > step.dispatch_end
-            launched = step.dispatch_end if late else step.dispatch_start
-            start = min(max(launched, device_free), step.device_end)
+            earliest = max(step.dispatch_start, device_free)
+            start = min(max(step.dispatch_end, device_free), step.device_end)
+            _bar(ax, row + 0.2, earliest - origin, start - earliest, "device", alpha=0.35)
             _bar(ax, row + 0.2, start - origin, step.device_end - start, "device")
             device_free = step.device_end
     for colour, label in _STAGES.values():
@@ -139,7 +147,7 @@ def timeline(
     names = [_step_name(first + row, step) for row, step in enumerate(shown)]
     ax.set_yticks(range(len(shown)), names, fontsize=8)
     ax.set_ylim(len(shown) - 0.4, -0.6)
-    ax.set_xlim(left=0)
+    ax.margins(x=0.02)  # not set_xlim, which would clip the longer of two timelines that share it
     ax.set_xlabel(f"milliseconds since step {first} was planned")
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
@@ -156,7 +164,7 @@ def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     bars = ax.barh(range(len(pools)), [size / 1e6 for size in pools.values()], color="#3b6fb6")
     labels = [f"{_megabytes(size)}, {size / total:.1%}" for size in pools.values()]
     ax.bar_label(bars, labels, padding=3, fontsize=8)
-    ax.set_yticks(range(len(pools)), [_POOLS[name] for name in pools], fontsize=8)
+    ax.set_yticks(range(len(pools)), [_POOLS.get(name) or name for name in pools], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel(f"megabytes on the device, {_megabytes(total)} in all")
     ax.margins(x=0.2)
@@ -174,8 +182,10 @@ def _legend_above(ax: Axes, columns: int) -> None:
     ax.legend(**where, frameon=False, fontsize=8)
 
 
-def _bar(ax: Axes, row: float, start: float, seconds: float, stage: str) -> None:
-    ax.barh(row, 1000 * seconds, 0.4, left=1000 * start, color=_STAGES[stage][0])
+def _bar(
+    ax: Axes, row: float, start: float, seconds: float, stage: str, alpha: float = 1.0
+) -> None:
+    ax.barh(row, 1000 * seconds, 0.4, left=1000 * start, color=_STAGES[stage][0], alpha=alpha)
 
 
 def _step_name(number: int, step: StepTimes) -> str:

@@ -182,6 +182,8 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
     assert ends == sorted(ends)
     for step in steps:
         assert step.dispatch_start < step.device_end < step.collect_end + 0.1
+    with drafted.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
+        drafted.trace().__enter__()
     drafted.generate(PROMPTS, GREEDY)
     assert len(ends) == len(steps) and drafted._engine.trace is None
 

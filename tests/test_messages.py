@@ -142,7 +142,7 @@ COMMAND = [
     ),
     (
         ["--prompts-file", "BINARY.txt"],
-        "The prompts file BINARY.txt can't be read: byte 2 is not UTF-8 text. Check the path.",
+        "The prompts file BINARY.txt must be UTF-8 text, and byte 2 is not. Save it as UTF-8.",
     ),
     (
         ["x", "--model", "BLANK.txt"],

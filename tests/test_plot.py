@@ -38,7 +38,6 @@ def step(start, device_end, *, prompt_tokens=0, dispatch=0.002):
     planned, end = start + 0.001, device_end if device_end is not None else start + 0.02
     return StepTimes(
         program=Program(4, prompt_tokens, "greedy"),
-        num_requests=1,
         plan_start=start,
         dispatch_start=planned,
         dispatch_end=planned + dispatch,
@@ -89,8 +88,14 @@ def test_speed_bars_are_milliseconds_a_token_of_each_prompt():
     assert "milliseconds" in ax.get_xlabel() and legend(ax) == ["on", "off"]
 
 
+def test_speed_needs_two_tokens_a_completion():
+    with pytest.raises(ValueError, match="at least two tokens"):
+        one = RequestOutput("x", [1], [CompletionOutput(0, "", [], "length", RequestMetrics())])
+        plot.speed({"on": [one]})
+
+
 def test_speed_compares_the_same_prompts_only():
-    with pytest.raises(ValueError, match="on, off differ"):
+    with pytest.raises(ValueError, match="have 2 lists of them: on, off"):
         plot.speed({"on": [output([1], 0.1)], "off": [output([2], 0.1)]})
 
 
@@ -98,7 +103,7 @@ def test_the_timeline_has_the_host_above_the_device_in_each_row():
     """Step 1 is planned while step 0 runs, and begins on the device when that is over."""
     ax = plot.timeline([step(5.0, 5.020, prompt_tokens=64), step(5.004, 5.030)])
     host = [(0, 1), (1, 3), (3, 20), (20, 21)], [(4, 5), (5, 7), (7, 30), (30, 31)]
-    assert bars(ax, -0.2) == host[0] and bars(ax, 0.2) == [(3, 20)]
+    assert bars(ax, -0.2) == host[0] and bars(ax, 0.2) == [(1, 3), (3, 20)]
     assert bars(ax, 0.8) == host[1] and bars(ax, 1.2) == [(20, 30)]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["step 0 (prompt)", "step 1"]
     assert "milliseconds" in ax.get_xlabel()
@@ -111,9 +116,22 @@ def test_a_window_of_the_timeline_remembers_when_the_device_was_free():
     assert [t.get_text() for t in ax.get_yticklabels()] == ["step 1"]
 
 
-def test_a_step_over_before_its_dispatch_returned_began_inside_it():
-    ax = plot.timeline([step(5.0, 5.004, dispatch=0.006)])
-    assert bars(ax, 0.2) == [(1, 4)]
+def test_what_may_have_run_inside_the_dispatch_is_pale():
+    ax = plot.timeline([step(5.0, 5.004, dispatch=0.006), step(5.02, 5.04)])
+    assert bars(ax, 0.2) == [(1, 4)] and bars(ax, 1.2) == [(21, 23), (23, 40)]
+    alphas = [
+        p.get_alpha()
+        for p in ax.patches
+        if p.get_width() and (p.get_y() + 0.2) % 1 == pytest.approx(0.2)
+    ]
+    assert alphas == [0.35, 0.35, 1.0]
+
+
+def test_timelines_that_share_an_axis_both_fit():
+    _, axes = plt.subplots(2, sharex=True)
+    plot.timeline([step(5.0, 5.020)], axes[0])
+    plot.timeline([step(5.0, 5.200)], axes[1])
+    assert axes[0].get_xlim()[1] > 201
 
 
 def test_an_unwatched_step_has_no_device_bar():
@@ -121,7 +139,7 @@ def test_an_unwatched_step_has_no_device_bar():
 
 
 def test_a_timeline_of_nothing_says_so():
-    with pytest.raises(ValueError, match="The trace has 1 steps, so none from 3 on"):
+    with pytest.raises(ValueError, match="The trace has 1 steps, so 12 from step 3 on"):
         plot.timeline([step(5.0, 5.1)], first=3)
 
 

@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 READMES = [
     path
     for path in sorted(ROOT.rglob("README.md"))
-    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    if not any(part.startswith(".") or part == "lib" for part in path.relative_to(ROOT).parts)
 ]
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|<(?:img|a|source)\b[^>]*?(?:src|href|srcset)=\"([^\"]+)\"")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)

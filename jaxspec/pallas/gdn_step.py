@@ -93,11 +93,14 @@ def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, que
     group = states.shape[3] // q.shape[2]
     q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (q, k))
     v, g, beta = (jnp.moveaxis(x, 1, 2) for x in (v, g, beta))
-    # A padding token may hold anything, and 0 times a NaN is one.
-    live = jnp.arange(q.shape[2])[None, None, :] < query_len[:, None, None]
-    k, v = (jnp.where(live[..., None], x, 0.0) for x in (k, v))
-    g, beta = (jnp.where(live, x, 0.0) for x in (g, beta))
+    # A draft may overflow, padding hold anything, and 0 times NaN is NaN: none before may see it.
+    finite = jnp.isfinite(k).all(axis=3) & jnp.isfinite(v).all(axis=3) & jnp.isfinite(beta)
+    sound = jnp.cumprod(finite & ~jnp.isnan(g), axis=2) > 0
+    k, v = (jnp.where(sound[..., None], x, 0.0) for x in (k, v))
+    g, beta = (jnp.where(sound, x, 0.0) for x in (g, beta))
     outputs, after = _all_tokens(q, k, v, g, beta, state)
+    outputs = jnp.where(sound[..., None], outputs, jnp.nan)
+    after = jnp.where(sound[..., None, None], after, jnp.nan)
     states = _write(states, layer, slots, query_len, jnp.moveaxis(after, 2, 1))
     return jnp.moveaxis(outputs, 2, 1), states
 
@@ -121,10 +124,12 @@ def _all_tokens(
     """
     width = q.shape[2]
     dot = functools.partial(jnp.einsum, precision="highest")
-    total = jnp.cumsum(g, axis=2)
-    since = total[:, :, :, None] - total[:, :, None, :]
-    decay = jnp.tril(jnp.exp(jnp.minimum(since, 0.0)))  # above the diagonal it could overflow
-    kept = jnp.exp(total)[..., None]
+    # G_t - G_i as a sum of its own: a difference of the two would lose what follows a strong decay.
+    t, i, j = (jnp.arange(width).reshape(shape) for shape in ((-1, 1, 1), (1, -1, 1), (1, 1, -1)))
+    between = jnp.broadcast_to((i < j) & (j <= t), (*g.shape[:2], width, width, width))
+    since = jnp.sum(jnp.where(between, g[:, :, None, None, :], 0.0), axis=4)
+    decay = jnp.tril(jnp.exp(since))
+    kept = jnp.exp(jnp.cumsum(g, axis=2))[..., None]
 
     both = jnp.concatenate([k, q], axis=2)
     from_state = jnp.swapaxes(dot("rhvk,rhkt->rhvt", state, jnp.swapaxes(both, 2, 3)), 2, 3)

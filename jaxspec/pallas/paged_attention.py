@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import dispatch
+
 _KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
 _FEWEST_TOKENS = 128  # of context that a CPU attends over
 
@@ -57,7 +59,7 @@ def paged_attention(
     """
     attend = functools.partial(_attend_first_pages, layer=layer)
     arguments = (queries, kv, page_tables, slots, num_computed, query_len)
-    if jax.default_backend() != "cpu":
+    if dispatch.default_device().platform != "cpu":
         return attend(page_tables.shape[1], *arguments)
     # The longest row bounds what is gathered: a CPU pays for every page, read or masked. A GPU
     # would have to ask the host which branch to take.
@@ -66,7 +68,8 @@ def paged_attention(
     while widths[-1] < table_width:
         widths.append(2 * widths[-1])
     widths[-1] = table_width
-    length = jnp.max(jnp.where(slots > 0, num_computed + query_len, 0), initial=0)
+    live = (slots > 0) & (slots < page_tables.shape[0]) & (query_len > 0)
+    length = jnp.max(jnp.where(live, num_computed + query_len, 0), initial=0)
     branch = jnp.sum(length > page_size * jnp.array(widths[:-1], jnp.int32))
     return jax.lax.switch(branch, [functools.partial(attend, w) for w in widths], *arguments)
 

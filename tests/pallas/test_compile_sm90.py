@@ -59,13 +59,17 @@ def compile_for(h200, monkeypatch, step, operands, donated):
     from jax.sharding import AbstractDevice
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
     sharding = SingleDeviceSharding(h200)
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
-    return lowered.compile()
+    was_on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_on)
 
 
 def assert_lean(compiled, report, pool):
