@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
-from jaxspec.pallas.slot_mapping import _slot_mapping_kernel, slot_mapping_reference
+from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -38,7 +38,8 @@ class Case:
     layer_bytes: int  # of the pool, that one call touches
     operands: tuple
     total_bytes: int
-    calls: int | None = None  # of a program of an op that only reads its pool; None: it writes it
+    calls: int | None = None  # of a program, where the defaults do not suit
+    writes: bool = True  # the pool, so that one call waits for the other
 
 
 def gdn_step_cases() -> Iterator[Case]:
@@ -167,35 +168,36 @@ def _state_select_case(model, shape, dtype, rows, candidates=4):
         operands=_index(rows, candidates)[:2],
         total_bytes=2 * state_bytes,
         calls=FEW if rows > 1 else MANY,
+        writes=False,
     )
 
 
 def slot_mapping_cases() -> Iterator[Case]:
-    """The kernel, whatever the op runs; its pool is the page table, the same for all calls."""
+    """Latency: each call takes the slots of the one before for positions."""
     for rows, width in ((1, 4), (64, 4), (256, 8)):
         yield _slot_mapping_case(rows, width)
 
 
 def _slot_mapping_case(rows, width, pages=2048, page_size=16):
     rng = np.random.default_rng(0)
-    slots = np.repeat(_index(rows, width)[0], width)
-    positions = rng.integers(0, pages * page_size - width, rows)[:, None] + np.arange(width)
-    operands = slots, positions.reshape(-1).astype(np.int32), np.ones(rows * width, bool)
+    tables = jnp.asarray(rng.integers(1, 2**20, (1 + rows, pages)), jnp.int32)
+    slots = jnp.repeat(_index(rows, width)[0], width)
 
-    def run(op, tables, layer, *operands):
-        return op(tables, *operands, page_size=page_size), tables
+    def run(op, positions, layer, tables, slots, live):
+        # A barrier, or XLA would make one program of its several.
+        out = jax.lax.optimization_barrier(op(tables, slots, positions, live, page_size=page_size))
+        return out, out
 
-    tables = rng.integers(1, 2**20, (1 + rows, pages)).astype(np.int32)
     return Case(
         op="slot_mapping",
         about={"rows": rows, "width": width, "tokens": rows * width},
-        run=functools.partial(run, _slot_mapping_kernel),
+        run=functools.partial(run, slot_mapping),
         reference=functools.partial(run, slot_mapping_reference),
-        pool=lambda layers: jnp.asarray(tables),
-        layer_bytes=tables.nbytes,
-        operands=tuple(jnp.asarray(x) for x in operands),
+        pool=lambda layers: jnp.arange(rows * width, dtype=jnp.int32),
+        layer_bytes=4 * rows * width,
+        operands=(tables, slots, jnp.ones(rows * width, bool)),
         total_bytes=rows * width * (4 * 4 + 1),
-        calls=MANY,
+        calls=2 * MANY,
     )
 
 

@@ -86,7 +86,7 @@ def measure(case: Case) -> dict:
         ("kernel", case.run, case.calls or max(layers, CALLS)),
         ("reference", case.reference, case.calls or REFERENCE_CALLS),
     ):
-        program = chain(run, layers, calls, writes=case.calls is None)
+        program = chain(run, layers, calls, writes=case.writes)
         times[name] = [x / calls for x in samples(program, case.pool(layers), case.operands)]
     middle = statistics.median(times["kernel"])
     return {

@@ -13,10 +13,11 @@ _log = logging.getLogger(__name__)
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
 
 
-def runs_kernel(op: str, unsupported: str | None) -> bool:
+def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) -> bool:
     """Whether `op` runs its kernel here; noted for `implementations`, and logged when new.
 
     `unsupported` says why the kernel does not take these operands; None means that it does.
+    `by_choice`: the reference is what should run, nobody need be warned.
     """
     device = _no_kernels_here()
     why = device or unsupported
@@ -25,7 +26,7 @@ def runs_kernel(op: str, unsupported: str | None) -> bool:
     if chosen not in known:
         known.append(chosen)
         # On a device that has kernels, one that falls back is slower than its user expects.
-        level = logging.WARNING if why and not device else logging.INFO
+        level = logging.WARNING if why and not (device or by_choice) else logging.INFO
         _log.log(level, "%s runs its %s", op, chosen)
     return why is None
 

@@ -4,13 +4,12 @@ They are handed the module `plgpu`, because importing it takes 0.2 s and not eve
 for a CPU can.
 """
 
-import math
+import jax
 
 THREADS = 128  # of a block: Mosaic's warpgroup
-ACCESS = 16  # bytes, the widest access of a thread
 
 
-def load(plgpu, ref, layout):
+def load(plgpu, ref, layout) -> jax.Array:
     """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
     # pyright knows the signature of jax 0.10, where no kernel runs.
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
@@ -22,13 +21,6 @@ def store(plgpu, ref, x):
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
-
-
-def vector_length(size: int, itemsize: int) -> int:
-    """How many neighbours a thread takes at once from `size` elements; 0: they do not divide."""
-    whole, rest = divmod(size, THREADS)
-    vector = math.gcd(whole, ACCESS // itemsize)
-    return 0 if rest or vector * itemsize < 4 else vector
 
 
 def vectors(plgpu, vector: int):

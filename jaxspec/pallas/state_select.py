@@ -23,10 +23,8 @@ def state_select(
     is true. Slots and offsets out of range are clamped (a padding row reads some other state, and
     must not use it).
     """
-    if dispatch.runs_kernel("state_select", _unsupported(states)):
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
-        return _state_select_kernel(states, on_device, slots, state_offset)
+    # Both copy at the memory's speed, and XLA may fuse what follows into its gather.
+    dispatch.runs_kernel("state_select", "XLA's gather is as fast", by_choice=True)
     return state_select_reference(states, layer, slots, state_offset)
 
 
@@ -53,38 +51,31 @@ def state_select_reference(
     return states[layer, row, candidate][:-1]
 
 
-def _unsupported(states):
-    """Why `_state_select_kernel` does not take these operands, or None."""
-    size = math.prod(states.shape[3:])
-    if states.dtype.itemsize not in (2, 4):
-        return f"states in {states.dtype}"
-    return None if mosaic.vector_length(size, states.dtype.itemsize) else f"states of {size}"
-
-
-_PIECES = 8  # of 16 bytes that a thread has under way
+_PIECES = 2  # of 16 bytes a thread; 1 to 16 of them measure alike, and so do copies by the TMA
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _state_select_kernel(states, layer, slots, state_offset, *, interpret=None):
     """`state_select` on a Hopper GPU: a block copies a piece of one row's state.
 
-    `interpret`: parameters of Mosaic's interpreter.
+    Not what `state_select` runs: for 64 rows of Qwen3.5-9B it takes 66.9 us in float32 and 34.6 in
+    bfloat16, XLA's gather 64.6 and 34.3. States are a multiple of 4 KiB. `interpret`: parameters of
+    Mosaic's interpreter.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layers, num_slots, candidates, *state = states.shape
     (rows,), size = slots.shape, math.prod(state)
-    vector = mosaic.vector_length(size, states.dtype.itemsize)
+    vector = 16 // states.dtype.itemsize
     piece, layout = mosaic.THREADS * vector, mosaic.vectors(plgpu, vector)
-    pieces = math.gcd(size // piece, _PIECES)
 
     def body(states, layer, slots, state_offset, out):
         row, part = lax.axis_index("row"), lax.axis_index("part")
         slot = jnp.clip(slots[row], 0, num_slots - 1)
         candidate = jnp.clip(state_offset[row], 0, candidates - 1)
         source = (layer[0] * num_slots + slot) * candidates + candidate
-        blocks = [pl.ds((part * pieces + i) * piece, piece) for i in range(pieces)]
+        blocks = [pl.ds((part * _PIECES + i) * piece, piece) for i in range(_PIECES)]
         values = [mosaic.load(plgpu, states.at[source, block], layout) for block in blocks]
         for block, value in zip(blocks, values, strict=True):
             mosaic.store(plgpu, out.at[row, block], value)
@@ -92,7 +83,7 @@ def _state_select_kernel(states, layer, slots, state_offset, *, interpret=None):
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, size), states.dtype),
-        grid=(rows, size // (piece * pieces)),
+        grid=(rows, size // (piece * _PIECES)),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),

@@ -171,15 +171,15 @@ def check(x, weight, conv, run):
 @pytest.mark.parametrize(
     ("dtype", "channels", "width", "kernel", "spare"),
     [
-        (jnp.bfloat16, 2048, 4, 4, 0),
-        (jnp.bfloat16, 1024, 1, 4, 3),
-        (jnp.bfloat16, 1024, 9, 4, 0),
-        (jnp.bfloat16, 768, 5, 3, 0),  # accesses of 4 bytes
-        (jnp.float16, 1024, 6, 4, 1),
-        (jnp.float32, 1024, 2, 4, 0),
-        (jnp.float32, 512, 3, 4, 2),
-        (jnp.float32, 512, 7, 2, 0),
-        (jnp.float32, 128, 8, 4, 0),
+        (jnp.bfloat16, 512, 4, 4, 0),
+        (jnp.bfloat16, 256, 1, 4, 3),
+        (jnp.bfloat16, 256, 9, 4, 0),
+        (jnp.bfloat16, 768, 5, 3, 0),
+        (jnp.float16, 256, 6, 4, 1),
+        (jnp.float32, 512, 2, 4, 0),
+        (jnp.float32, 256, 3, 4, 2),
+        (jnp.float32, 256, 7, 2, 0),
+        (jnp.float32, 256, 8, 4, 0),
     ],
 )
 def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, kernel, spare):
