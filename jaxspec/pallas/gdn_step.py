@@ -106,7 +106,7 @@ def _gdn_step_kernel(
     _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     width, key_heads = q.shape[1:3]
     tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
-    load, store = (functools.partial(access, plgpu) for access in (mosaic.load, mosaic.store))
+    load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
 
     def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))

@@ -4,12 +4,12 @@ They are handed the module `plgpu`, because importing it takes 0.2 s and not eve
 for a CPU can.
 """
 
-import jax
+from typing import Any
 
 THREADS = 128  # of a block: Mosaic's warpgroup
 
 
-def load(plgpu, ref, layout) -> jax.Array:
+def load(plgpu, ref, layout) -> Any:
     """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
     # pyright knows the signature of jax 0.10, where no kernel runs.
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
