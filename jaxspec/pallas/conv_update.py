@@ -31,7 +31,7 @@ def conv_update(
     untouched, and inputs of tokens beyond `query_len` are never stored: zeros are.
 
     The kernel reads one tap of many channels at once, so it is handed `weight.T`: a caller that
-    keeps `[kernel, channels]` and passes its `.T` spares XLA a transposition and its launch.
+    keeps `[kernel, channels]` and passes its `.T` spares XLA a transposition, 0.5 us of 6.
     """
     _check_window(x, weight, conv)
     if dispatch.runs_kernel("conv_update", _unsupported(x, weight, conv)):

@@ -33,7 +33,7 @@ def check(op, num_tokens):
     expected = oracle(page_tables, slots, positions, live, 8)
     assert actual.dtype == jnp.int32
     np.testing.assert_array_equal(actual, expected)
-    assert (expected >= 8).sum() > num_tokens / 20
+    assert (expected >= 8).sum() > num_tokens / 25
 
 
 def test_every_token_gets_its_page_and_offset_and_padding_none():
