@@ -14,10 +14,11 @@ _log = logging.getLogger(__name__)
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
 
 
-def runs_kernel(op: str, unsupported: str | None) -> bool:
+def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) -> bool:
     """Whether `op` runs its kernel here; noted for `implementations`, and logged when new.
 
     `unsupported` says why the kernel does not take these operands; None means that it does.
+    `by_choice`: the reference is what should run, nobody need be warned.
     """
     is_hopper, missing = kernels_here()
     why = missing or unsupported
@@ -26,7 +27,7 @@ def runs_kernel(op: str, unsupported: str | None) -> bool:
     if chosen not in known:
         known.append(chosen)
         # On a device that kernels are for, an op without its kernel is slower than expected.
-        level = logging.WARNING if why and is_hopper else logging.INFO
+        level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
         _log.log(level, "%s runs as %s", op, chosen)
     return why is None
 

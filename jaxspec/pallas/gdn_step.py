@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import dispatch
-from jaxspec.pallas.state_select import state_select
+from jaxspec.pallas import dispatch, mosaic
+from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 
@@ -57,7 +57,7 @@ def gdn_step(
 def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
     """The specification of `gdn_step`: one token after the other."""
     width, group = q.shape[1], states.shape[3] // q.shape[2]
-    state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
+    state = state_select_reference(states, layer, slots, state_offset).astype(jnp.float32)
 
     outputs, after = [], []
     for t in range(width):
@@ -89,7 +89,7 @@ def _write(
 
 def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
     """`gdn_step` for XLA, all tokens at once."""
-    state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
+    state = state_select_reference(states, layer, slots, state_offset).astype(jnp.float32)
     group = states.shape[3] // q.shape[2]
     q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (q, k))
     v, g, beta = (jnp.moveaxis(x, 1, 2) for x in (v, g, beta))
@@ -193,7 +193,7 @@ def _gdn_step_kernel(
     _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     width, key_heads = q.shape[1:3]
     tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
-    load, store = functools.partial(_load, plgpu), functools.partial(_store, plgpu)
+    load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
 
     def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
@@ -259,20 +259,6 @@ def _launch(plgpu, body, operands, states, interpret):
     pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
     out = kernel(*operands, pool)
     return out, jax.freeze(pool).reshape(states.shape)
-
-
-def _load(plgpu, ref, layout):
-    """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
-    # pyright knows the signature of jax 0.10, where no kernel runs.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def _store(plgpu, ref, x):
-    """Also pieces smaller than a sector of 32 bytes, which jax 0.12 refuses to `ref[...] = x`."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
 
 
 def _advance(state, q, k, v, decay, beta):

@@ -49,6 +49,14 @@ def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
     ]
 
 
+def test_a_reference_that_is_preferred_warns_nobody(monkeypatch, caplog):
+    on(monkeypatch)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        assert not dispatch.runs_kernel("op", "it is faster", by_choice=True)
+    assert dispatch.implementations() == {"op": ("XLA: it is faster",)}
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+
+
 def test_the_default_device_decides(monkeypatch):
     on(monkeypatch)
     with jax.default_device(jax.devices("cpu")[0]):
