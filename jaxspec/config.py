@@ -81,6 +81,41 @@ class Buckets:
                 f"{self.max_model_len}."
             )
 
+    @staticmethod
+    def of(
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int | None,
+        num_drafts: int,
+        decode_rows: Sequence[int] | None,
+        prefill_tokens: Sequence[int] | None,
+        max_num_batched_tokens: int | None,
+        **others: Any,
+    ) -> "Buckets":
+        """Buckets where None is: pages for `max_num_seqs` requests of `max_model_len`; a budget of
+        512 tokens, or twice what a full verify takes; 1, 4, 16, ... rows; 64 tokens of prompt for
+        the short ones, and the whole budget.
+        """
+        check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
+        if num_pages is None:
+            num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
+        budget = max_num_batched_tokens or max(512, 2 * max_num_seqs * (1 + num_drafts))
+        if decode_rows is None:
+            decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
+        return Buckets(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_drafts=num_drafts,
+            decode_rows=tuple(decode_rows),
+            prefill_tokens=tuple(prefill_tokens or sorted({min(64, budget), budget})),
+            max_num_batched_tokens=budget,
+            **others,
+        )
+
     @property
     def width(self) -> int:
         """Tokens of a decode row: the last token and the drafts."""
@@ -129,18 +164,29 @@ class Buckets:
         return min(fitting, key=lambda shape: (shape[1], shape[0]))
 
 
-def default_decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 4, 16, ... and `max_num_seqs`."""
-    sizes, size = [], 1
-    while size < max_num_seqs:
-        sizes.append(size)
-        size *= 4
-    return (*sizes, max_num_seqs)
+@dataclasses.dataclass(frozen=True)
+class StateConfig:
+    """How recurrent states survive a verify.
 
+    `policy`: "snapshot" keeps the state after each token of a step, "replay" one checkpoint and a
+    ring of what each token since then added: the same tokens, at less memory and memory traffic.
+    `dtype`: of what is kept, whatever that of the weights. In 16 bits replay rounds the state far
+    less often than a snapshot, and float16 keeps three bits more than bfloat16. `window`: tokens
+    the ring keeps between steps; None: 32 in float32, 16 in 16 bits.
+    """
 
-def default_prefill_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """A short region for short prompts, and the whole token budget."""
-    return tuple(sorted({min(64, max_num_batched_tokens), max_num_batched_tokens}))
+    policy: Literal["snapshot", "replay"] = "snapshot"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the words."""
+        if self.policy not in ("snapshot", "replay"):
+            raise ValueError(f"state_policy must be 'snapshot' or 'replay', got {self.policy!r}.")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(
+                f"state_dtype must be 'float32', 'float16' or 'bfloat16', got {self.dtype!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

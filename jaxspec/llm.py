@@ -14,10 +14,8 @@ from jaxspec.config import (
     VARIANTS,
     Buckets,
     SpeculativeConfig,
+    StateConfig,
     Variant,
-    check_sizes,
-    default_decode_buckets,
-    default_prefill_buckets,
 )
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
@@ -47,6 +45,8 @@ class LLM:
         speculative_config: a `SpeculativeConfig` or a dict of its fields; "auto": MTP with 3
             drafts if the checkpoint has the head; None: plain decoding.
         dtype: "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 elsewhere).
+        state_policy: how recurrent states survive a verify, "snapshot" or "replay" (`StateConfig`).
+        state_dtype: of recurrent states, "float32", "float16" or "bfloat16".
         max_num_seqs: samples that run at once.
         max_model_len: tokens of a sample, prompt and output; at most what the model was made for.
         max_in_flight: steps that may be uncollected; 0 is the synchronous engine.
@@ -71,6 +71,8 @@ class LLM:
         *,
         speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto"] | None = "auto",
         dtype: str = "auto",
+        state_policy: Literal["snapshot", "replay"] = "snapshot",
+        state_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_in_flight: int = 2,
@@ -89,27 +91,21 @@ class LLM:
         enable_compilation_cache(compilation_cache)
         self._show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         folder = EMBEDDED_MODEL if model is None else resolve_folder(model, self._show_progress)
-        array_type = _array_type(dtype)
+        array_type, states = _array_type(dtype), StateConfig(state_policy, state_dtype)
         self._model = load_model(folder, array_type, progress=self._show_progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
         config = SpeculativeConfig.resolve(speculative_config, self._model.has_draft_head)
-        num_drafts = config.num_speculative_tokens if config else 0
-        max_model_len = self._check_model_len(max_model_len)
-        check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
-        if num_pages is None:
-            num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
-        budget = max_num_batched_tokens or max(512, 2 * max_num_seqs * (1 + num_drafts))
-        self.buckets = Buckets(
+        self.buckets = Buckets.of(
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=self._check_model_len(max_model_len),
             page_size=page_size,
             num_pages=num_pages,
-            num_drafts=num_drafts,
-            decode_rows=tuple(decode_buckets or default_decode_buckets(max_num_seqs)),
-            prefill_tokens=tuple(prefill_buckets or default_prefill_buckets(budget)),
+            num_drafts=config.num_speculative_tokens if config else 0,
+            decode_rows=decode_buckets,
+            prefill_tokens=prefill_buckets,
             max_prefill_seqs=max_prefill_seqs,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
         proposer = make_proposer(config, self._model.vocab_size) if config else None
@@ -119,6 +115,7 @@ class LLM:
             proposer,
             dtype=array_type,
             verifier=make_verifier(config),
+            states=states,
         )
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)

@@ -52,6 +52,7 @@ def row_ints(num_drafts: int) -> PackedLayout:
         num_computed=(),
         last_token=(),
         state_offset=(),
+        ring_length=(),
         finish=(),
         seed=(),
         top_k=(),

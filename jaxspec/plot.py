@@ -31,6 +31,7 @@ _POOLS = {  # of the memory map, in words
     "kv": "keys and values\n(pages)",
     "conv": "convolution windows\n(slots)",
     "states": "recurrent states\n(slots x candidates)",
+    "ring": "tokens to replay\n(slots x ring)",
     "page_tables": "page tables\n(slots)",
     "rows": "batch state\n(rows)",
     "draft_logits": "draft logits\n(slots)",

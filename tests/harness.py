@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import Oracle, expect
 
-from jaxspec.config import Buckets, SpeculativeConfig
+from jaxspec.config import Buckets, SpeculativeConfig, StateConfig
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
 from jaxspec.proposers import make_proposer
@@ -21,6 +21,8 @@ FIXTURES = Path(__file__).parent / "fixtures"
 ROWS, MAX_LEN = 4, 96
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=12)
+SNAPSHOT = StateConfig()
+REPLAY = StateConfig("replay", window=7)  # so that even short requests fold several times
 
 
 @functools.cache
@@ -65,6 +67,7 @@ class Harness:
         variants=("greedy",),
         decode_rows=(ROWS,),
         prefill_tokens=(64,),
+        states: StateConfig = SNAPSHOT,
     ):
         speculation = None
         if drafts:
@@ -98,6 +101,7 @@ class Harness:
             self.proposer,
             dtype=jnp.dtype("float32"),
             verifier=make_verifier(speculation),
+            states=states,
         )
         warm_up(self.runner, variants)
         self.scheduler = Scheduler(self.buckets)

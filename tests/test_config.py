@@ -2,13 +2,18 @@ import dataclasses
 
 import pytest
 
-from jaxspec.config import (
-    Buckets,
-    SpeculativeConfig,
-    default_decode_buckets,
-    default_prefill_buckets,
-)
+from jaxspec.config import Buckets, SpeculativeConfig, StateConfig
 
+DEFAULTS = {
+    "max_num_seqs": 8,
+    "max_model_len": 100,
+    "page_size": 16,
+    "num_drafts": 3,
+    "num_pages": None,
+    "decode_rows": None,
+    "prefill_tokens": None,
+    "max_num_batched_tokens": None,
+}
 SIZES = {
     "max_num_seqs": 8,
     "max_model_len": 100,
@@ -77,12 +82,32 @@ def test_every_step_fits_the_smallest_compiled_shape_that_holds_it():
     [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
 )
 def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
-    assert default_decode_buckets(max_num_seqs) == sizes
+    buckets = Buckets.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
+    assert buckets.decode_rows == sizes
+    assert buckets.num_pages == 7 * max_num_seqs + 1
+    assert buckets.max_num_batched_tokens == 512
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(512, (64, 512)), (64, (64,)), (7, (7,))])
+@pytest.mark.parametrize(("budget", "sizes"), [(600, (64, 600)), (64, (64,)), (7, (7,))])
 def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
-    assert default_prefill_buckets(budget) == sizes
+    sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
+    assert Buckets.of(**sizes_given).prefill_tokens == sizes
+
+
+def test_what_is_given_is_no_default():
+    given = {"decode_rows": [2, 8], "prefill_tokens": [16], "num_pages": 9}
+    buckets = Buckets.of(**DEFAULTS | given)
+    assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
+    many = Buckets.of(**DEFAULTS | {"max_num_seqs": 100})
+    assert many.max_num_batched_tokens == 2 * 100 * 4
+    with pytest.raises(ValueError, match="decode_rows buckets must ascend"):
+        Buckets.of(**DEFAULTS | {"decode_rows": []})
+
+
+@pytest.mark.parametrize("field", ["policy", "dtype"])
+def test_an_unknown_state_policy_or_dtype_is_refused(field):
+    with pytest.raises(ValueError, match=f"state_{field} must be .*, got 'float8'"):
+        StateConfig(**{field: "float8"})
 
 
 @pytest.mark.parametrize(

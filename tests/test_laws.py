@@ -13,14 +13,26 @@ import chex
 import jax
 import numpy as np
 import pytest
-from harness import GREEDY, ROWS, SAMPLED, Harness, continuations, expected, prompts
+from harness import (
+    GREEDY,
+    REPLAY,
+    ROWS,
+    SAMPLED,
+    SNAPSHOT,
+    Harness,
+    continuations,
+    expected,
+    prompts,
+)
 from safetensors import safe_open
 
+from jaxspec.pallas.gdn_replay import _replayed
 from jaxspec.request import Finish, SamplingParams
 from jaxspec.runner import model_runner
 from jaxspec.runner.step import jitted_step, make_step
 
 PROMPTS = prompts(6)
+POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 MIXED = (0.8, 0.5, 0.5)
 RATES = {
     "mtp": None,
@@ -82,6 +94,21 @@ def test_speculation_never_changes_output(method, drafts, params):
                 [[*r.metrics.accepted_per_position, 0, 0, 0][:3] for r in engine.requests], axis=0
             )
             assert per_position.min() > 0
+
+
+@pytest.mark.parametrize(
+    "method, drafts, params",
+    [("mtp", 0, GREEDY), ("mtp", 3, SAMPLED), *((method, 3, GREEDY) for method in RATES)],
+    ids=lambda value: value.variant if value in (GREEDY, SAMPLED) else str(value),
+)
+def test_speculation_never_changes_output_where_states_are_replayed(method, drafts, params):
+    """The same, with folds every few tokens, each row's its own."""
+    for depth, chunk in ((0, 7), (1, 64), (2, 1), (3, 7)):
+        engine = harness(
+            "qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk, states=REPLAY
+        )
+        run_with_arrivals(engine, params, depth)
+        assert engine.check() <= 1
 
 
 OTHERS = [
@@ -162,7 +189,8 @@ def test_top_k_and_top_p_never_depend_on_speculation():
     assert run_with_arrivals(engine, params, 0).check() <= 1
 
 
-def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own():
+@POLICIES
+def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
     """Rows that begin with num_computed > 0: prompt 11, computed 10, in a verify of width 1 + K."""
     params = dataclasses.replace(SAMPLED, n=3)
     single = dataclasses.replace(SAMPLED, n=1)
@@ -170,7 +198,11 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own():
     known = continuations("qwen3_5", [(prompt, single, seed) for seed in (5, 6, 7)])
     for accuracy in (None, MIXED):
         engine = Harness(
-            "qwen3_5", drafts=3, accuracy=accuracy, continuations=known, variants=("sampled",)
+            drafts=3,
+            accuracy=accuracy,
+            continuations=known,
+            variants=("sampled",),
+            states=states,
         )
         forks, dispatch = [], engine.runner.dispatch
 
@@ -189,19 +221,41 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own():
         assert engine.check() <= 1
 
 
-def test_preemption_changes_no_token():
+@POLICIES
+def test_preemption_changes_no_token(states):
     """Too few pages for all: requests lose theirs, wait for what is in flight, and start again."""
     for depth in (0, 2):
-        engine = harness("qwen3_5", "oracle-mixed", 3, GREEDY, num_pages=16, max_in_flight=depth)
+        engine = harness(
+            "qwen3_5",
+            "oracle-mixed",
+            3,
+            GREEDY,
+            num_pages=16,
+            max_in_flight=depth,
+            states=states,
+        )
         run_with_arrivals(engine, GREEDY, depth)
         assert engine.scheduler.num_preemptions > 0
         assert engine.check() <= 1
         assert engine.scheduler.pages.num_free == 15
 
 
-def test_a_state_rolled_back_equals_a_state_never_advanced():
+def true_states(state, row):
+    """A row's recurrent states, of every layer, as the next step would start from them."""
+    cache, rows = state.cache, state.rows
+    slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
+    if cache.ring is None:
+        return np.asarray(cache.states[:, slot, offset])
+    where = [x[row : row + 1] for x in (rows.slot, rows.num_computed, rows.ring_length)]
+    layers = range(cache.states.shape[0])
+    return np.stack([_replayed(cache.states, cache.ring, layer, *where)[0] for layer in layers])
+
+
+@POLICIES
+def test_a_state_rolled_back_equals_a_state_never_advanced(states):
     """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
-    plain, drafted = Harness("qwen3_5"), harness("qwen3_5", "oracle-mixed", 3, GREEDY)
+    plain = Harness("qwen3_5")
+    drafted = harness("qwen3_5", "oracle-mixed", 3, GREEDY, states=states)
     histories = []
     for engine in (plain, drafted):
         engine.add(PROMPTS[2], GREEDY, 2)
@@ -215,7 +269,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
                 if slot and not rows.finish[row]:
                     kernel = engine.runner._shape.conv_kernel - 1
                     history[int(rows.num_computed[row])] = (
-                        np.asarray(state.cache.states[:, slot, offset]),
+                        true_states(state, row),
                         np.asarray(state.cache.conv[:, slot, offset : offset + kernel]),
                     )
         histories.append(history)
@@ -225,9 +279,10 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
         chex.assert_trees_all_close(histories[0][length], histories[1][length], atol=2e-5)
 
 
-def test_a_reused_slot_and_padding_leave_no_trace():
+@POLICIES
+def test_a_reused_slot_and_padding_leave_no_trace(states):
     """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
-    engine = harness("qwen3_5", "mtp", 3, SAMPLED)
+    engine = harness("qwen3_5", "mtp", 3, SAMPLED, states=states)
     engine.add(PROMPTS[3], SAMPLED, 3)
     fresh = engine.run().requests[0].output
     state = engine.runner.state
@@ -241,8 +296,9 @@ def test_a_reused_slot_and_padding_leave_no_trace():
     assert engine.check() <= 1
 
 
-def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other():
-    engine = harness("qwen3_5", "mtp", 3, GREEDY)
+@POLICIES
+def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(states):
+    engine = harness("qwen3_5", "mtp", 3, GREEDY, states=states)
     victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
     engine.add(PROMPTS[1], GREEDY, 1)
     for _ in range(5):

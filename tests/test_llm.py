@@ -10,6 +10,7 @@ from harness import FIXTURES
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
+from jaxspec.pallas import dispatch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "decode_buckets": [4], "prefill_buckets": [64]}
@@ -59,17 +60,33 @@ def test_the_embedded_model_drafts_well(drafted, plain):
     assert total.mean_acceptance_length > 2.0
 
 
-def test_held_out_prompts_give_the_published_ids_and_acceptance(drafted):
+def check_held_out_prompts(llm):
     """The gate of bundling: at least 2.0 tokens a verify step over held-out prompts."""
     data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
     prompts = [{"prompt_token_ids": prompt} for prompt in data["prompts"]]
     params = SamplingParams(temperature=0.0, max_tokens=len(data["greedy"][0]), ignore_eos=True)
-    outputs = drafted.generate(prompts, params)
+    outputs = llm.generate(prompts, params)
     same = [o.outputs[0].token_ids == g for o, g in zip(outputs, data["greedy"], strict=True)]
     assert sum(same) >= len(same) - 1  # one pair of scores among them lies 2e-4 apart
     total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
     print(f"{total.mean_acceptance_length:.2f} tokens a verify step, {sum(same)}/{len(same)} equal")
     assert total.mean_acceptance_length >= 2.0
+
+
+def test_held_out_prompts_give_the_published_ids_and_acceptance(drafted):
+    check_held_out_prompts(drafted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy, state_op", [("snapshot", "gdn_step"), ("replay", "gdn_replay")])
+def test_on_a_gpu_a_step_runs_kernels_and_gives_the_published_ids(policy, state_op, monkeypatch):
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    sizes = {"max_num_seqs": 16, "decode_buckets": [16], "prefill_buckets": [256]}
+    llm = LLM(**OPTIONS | sizes, state_policy=policy)
+    check_held_out_prompts(llm)
+    ran = llm.metrics()["implementations"]
+    for op in ("slot_mapping", "conv_update", state_op, "paged_attention"):
+        assert ran[op] == ("kernel",)
 
 
 def test_a_stream_joined_is_what_generate_gives(drafted):
@@ -195,6 +212,22 @@ def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     memory = metrics["memory_bytes"]
     assert memory["kv"] == state.cache.kv.nbytes and memory["states"] == state.cache.states.nbytes
     assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
+
+
+def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain):
+    """80 tokens: the ring of 32 is folded at least twice. In float16 a token may differ in time."""
+    long = dataclasses.replace(GREEDY, max_tokens=80)
+    want = plain.generate(PROMPTS, long)
+    for dtype, share in (("float32", 0.5), ("float16", 0.25)):
+        llm = LLM(state_policy="replay", state_dtype=dtype, **OPTIONS)
+        same = 0
+        for output, expected in zip(llm.generate(PROMPTS, long), want, strict=True):
+            ours, theirs = output.outputs[0].token_ids, expected.outputs[0].token_ids
+            same += ours == theirs if dtype == "float32" else ours[:16] == theirs[:16]
+        assert same == len(PROMPTS)
+        memory, snapshots = (each.metrics()["memory_bytes"] for each in (llm, drafted))
+        assert memory["ring"] > 0 and snapshots["ring"] == 0
+        assert memory["states"] + memory["ring"] < share * snapshots["states"]
 
 
 def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says(bytes_llm):

@@ -364,6 +364,14 @@ CALLS = [
         "page_size must be an integer of at least 1, got 0.",
     ),
     (
+        lambda llm: LLM(state_policy="rewind"),
+        "state_policy must be 'snapshot' or 'replay', got 'rewind'.",
+    ),
+    (
+        lambda llm: LLM(state_dtype="float8"),
+        "state_dtype must be 'float32', 'float16' or 'bfloat16', got 'float8'.",
+    ),
+    (
         lambda llm: LLM(num_pages=-3),
         "num_pages must be at least 2, the null page and one, got -3.",
     ),

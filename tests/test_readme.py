@@ -34,11 +34,11 @@ def test_tables_are_what_the_results_say(tables):
 
 def test_a_table_is_made_anew_and_a_wrong_place_is_refused(tables, tmp_path):
     start = {"first_character_seconds": 2.5, "seconds": 3.0, "peak_memory_mb": 900}
-    figures = {"cold": start, "warm": {"seconds": 1.0}}
+    figures = {"cold": start, "warm": start | {"seconds": 1.0}}
     (tmp_path / "first_command_cpu.json").write_text(json.dumps(figures))
     text = "a\n<!-- table: first command -->\nold\n<!-- end -->\nb\n"
     new = tables.filled(text, tmp_path)
-    assert "| empty | 2.5 | 3.0 | 900 |\n| filled | – | 1.0 | – |\n<!-- end -->\nb\n" in new
+    assert "| empty | 2.5 | 3.0 | 900 |\n| filled | 2.5 | 1.0 | 900 |\n<!-- end -->\nb\n" in new
     assert new.startswith("a\n") and "old" not in new
     assert tables.filled(new, tmp_path) == new
     with pytest.raises(ValueError, match="no table 'nothing'; known are first command,"):

@@ -20,7 +20,8 @@ class DecodeRegion:
     slots: Int[Array, " rows"]  # request slot in every pool; 0 is the null slot
     num_computed: Int[Array, " rows"]  # tokens whose keys, values and states the caches hold
     query_len: Int[Array, " rows"]  # real tokens of the row, 0..width
-    state_offset: Int[Array, " rows"]  # which of the slot's 1 + drafts recurrent states is true
+    state_offset: Int[Array, " rows"]  # where the convolution window starts; the true candidate
+    ring_length: Int[Array, " rows"]  # tokens of the ring that the slot's state lacks
 
 
 @flax.struct.dataclass

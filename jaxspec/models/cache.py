@@ -1,10 +1,12 @@
-"""HybridCache: paged keys and values for attention, 1 + K states a slot for recurrent layers."""
+"""HybridCache: paged keys and values for attention, states by slot for recurrent layers."""
 
 import dataclasses
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.gdn_replay import GdnRing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +18,7 @@ class CacheShape:
     head_dim: int
     state_layers: int  # recurrent layers
     state_shape: tuple[int, int, int]  # value heads, value dim, key dim
+    state_key_heads: int
     conv_dim: int  # channels of the causal convolution
     conv_kernel: int  # its taps
 
@@ -24,17 +27,25 @@ class CacheShape:
 class HybridCache:
     """Pools that never move; a step writes them in place (they are donated).
 
-    Slot 0 and page 0 are null: padding may point there and nothing reads what it leaves.
+    Slot 0 and page 0 are null: padding may point there and nothing reads what it leaves. A slot's
+    recurrent state is one of its candidates, or, where there is a ring, candidate 0 with the newest
+    tokens of the ring added.
     """
 
     kv: Float[Array, "kv_layers 2 pages page_size kv_heads head_dim"]  # keys, values
     conv: Float[Array, "state_layers slots window conv_dim"]  # window = conv_kernel - 1 + drafts
     states: Float[Array, "state_layers slots candidates value_heads value_dim key_dim"]
+    ring: GdnRing | None  # None: a step keeps the state after each of its tokens
 
     @property
     def page_size(self) -> int:
         """Tokens a page holds."""
         return self.kv.shape[3]
+
+    @property
+    def ring_rows(self) -> int:
+        """Tokens that the ring has room for; 0: there is none."""
+        return 0 if self.ring is None else self.ring.k.shape[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +55,8 @@ class CacheSizes:
     num_pages: int
     page_size: int
     num_slots: int
-    num_drafts: int  # K: a slot holds 1 + K candidate states
+    num_drafts: int  # K
+    ring_rows: int = 0  # of a ring of tokens to replay; 0: a slot holds 1 + K candidate states
 
 
 def init_cache(
@@ -54,9 +66,23 @@ def init_cache(
     kv = (shape.kv_layers, 2, sizes.num_pages, sizes.page_size, shape.kv_heads, shape.head_dim)
     window = max(shape.conv_kernel - 1, 0) + sizes.num_drafts
     conv = (shape.state_layers, sizes.num_slots, window, shape.conv_dim)
-    states = (shape.state_layers, sizes.num_slots, 1 + sizes.num_drafts, *shape.state_shape)
+    candidates = 1 if sizes.ring_rows else 1 + sizes.num_drafts
+    states = (shape.state_layers, sizes.num_slots, candidates, *shape.state_shape)
     return HybridCache(
-        kv=jnp.zeros(kv, dtype), conv=jnp.zeros(conv, dtype), states=jnp.zeros(states, state_dtype)
+        kv=jnp.zeros(kv, dtype),
+        conv=jnp.zeros(conv, dtype),
+        states=jnp.zeros(states, state_dtype),
+        ring=_init_ring(shape, sizes, state_dtype) if sizes.ring_rows else None,
+    )
+
+
+def _init_ring(shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype) -> GdnRing:
+    value_heads, value_dim, key_dim = shape.state_shape
+    ring = (shape.state_layers, sizes.num_slots, sizes.ring_rows)
+    return GdnRing(
+        k=jnp.zeros((*ring, shape.state_key_heads, key_dim), dtype),
+        u=jnp.zeros((*ring, value_heads, value_dim), dtype),
+        g=jnp.zeros((*ring, value_heads), jnp.float32),
     )
 
 
@@ -69,12 +95,14 @@ def fork_slots(
 ) -> HybridCache:
     """Copy recurrent states, convolution windows and one page each from source to target.
 
-    Target 0 means no copy: writes to the null slot and null page are dropped.
+    Target 0 means no copy: writes to the null slot and null page are dropped. A fork follows a
+    prefill, which leaves nothing in the ring.
     """
     num_slots, num_pages = cache.states.shape[1], cache.kv.shape[2]
     slots = jnp.where(target_slots > 0, target_slots, num_slots)
     pages = jnp.where(target_pages > 0, target_pages, num_pages)
-    return HybridCache(
+    return dataclasses.replace(
+        cache,
         kv=cache.kv.at[:, :, pages].set(cache.kv[:, :, source_pages], mode="drop"),
         conv=cache.conv.at[:, slots].set(cache.conv[:, source_slots], mode="drop"),
         states=cache.states.at[:, slots].set(cache.states[:, source_slots], mode="drop"),

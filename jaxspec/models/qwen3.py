@@ -100,6 +100,7 @@ class Qwen3(Model):
             head_dim=self.config.head_dim,
             state_layers=0,
             state_shape=(0, 0, 0),
+            state_key_heads=0,
             conv_dim=0,
             conv_kernel=0,
         )

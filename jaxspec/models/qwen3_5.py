@@ -159,6 +159,7 @@ class Qwen3_5(Model):
             head_dim=config.head_dim,
             state_layers=config.num_linear_attention_layers,
             state_shape=(config.linear_value_heads, config.linear_value_dim, config.linear_key_dim),
+            state_key_heads=config.linear_key_heads,
             conv_dim=config.conv_dim,
             conv_kernel=config.conv_kernel,
         )

@@ -22,16 +22,16 @@ rows and 3 tokens a step:
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-_WINDOWS = {4: 32, 2: 16}  # tokens a ring can hold between steps, by bytes of a state's element
+_WINDOWS = {4: 32, 2: 16}  # the usual ones, by bytes of a state's element
 
 
-def ring_rows(width: int, itemsize: int) -> int:
-    """Rows of a ring for steps of `width` tokens.
+def ring_rows(width: int, itemsize: int, window: int | None = None) -> int:
+    """Rows of a ring for steps of `width` tokens that keep `window` between them.
 
-    The window balances what every step reads of the ring against how often it writes the state;
-    behind it, `width` rows that a step can write while other blocks still read the window.
+    The usual window balances what every step reads of the ring against how often it writes the
+    state. Behind it, `width` rows that a step can write while other blocks still read the window.
     """
-    return _WINDOWS[itemsize] + width
+    return (window or _WINDOWS[itemsize]) + width
 
 
 def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Array, "..."]:

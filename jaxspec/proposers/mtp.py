@@ -78,7 +78,8 @@ def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
             slots=inputs.slots,
             num_computed=positions,
             query_len=jnp.where(live, 1, 0),
-            state_offset=jnp.zeros_like(positions),
+            state_offset=jnp.zeros_like(positions),  # the head has no recurrent layer
+            ring_length=jnp.zeros_like(positions),
         ),
         prefill=None,
         width=1,

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import Buckets
+from jaxspec.config import Buckets, StateConfig
 from jaxspec.models.base import Model
 from jaxspec.models.cache import CacheSizes, fork_slots, init_cache
+from jaxspec.pallas.replay import ring_rows
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
@@ -34,6 +35,7 @@ class ModelRunner:
         *,
         dtype: jnp.dtype,
         verifier: Verifier,
+        states: StateConfig,
     ):
         """Split the weights out of `model` and allocate the state; nothing is compiled yet."""
         graph, weights = nnx.split(model)
@@ -41,6 +43,7 @@ class ModelRunner:
         self.buckets = buckets
         self._shape = model.cache_shape()
         self._dtype = dtype
+        self._states = states
         self._weights = tuple(leaves)
         self._tables = proposer.init_tables() if proposer else ()
         self._config = StepConfig(
@@ -107,13 +110,12 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        drafts = self._state.draft_logits
         return {
-            "weights": sum(leaf.nbytes for leaf in self._weights),
-            **{name: pool.nbytes for name, pool in vars(self._state.cache).items()},
+            "weights": _nbytes(self._weights),
+            **{name: _nbytes(pool) for name, pool in vars(self._state.cache).items()},
             "page_tables": self._state.page_tables.nbytes,
-            "rows": self._state.rows.ints.nbytes + self._state.rows.floats.nbytes,
-            "draft_logits": 0 if drafts is None else drafts.nbytes,
+            "rows": _nbytes(self._state.rows),
+            "draft_logits": _nbytes(self._state.draft_logits),
         }
 
     def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
@@ -123,7 +125,10 @@ class ModelRunner:
     @property
     def _sizes(self) -> CacheSizes:
         b = self.buckets
-        return CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts)
+        states, rows = self._states, 0
+        if states.policy == "replay":
+            rows = ring_rows(b.width, jnp.dtype(states.dtype).itemsize, states.window)
+        return CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts, rows)
 
     def _init_state(self) -> EngineState:
         b, proposer = self.buckets, self._config.proposer
@@ -133,7 +138,7 @@ class ModelRunner:
         return EngineState(
             rows=empty_rows(b.max_num_seqs, b.num_drafts),
             page_tables=jnp.zeros((b.num_slots, b.pages_per_seq), jnp.int32),
-            cache=init_cache(self._shape, self._sizes, self._dtype, jnp.dtype(jnp.float32)),
+            cache=init_cache(self._shape, self._sizes, self._dtype, jnp.dtype(self._states.dtype)),
             draft_logits=logits,
         )
 
@@ -157,6 +162,10 @@ class ModelRunner:
                 f.last_index,
             )
         return packed
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

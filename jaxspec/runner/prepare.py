@@ -114,6 +114,7 @@ def _decode_region(active: BatchState, num_rows: int):
         num_computed=rows.num_computed,
         query_len=query_len,
         state_offset=rows.state_offset,
+        ring_length=rows.ring_length,
     )
     positions = rows.num_computed[:, None] + place
     return region, tokens, positions, place < query_len[:, None], num_verified

@@ -70,7 +70,8 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
         logits = model.logits(hidden[inputs.logit_index])
         acceptance = verify(logits, inputs, state.draft_logits, config.verifier, program.variant)
         acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
-        active = update(inputs.active, acceptance, finish, plan["prefill_lens"])
+        lens, ring_rows = plan["prefill_lens"], state.cache.ring_rows
+        active = update(inputs.active, acceptance, finish, lens, ring_rows)
 
         draft_logits = state.draft_logits
         if config.proposer is not None:

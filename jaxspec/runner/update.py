@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.pallas.replay import next_ring_length
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.sampling import NO_TOKEN, Acceptance
@@ -46,12 +47,13 @@ def update(
     acceptance: Acceptance,
     finish: Int[Array, " rows"],
     prefill_lens: Int[Array, " seqs"],
+    ring_rows: int,
 ) -> BatchState:
     """The active rows after a step; the last `seqs` of them took a chunk of prompt.
 
     A verify makes the input token and the accepted drafts valid: as many as it emitted. A chunk
-    makes all its tokens valid and leaves its state in candidate 0. A row for which nothing was
-    computed keeps every field.
+    makes all its tokens valid and leaves its state in candidate 0, with nothing in the ring. A row
+    for which nothing was computed keeps every field. `ring_rows` is 0 where nothing is replayed.
     """
     num_decode = rows.ints.shape[0] - prefill_lens.shape[0]
     is_chunk = jnp.arange(rows.ints.shape[0]) >= num_decode
@@ -61,11 +63,17 @@ def update(
     newest = jnp.take_along_axis(
         acceptance.tokens, jnp.maximum(num_emitted - 1, 0)[:, None], axis=1
     )[:, 0]
+    ring_length = rows.ring_length
+    if ring_rows:
+        width = acceptance.tokens.shape[1]
+        after_verify = next_ring_length(ring_length, num_emitted, width, ring_rows)
+        ring_length = jnp.where(is_chunk, 0, after_verify)
     return rows.with_fields(
         num_computed=rows.num_computed + gained,
         last_token=jnp.where(num_emitted > 0, newest, rows.last_token),
         state_offset=jnp.where(
             gained > 0, jnp.where(is_chunk, 0, acceptance.num_accepted), rows.state_offset
         ),
+        ring_length=jnp.where(gained > 0, ring_length, rows.ring_length),
         finish=finish,
     )

@@ -80,6 +80,7 @@ class SingleRequest:
                 num_computed=_int32(GARBAGE, self.num_computed),
                 query_len=_int32(GARBAGE, 0 if prefill else count),
                 state_offset=_int32(GARBAGE, self.state_offset),
+                ring_length=_int32(GARBAGE, 0),
             ),
             prefill=PrefillRegion(
                 slots=_int32(2, 0),

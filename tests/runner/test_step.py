@@ -36,7 +36,7 @@ class SuccessorModel(Model):
     has_draft_head = False
 
     def cache_shape(self):
-        return CacheShape(0, 1, 1, 0, (1, 1, 1), 1, 1)
+        return CacheShape(0, 1, 1, 0, (1, 1, 1), 1, 1, 1)
 
     def hidden(self, inputs, cache):
         return self.table[...][inputs.tokens][:, None], cache

@@ -1,3 +1,4 @@
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -20,20 +21,21 @@ def acceptance_of(tokens, num_accepted=None):
     return Acceptance(tokens=tokens, num_accepted=np.asarray(num_accepted, np.int32))
 
 
-@jax.jit
-def cut_and_update(acceptance, rows, lens, emits):
+@functools.partial(jax.jit, static_argnames="ring_rows")
+def cut_and_update(acceptance, rows, lens, emits, ring_rows):
     """The two as the step joins them."""
     num_decode = rows.ints.shape[0] - lens.shape[0]
     first = rows.num_computed + jnp.pad(lens - 1, (num_decode, 0)) + 1
     cut, finish = cut_at_end(acceptance, rows, first, emits)
-    return cut, cut.num_emitted, update(rows, cut, finish, lens)
+    return cut, cut.num_emitted, update(rows, cut, finish, lens, ring_rows)
 
 
-def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None):
+def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, ring_rows=0):
     """What is emitted, and the fields of the rows after it."""
     emits = np.ones(len(tokens), bool) if emits is None else np.asarray(emits)
     lens = np.asarray(prefill_lens, np.int32)
-    cut, num_emitted, after = cut_and_update(acceptance_of(tokens, num_accepted), rows, lens, emits)
+    acceptance = acceptance_of(tokens, num_accepted)
+    cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, ring_rows)
     after = SimpleNamespace(ints=after.ints, **after.int_layout.unpack(np.asarray(after.ints)))
     return SimpleNamespace(tokens=np.asarray(cut.tokens), num_emitted=num_emitted), after
 
@@ -101,6 +103,24 @@ def test_the_state_offset_changes_only_where_tokens_were_computed(
     assert int(after.num_computed[0]) == 20 + gained
     assert int(after.state_offset[0]) == offset_after
     assert int(after.last_token[0]) == 8, "a chunk that does not end its prompt makes no token"
+
+
+def test_the_ring_keeps_what_stands(make_rows):
+    """8 rows, 3 tokens a step: more than 2 in the ring are folded, and a chunk empties it.
+
+    A row that emits nothing keeps its own.
+    """
+    fields = [
+        {"slot": s, "num_computed": 50, "ring_length": r, "max_len": 999}
+        for s, r in [(1, 0), (2, 2), (3, 3), (4, 5), (5, 2)]
+    ]
+    rows = make_rows(2, fields)
+    tokens = [[5, NONE, NONE], [5, 6, 7], [5, 6, NONE], [NONE] * 3, [NONE] * 3]
+    emits = [True, True, True, False, False]
+    _, after = step(rows, tokens, [4], emits, ring_rows=8)
+    assert np.asarray(after.ring_length).tolist() == [1, 5, 2, 5, 0]
+    _, after = step(rows, tokens, [4], emits)
+    assert np.asarray(after.ring_length).tolist() == [0, 2, 3, 5, 2]  # not replayed: not looked at
 
 
 def test_a_chunk_that_ends_its_prompt_emits_once(make_rows):

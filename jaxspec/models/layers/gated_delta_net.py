@@ -16,6 +16,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill, conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
+from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 
 _Hidden = Float[Array, "tokens hidden"]
@@ -117,10 +118,8 @@ def _recur(operands, inputs, cache, layer):
     """The delta rule over both regions; `operands` are q, k, v, g, beta, token by token."""
     decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
     rows = decode.slots.shape[0]
-    q, k, v, g, beta = (x[:split].reshape(rows, inputs.width, *x.shape[1:]) for x in operands)
-    out, states = gdn_step(
-        q, k, v, g, beta, cache.states, layer, decode.slots, decode.state_offset, decode.query_len
-    )
+    rectangle = [x[:split].reshape(rows, inputs.width, *x.shape[1:]) for x in operands]
+    out, cache = _verify(rectangle, decode, cache, layer)
     out = out.reshape(split, *out.shape[2:])
     if prefill is not None:
         q, k, v, g, beta = (x[split:] for x in operands)
@@ -130,7 +129,7 @@ def _recur(operands, inputs, cache, layer):
             v,
             g,
             beta,
-            states,
+            cache.states,
             layer,
             prefill.slots,
             prefill.state_offset,
@@ -138,4 +137,25 @@ def _recur(operands, inputs, cache, layer):
             prefill.query_start,
         )
         out = jnp.concatenate([out, chunks])
-    return out, dataclasses.replace(cache, states=states)
+        cache = dataclasses.replace(cache, states=states)
+    return out, cache
+
+
+def _verify(operands, decode, cache, layer):
+    """The rectangle's outputs; its states are kept, or what it takes to replay them."""
+    if cache.ring is None:
+        out, states = gdn_step(
+            *operands, cache.states, layer, decode.slots, decode.state_offset, decode.query_len
+        )
+        return out, dataclasses.replace(cache, states=states)
+    out, states, ring = gdn_replay(
+        *operands,
+        cache.states,
+        cache.ring,
+        layer,
+        decode.slots,
+        decode.num_computed,
+        decode.ring_length,
+        decode.query_len,
+    )
+    return out, dataclasses.replace(cache, states=states, ring=ring)
