@@ -32,9 +32,9 @@ def gdn_prefill(
     slot's candidate `state_offset`, and leaves its final state as candidate 0. Empty sequences and
     slot 0 leave the pool untouched; tokens outside every sequence come out as 0.
 
-    `v` may come in the model's dtype. Where that has 16 bits, the kernel runs: it rounds `q`, `k`
-    and whatever else tensor cores multiply to it, and sums in float32. Its error relative to float64
-    is that of bfloat16, a few 1e-3, and up to 2e-2 where keys and queries all resemble each other.
+    `v` may come in the model's dtype. If that has 16 bits, the kernel rounds to it `q`, `k` and
+    whatever else tensor cores multiply, and sums in float32. In bfloat16 its error is a few 1e-3,
+    and up to 2e-2 where keys and queries all resemble each other; in float16 an eighth of that.
 
     Chunked: with `G` the running sum of `g` from the chunk's start and `u_t` the written values,
     the rule is one unit lower triangular system a chunk (Yang et al. 2024, arXiv 2412.06464, §3.3):

@@ -192,7 +192,7 @@ def _step(sizes, walk, j, state):
 
 
 def _store(ref, start, low, high, out):
-    """The outputs `[values, tokens]` of a chunk's rows from `low` to `high`; others are another's."""
+    """The outputs `[values, tokens]` of a chunk's tokens from `low` to `high`, and no others."""
     whole = high - low == CHUNK
 
     @pl.when(whole)
