@@ -43,28 +43,42 @@ def swizzled(*shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def times(a, b, onto=None, spare=None):
-    """`onto + a @ b` in float32; `a` is shared memory or registers, `b` is shared memory.
+def operand(x, spare) -> Any:
+    """What wgmma takes for `x` in registers.
 
-    `spare`, shared memory for operands in registers where the interpreter runs: it knows neither
-    them nor wgmma on a given accumulator.
+    That is `x`, but the interpreter wants it in `spare`, which is shared memory there, else None.
     """
-    if spare is not None:
-        spare = spare.at[:, pl.ds(0, a.shape[1])]
-        spare[...] = a
-        plgpu.commit_smem()
-        a = spare
-    elif onto is not None:
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(
-            plgpu.WGMMAAccumulatorRef.init(onto)
-        )
+    if spare is None:
+        return x
+    part = spare.at[:, pl.ds(0, x.shape[1])]
+    part[...] = x
+    plgpu.commit_smem()
+    return part
+
+
+def times(a, b) -> Any:
+    """`a @ b` in float32, both in shared memory."""
 
     def run(acc):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    product = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
-    return product if onto is None else onto + product
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(spare, *sums) -> Any:
+    """`onto + a @ b` for each `(onto, a, b)`, all at once; `a` is in registers.
+
+    `spare` as for `operand`: the interpreter's wgmma cannot begin with `onto` either.
+    """
+    if spare is not None:
+        return [onto + times(operand(a, spare), b) for onto, a, b in sums]
+
+    def run(accs):
+        for acc, (_, a, b) in zip(accs, sums, strict=True):
+            plgpu.wgmma(acc, a, b)
+
+    return pl.run_state(run)([plgpu.WGMMAAccumulatorRef.init(onto) for onto, _, _ in sums])
 
 
 def prepare(sizes, q, k, g, beta, chunks, params):
@@ -184,6 +198,6 @@ def _inverse(strictly_lower, apart, coupling, inverse, spare):
         plgpu.commit_smem()
         joining = times(inverse, coupling)
         joining = jnp.where((apart >= size) & (apart < 2 * size), -joining, 0.0)
-        solved = times(joining.astype(jnp.float16), inverse, onto=solved, spare=spare)
+        (solved,) = accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
         size *= 2
     return solved

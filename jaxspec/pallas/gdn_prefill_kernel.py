@@ -8,6 +8,8 @@ registers: only keys, queries, values and the chunk's two matrices come through 
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.gdn_prefill_chunks import ALIGN, CHUNK, Sizes, prepare, swizzled, times
+from jaxspec.pallas.gdn_prefill_chunks import (
+    ALIGN,
+    CHUNK,
+    Sizes,
+    accumulate,
+    operand,
+    prepare,
+    swizzled,
+)
 
 VALUES = 64  # rows of a state in one block, what wgmma takes
 _STAGES = 2  # chunks in shared memory; with two, two blocks fit on a multiprocessor
@@ -91,7 +101,10 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
         scratch_types=scratch,
         grid=(sizes.value_dim // VALUES, sizes.value_heads, len(rows[1])),
         grid_names=("part", "head", "seq"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Safe without barriers but `_step`'s own: copies alone write what several threads read.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
         **params,
     )
     return kernel(*tokens, *chunks, *rows, pool)
@@ -105,10 +118,10 @@ class _Walk:
     end: jax.Array
     start: jax.Array  # of the first chunk
     number: jax.Array  # of chunks
-    fetch: object  # (chunk, stage): starts the copies
+    fetch: Callable  # (chunk, stage): starts the copies
     ring: tuple  # of queries, keys, values, matrices, sums, arrived
-    out: object  # of this block's values: [tokens, VALUES]
-    spare: object
+    out: Any  # of this block's values: [tokens, VALUES]
+    spare: Any  # as for `operand`
 
 
 def _begin(
@@ -164,7 +177,6 @@ def _step(sizes, walk, j, state):
     start = walk.start + j * CHUNK
     low, high = jnp.maximum(walk.begin - start, 0), jnp.minimum(walk.end - start, CHUNK)
     whole = high - low == CHUNK
-    product = functools.partial(times, spare=walk.spare)
     plgpu.barrier_wait(arrived)
 
     @pl.when(jnp.logical_not(whole))
@@ -177,18 +189,37 @@ def _step(sizes, walk, j, state):
     from_start = lax.broadcast_in_dim(jnp.exp(total), wide, (1,))
     to_end = lax.broadcast_in_dim(jnp.exp(last - total), wide, (1,))
 
-    rounded = state.astype(sizes.dtype)
-    recalled = product(rounded, keys.transpose((1, 0))) * from_start
-    read = product(rounded, queries.transpose((1, 0))) * from_start
-    written = times(values.transpose((1, 0)), coupling)
-    written = product((-recalled).astype(sizes.dtype), coupling, onto=written)
-    out = product(written.astype(sizes.dtype), weights, onto=read)
+    written, read = _against_state(
+        *(state.astype(sizes.dtype), queries, keys, values, coupling, from_start, walk.spare)
+    )
+    state, out = accumulate(
+        walk.spare,
+        (state * jnp.exp(last), (written * to_end).astype(sizes.dtype), keys),
+        (read * from_start, written.astype(sizes.dtype), weights),
+    )
     _store(walk.out, start, low, high, out)
-    kept = state * jnp.exp(last)
-    state = product((written * to_end).astype(sizes.dtype), keys, onto=kept)
+    plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
     again = j + _STAGES
     pl.when(again < walk.number)(lambda: walk.fetch(again, stage))
     return state
+
+
+def _against_state(state, queries, keys, values, coupling, from_start, spare):
+    """What the chunk writes, `(values - recalled) @ coupling`, and what its queries read.
+
+    All products that wait for nothing are under way before the first is waited for.
+    """
+
+    def run(recalled, written, read):
+        rounded = operand(state, spare)
+        plgpu.wgmma(recalled, rounded, keys.transpose((1, 0)))
+        plgpu.wgmma(written, values.transpose((1, 0)), coupling)
+        plgpu.wgmma(read, rounded, queries.transpose((1, 0)))
+        wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=2) * -from_start
+        plgpu.wgmma(written, operand(wrong.astype(state.dtype), spare), coupling)
+        return written[...], read[...]
+
+    return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)
 
 
 def _store(ref, start, low, high, out):

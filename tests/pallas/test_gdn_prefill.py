@@ -86,6 +86,17 @@ def test_padding_is_inert(form):
     np.testing.assert_array_equal(out, np.zeros(out.shape))
 
 
+@pytest.mark.parametrize("form", [sequential, chunked])
+def test_values_may_come_in_the_dtype_of_the_model(form):
+    q, k, v, g, beta = operands(np.random.default_rng(2), 1.0)
+    v = jnp.asarray(v, jnp.bfloat16)
+    rest = (jnp.zeros(POOL), 1, int32(2, 3), int32(0, 0), int32(0, 0), int32(0, 70, 90))
+    wide = form(q, k, v.astype(jnp.float32), g, beta, *rest)
+    for ours, theirs in zip(form(q, k, v, g, beta, *rest), wide, strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_array_equal(ours, theirs)
+
+
 # The kernel. Sequences, from token 3 on: a chunk and a bit that begins its prompt, less than a
 # chunk, none, one whose inputs are all NaN, padding by slot, three chunks, padding by a slot that
 # is not there.
