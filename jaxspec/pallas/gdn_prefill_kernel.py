@@ -29,7 +29,9 @@ from jaxspec.pallas.gdn_prefill_chunks import (
 )
 
 VALUES = 64  # rows of a state in one block, what wgmma takes
-_STAGES = 2  # chunks in shared memory; with two, two blocks fit on a multiprocessor
+# Chunks in shared memory. With two, two blocks fit on a multiprocessor, with 1 KB to spare: that
+# is why the sums of `g` do not come that way.
+_STAGES = 2
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -88,8 +90,7 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
         "keys": swizzled(_STAGES, CHUNK, dim, dtype=dtype),
         "values": swizzled(_STAGES, CHUNK, VALUES, dtype=dtype),
         "matrices": swizzled(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
-        "sums": plgpu.SMEM((_STAGES, CHUNK), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=5, num_barriers=_STAGES),
+        "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
     }
     if params:
         scratch["spare"] = swizzled(VALUES, dim, dtype=dtype)
@@ -119,14 +120,15 @@ class _Walk:
     start: jax.Array  # of the first chunk
     number: jax.Array  # of chunks
     fetch: Callable  # (chunk, stage): starts the copies
-    ring: tuple  # of queries, keys, values, matrices, sums, arrived
+    ring: tuple  # of queries, keys, values, matrices, arrived
+    sums: Callable  # (chunk) -> where those of `g` are
     out: Any  # of this block's values: [tokens, VALUES]
     spare: Any  # as for `operand`
 
 
 def _begin(
     sizes, q, k, v, matrices_in, sums_in, edges, first, slots, offset, computed, layer, pool, out,
-    *, queries, keys, values, matrices, sums, arrived, spare=None
+    *, queries, keys, values, matrices, arrived, spare=None
 ):  # fmt: skip
     """Find the block's sequence and its initial state, walk it, and keep the final one."""
     part, head, seq = (lax.axis_index(name) for name in ("part", "head", "seq"))
@@ -136,20 +138,22 @@ def _begin(
     number = jnp.where(live & (begin < end), lax.div(end - start + CHUNK - 1, CHUNK), 0)
     rows = pl.ds(head * sizes.value_dim + part * VALUES, VALUES)
     columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
-    ring = (queries, keys, values, matrices, sums, arrived)
+    ring = (queries, keys, values, matrices, arrived)
 
     def fetch(j, stage):
         here = pl.ds(pl.multiple_of(start + j * CHUNK, ALIGN), CHUNK)
-        chunk = first[seq] + j
         sources = (
             q.at[here, columns], k.at[here, columns], v.at[here, rows],
-            matrices_in.at[chunk, head], sums_in.at[chunk, head],
+            matrices_in.at[first[seq] + j, head],
         )  # fmt: skip
         for source, target in zip(sources, ring, strict=False):
             plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage])
 
     mine = out.at[:, head, pl.ds(part * VALUES, VALUES)]
-    walk = _Walk(begin, end, start, number, fetch, ring, mine, spare)
+    walk = _Walk(
+        *(begin, end, start, number, fetch, ring),
+        *(lambda j: sums_in.at[first[seq] + j, head], mine, spare),
+    )
 
     @pl.when(number > 0)
     def _():
@@ -172,11 +176,13 @@ def _step(sizes, walk, j, state):
     """One chunk: its outputs, and the state `[values, key_dim]` after it."""
     stage = lax.rem(j, _STAGES)
     arrived = walk.ring[-1].at[stage]
-    queries, keys, values, matrices, sums = (x.at[stage] for x in walk.ring[:-1])
+    queries, keys, values, matrices = (x.at[stage] for x in walk.ring[:-1])
     coupling, weights = (matrices.at[pl.ds(i * CHUNK, CHUNK)].transpose((1, 0)) for i in range(2))
     start = walk.start + j * CHUNK
     low, high = jnp.maximum(walk.begin - start, 0), jnp.minimum(walk.end - start, CHUNK)
     whole = high - low == CHUNK
+    sums = walk.sums(j)
+    total, last = mosaic.load(plgpu, sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
     plgpu.barrier_wait(arrived)
 
     @pl.when(jnp.logical_not(whole))
@@ -184,18 +190,15 @@ def _step(sizes, walk, j, state):
         _clear(keys, low, high)
         _clear(values, low, high)
 
-    total, last = mosaic.load(plgpu, sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
-    wide = (VALUES, CHUNK)
-    from_start = lax.broadcast_in_dim(jnp.exp(total), wide, (1,))
-    to_end = lax.broadcast_in_dim(jnp.exp(last - total), wide, (1,))
+    def factor(log):
+        return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
 
-    written, read = _against_state(
-        *(state.astype(sizes.dtype), queries, keys, values, coupling, from_start, walk.spare)
+    written, decayed, read = _against_state(
+        *(state.astype(sizes.dtype), queries, keys, values, coupling),
+        *(lambda: factor(total), lambda: factor(last - total), walk.spare),
     )
     state, out = accumulate(
-        walk.spare,
-        (state * jnp.exp(last), (written * to_end).astype(sizes.dtype), keys),
-        (read * from_start, written.astype(sizes.dtype), weights),
+        walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
     _store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
@@ -204,20 +207,23 @@ def _step(sizes, walk, j, state):
     return state
 
 
-def _against_state(state, queries, keys, values, coupling, from_start, spare):
-    """What the chunk writes, `(values - recalled) @ coupling`, and what its queries read.
+def _against_state(state, queries, keys, values, coupling, from_start, to_end, spare):
+    """What the chunk writes, `(values - recalled) @ coupling`, that at its end, and what it reads.
 
-    All products that wait for nothing are under way before the first is waited for.
+    Every product is under way before one that it does not need is waited for. `from_start` and
+    `to_end` are called when they are needed, for what they wait for may still be loading.
     """
 
     def run(recalled, written, read):
-        rounded = operand(state, spare)
-        plgpu.wgmma(recalled, rounded, keys.transpose((1, 0)))
+        plgpu.wgmma(recalled, operand(state, spare), keys.transpose((1, 0)))
         plgpu.wgmma(written, values.transpose((1, 0)), coupling)
-        plgpu.wgmma(read, rounded, queries.transpose((1, 0)))
-        wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=2) * -from_start
+        kept = from_start()
+        wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -kept
         plgpu.wgmma(written, operand(wrong.astype(state.dtype), spare), coupling)
-        return written[...], read[...]
+        plgpu.wgmma(read, operand(state, spare), queries.transpose((1, 0)))
+        new = plgpu.wgmma_accumulator_load(written, wait_n=1)
+        rounded, decayed = new.astype(state.dtype), (new * to_end()).astype(state.dtype)
+        return rounded, decayed, read[...] * kept
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)
 
