@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
+from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
@@ -92,6 +93,56 @@ def _gdn_step_case(model, shape, dtype, rows, width):
         layer_bytes=state_bytes * width,
         operands=tuple(jnp.asarray(x) for x in operands),
         total_bytes=state_bytes * (1 + width) + sum(x.nbytes for x in operands) + v.nbytes,
+    )
+
+
+def gdn_prefill_cases() -> Iterator[Case]:
+    """Prompts of one length, as the published figures of other kernels have them."""
+    for model, shape in GDN.items():
+        for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
+            if model == "qwen3.5-9b" or length == 8192:
+                yield _gdn_prefill_case(model, shape, seqs, length)
+
+
+def _gdn_prefill_case(model, shape, seqs, length):
+    tokens, dtype = seqs * length, jnp.bfloat16
+    keys = jax.random.split(jax.random.key(0), 6)
+    key = (tokens, shape.key_heads, shape.key_dim)
+    value = (tokens, shape.value_heads, shape.value_dim)
+    q, k = (jax.random.normal(x, key) for x in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    # In 16 bits already: in a model the rounding is part of what computes them.
+    q, k = (q * shape.key_dim**-0.5).astype(dtype), k.astype(dtype)
+    v = jax.random.normal(keys[2], value).astype(dtype)
+    g = -0.1 * jax.random.exponential(keys[3], value[:2])
+    beta = jax.random.uniform(keys[4], value[:2])
+    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
+    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
+    operands = (q, k, v, g, beta, slots, fresh, fresh, start)
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def run(op, pool, layer, q, k, v, g, beta, *index):
+        return op(q, k, v, g, beta, pool, layer, *index)
+
+    return Case(
+        op="gdn_prefill",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": "bfloat16",
+            "seqs": seqs,
+            "length": length,
+        },
+        run=functools.partial(run, gdn_prefill),
+        # Token by token nobody would wait for.
+        reference=functools.partial(run, _gdn_prefill_chunked),
+        pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
+        layer_bytes=4 * seqs * math.prod(state),
+        operands=operands,
+        total_bytes=sum(x.nbytes for x in (q, k, v, g, beta))
+        + 4 * math.prod(value)
+        + 4 * seqs * math.prod(state),
+        calls=FEW,
     )
 
 
@@ -210,6 +261,7 @@ def _index(rows, width):
 
 OPS = {
     "gdn_step": gdn_step_cases,
+    "gdn_prefill": gdn_prefill_cases,
     "conv_update": conv_update_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

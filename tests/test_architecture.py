@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Longer than the budget, and why it stays whole. This list may only shrink.
 LONG_FILES = {"scheduler/scheduler.py": 345, "llm.py": 340}
-LONG_FUNCTIONS = {"llm.py:__init__": 75, "pallas/gdn_prefill.py:gdn_prefill": 70}
+LONG_FUNCTIONS = {"llm.py:__init__": 75}
 # Tested through others: no logic of their own, or only seen whole.
 TESTED_ELSEWHERE = {
     "llm.py": "test_llm.py",
@@ -32,6 +32,8 @@ TESTED_ELSEWHERE = {
     "scheduler/packing.py": "fake_device.py",
     "proposers/base.py": "test_laws.py",
     "models/base.py": "models/test_qwen3_5.py",
+    "pallas/gdn_prefill_chunks.py": "pallas/test_gdn_prefill.py",
+    "pallas/gdn_prefill_kernel.py": "pallas/test_gdn_prefill.py",
     "models/cache.py": "models/test_cache.py",
 }
 

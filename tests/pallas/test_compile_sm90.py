@@ -16,6 +16,7 @@ from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
+from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.state_select import _state_select_kernel
@@ -117,6 +118,33 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
     operands = (key, key, value, gate, gate, pool, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states_dtype"),
+    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32)],
+)
+@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
+def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(q, k, v, g, beta, states, *index):
+        for layer in range(2):
+            out, states = gdn_prefill(q, k, v, g, beta, states, layer, *index)
+            v = out.astype(v.dtype)
+        return v, states
+
+    tokens, seqs = 128, 3
+    key = array(tokens, shape.key_heads, shape.key_dim)
+    value = array(tokens, shape.value_heads, shape.value_dim, dtype=dtype)
+    gate = array(tokens, shape.value_heads)
+    pool = (2, 65, 4, shape.value_heads, shape.value_dim, shape.key_dim)
+    pool = array(*pool, dtype=states_dtype)
+    index, start = array(seqs, dtype=jnp.int32), array(seqs + 1, dtype=jnp.int32)
+    operands = (key, key, value, gate, gate, pool, index, index, index, start)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    assert "while(" not in compiled.as_text()  # which the host would wait for
 
 
 @pytest.mark.parametrize("width", [1, 4, 9])

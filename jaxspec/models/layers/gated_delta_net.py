@@ -67,7 +67,7 @@ class GatedDeltaNet(nnx.Module):
         step = jax.nn.softplus(a.astype(jnp.float32) + self.decay_bias[...][None])
         g = -jnp.exp(self.log_decay[...])[None] * step
 
-        out, cache = _recur((q, k, v, g, beta), inputs, cache, layer)
+        out, cache = _recur((q, k, v, g, beta), x.dtype, inputs, cache, layer)
         gate = jax.nn.silu(split_heads(z, self.config.linear_value_heads).astype(jnp.float32))
         gated = (self.norm(out) * gate).reshape(x.shape[0], -1)
         (y,) = self.out_proj(gated.astype(x.dtype))
@@ -114,8 +114,11 @@ class GatedDeltaNet(nnx.Module):
         yield from self.out_proj.checkpoint(prefix)
 
 
-def _recur(operands, inputs, cache, layer):
-    """The delta rule over both regions; `operands` are q, k, v, g, beta, token by token."""
+def _recur(operands, dtype, inputs, cache, layer):
+    """The delta rule over both regions; `operands` are q, k, v, g, beta, token by token.
+
+    `dtype`: the model's.
+    """
     decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
     rows = decode.slots.shape[0]
     rectangle = [x[:split].reshape(rows, inputs.width, *x.shape[1:]) for x in operands]
@@ -123,6 +126,7 @@ def _recur(operands, inputs, cache, layer):
     out = out.reshape(split, *out.shape[2:])
     if prefill is not None:
         q, k, v, g, beta = (x[split:] for x in operands)
+        v = v.astype(dtype)  # which it had: chunks are products, quick in 16 bits
         chunks, states = gdn_prefill(
             q,
             k,
