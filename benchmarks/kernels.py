@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ import numpy as np
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
+from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from shapes import GDN  # noqa: E402
+from shapes import ATTENTION, GDN  # noqa: E402
 
 FEW, SAMPLES = 2, 9
 SECONDS = 0.02  # of device time in a sample, about
@@ -47,7 +49,7 @@ class Case:
     about: dict  # what the results say of the shape
     run: Callable
     reference: Callable
-    pool: Callable[[int], jax.Array]  # of so many layers
+    pool: Callable[[int], Any]  # arrays of so many layers
     layer_bytes: int  # of the pool, that one call touches
     operands: tuple
     total_bytes: int
@@ -106,7 +108,60 @@ def _gdn_step_case(model, shape, dtype, rows, width):
     )
 
 
-OPS = {"gdn_step": gdn_step_cases}
+def paged_attention_cases() -> Iterator[Case]:
+    """Many rows and one long one for all models; more sizes on the heads of two."""
+    sizes = [(64, 4096, 4), (1, 32768, 4)]
+    more = [(64, 4096, 1), (64, 4096, 8), (64, 1024, 4), (8, 4096, 4), (1, 4096, 4), (256, 1024, 4)]
+    for model, shape in ATTENTION.items():
+        detailed = model in ("qwen3-8b", "qwen3.5-35b-a3b")
+        for rows, context, width in sizes + more * detailed:
+            yield _paged_attention_case(model, shape, rows, context, width)
+
+
+def _paged_attention_case(model, shape, rows, context, width, page_size=16):
+    rng = np.random.default_rng(0)
+    pages = rows * context // page_size
+    tables = 1 + rng.permutation(pages).reshape(rows, -1)
+    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
+    slots = 1 + rng.permutation(rows)
+    start, count = np.full(rows, context - width), np.full(rows, width)
+    dtype = jnp.dtype("bfloat16")
+    page = (page_size, shape.kv_heads, shape.head_dim)
+    layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys = jax.random.split(jax.random.key(0))
+        queries = (rows, width, shape.heads, shape.head_dim)
+        kv = (layers, 2, 1 + pages, *page)
+        return tuple(jax.random.normal(*x, dtype) for x in zip(keys, (kv, queries), strict=True))
+
+    def run(op, pool, layer, *index):
+        kv, queries = pool
+        out = op(queries, kv, layer, *index)
+        return out, (kv, out)
+
+    return Case(
+        op="paged_attention",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "context": context,
+            "width": width,
+            "page_size": page_size,
+        },
+        run=functools.partial(run, paged_attention),
+        reference=functools.partial(run, paged_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, start, count)),
+        total_bytes=layer_bytes,
+    )
+
+
+OPS = {"gdn_step": gdn_step_cases, "paged_attention": paged_attention_cases}
 
 
 def chain(run: Callable, layers: int, calls: int) -> Callable:

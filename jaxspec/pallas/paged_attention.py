@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import dispatch
+
 _KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
 
 
@@ -51,6 +53,13 @@ def paged_attention(
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
+    if dispatch.runs_kernel("paged_attention", _unsupported(queries, kv)):
+        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
+        from jaxspec.pallas.paged_attention_kernel import attend
+
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(kv.shape[0])[layer], jnp.int32)
+        return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
     return paged_attention_reference(
         queries, kv, layer, page_tables, slots, num_computed, query_len
     )
@@ -96,3 +105,17 @@ def paged_attention_reference(queries, kv, layer, page_tables, slots, num_comput
     values = jnp.where(written[:, :, None, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("rkgwc,rckd->rwkgd", weights, values, precision="highest")
     return out.reshape(queries.shape).astype(queries.dtype)
+
+
+def _unsupported(queries, kv):
+    """Why the kernel does not take these operands, or None."""
+    width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
+    if width > 9:
+        return f"{width} tokens a row, more than 9"
+    if kv.dtype != jnp.bfloat16 or queries.dtype != kv.dtype:
+        return f"queries in {queries.dtype} and keys in {kv.dtype}, not both in bfloat16"
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim}, not 64, 128 or 256"
+    if page_size < 16 or page_size % 8:
+        return f"pages of {page_size}, no multiple of 8 from 16 on"
+    return None

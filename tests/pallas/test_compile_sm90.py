@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import GDN, GdnShape
+from shapes import ATTENTION, GDN, GdnShape
 
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
 
@@ -103,4 +103,25 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
     index = array(rows, dtype=jnp.int32)
     operands = (key, key, value, gate, gate, pool, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("width", [1, 4, 9])
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+def test_paged_attention(h200, monkeypatch, capfd, shape, rows, width):
+    from jaxspec.pallas.paged_attention_kernel import attend
+
+    def step(queries, kv, tables, *index):
+        for layer in range(2):
+            queries = attend(queries, kv, jnp.int32(layer), tables, *index)
+        return queries, kv
+
+    queries = jax.ShapeDtypeStruct((rows, width, shape.heads, shape.head_dim), jnp.bfloat16)
+    pool = (2, 2, 32768, 16, shape.kv_heads, shape.head_dim)
+    pool = jax.ShapeDtypeStruct(pool, jnp.bfloat16)
+    tables = jax.ShapeDtypeStruct((rows + 1, 256), jnp.int32)
+    index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    operands = (queries, pool, tables, index, index, index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
