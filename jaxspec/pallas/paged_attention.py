@@ -112,8 +112,8 @@ def _unsupported(queries, kv):
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
     if width > 9:
         return f"{width} tokens a row, more than 9"
-    if kv.dtype != jnp.bfloat16 or queries.dtype != kv.dtype:
-        return f"queries in {queries.dtype} and keys in {kv.dtype}, not both in bfloat16"
+    if kv.dtype not in (jnp.bfloat16, jnp.float32) or queries.dtype != kv.dtype:
+        return f"queries in {queries.dtype} over {kv.dtype}, not both bfloat16 or both float32"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

@@ -139,46 +139,54 @@ def check(run, queries, kv, indices):
             assert np.isnan(out[row, :real]).all()
             continue
         # Weights are rounded to the pool's dtype before they meet the values.
-        tolerance = 4 * float(jnp.finfo(kv.dtype).eps)
+        tolerance = 4e-6 if kv.dtype == jnp.float32 else 4 * float(jnp.finfo(kv.dtype).eps)
         np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "width", "page_size", "table", "splits"),
+    ("dtype", "heads", "kv_heads", "dim", "width", "page_size", "table", "splits"),
     [
-        (4, 2, 64, 4, 16, 14, 1),
-        (4, 2, 64, 3, 24, 9, 2),
-        (2, 1, 128, 1, 64, 4, 3),
-        (16, 1, 64, 9, 16, 9, 1),  # two tiles of queries and more
-        (2, 1, 256, 2, 544, 1, 7),
+        (jnp.bfloat16, 4, 2, 64, 4, 16, 14, 1),
+        (jnp.bfloat16, 4, 2, 64, 3, 24, 9, 2),
+        (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 3),
+        (jnp.bfloat16, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
+        (jnp.bfloat16, 2, 1, 256, 2, 544, 1, 7),
+        (jnp.float32, 4, 2, 64, 3, 16, 9, 1),
+        (jnp.float32, 2, 1, 128, 9, 24, 4, 2),  # several tiles of queries
+        (jnp.float32, 4, 2, 256, 1, 64, 2, 3),
     ],
 )
 def test_the_kernel_equals_its_reference_without_races(
-    heads, kv_heads, dim, width, page_size, table, splits
+    dtype, heads, kv_heads, dim, width, page_size, table, splits
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.paged_attention_kernel import Plan, attend
+    from jaxspec.pallas.paged_attention_kernel import attend
+    from jaxspec.pallas.paged_attention_tiles import Plan
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
+    plan = Plan(64 if dtype == jnp.bfloat16 else 32, 2, splits)
 
     def run(queries, kv, layer, *indices):
-        layer, plan = jnp.asarray(layer, jnp.int32), Plan(64, 2, splits)
+        layer = jnp.asarray(layer, jnp.int32)
         return attend(queries, kv, layer, *indices, plan=plan, interpret=interpret)
 
     shape = AttentionShape(heads, kv_heads, dim)
-    check(run, *kernel_case(shape, jnp.bfloat16, width, page_size, table))
+    check(run, *kernel_case(shape, dtype, width, page_size, table))
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 4, 9])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("page_size", "table"), [(16, 40), (64, 9), (544, 3)])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
-def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, page_size, table, width):
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
+    shape, page_size, table, dtype, width
+):
     dispatch._chosen.pop("paged_attention", None)
     run = jax.jit(paged_attention, static_argnums=2)
-    check(run, *kernel_case(shape, jnp.bfloat16, width, page_size, table, seed=width))
+    check(run, *kernel_case(shape, dtype, width, page_size, table, seed=width))
     assert dispatch.implementations()["paged_attention"] == ("kernel",)
