@@ -116,16 +116,19 @@ def paged_attention_cases() -> Iterator[Case]:
         detailed = model in ("qwen3-8b", "qwen3.5-35b-a3b")
         for rows, context, width in sizes + more * detailed:
             yield _paged_attention_case(model, shape, rows, context, width)
+        if detailed:
+            yield _paged_attention_case(model, shape, 64, 4096, 4, page_size=64)
+            yield _paged_attention_case(model, shape, 64, 4096, 4, dtype="float32")
 
 
-def _paged_attention_case(model, shape, rows, context, width, page_size=16):
+def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtype="bfloat16"):
     rng = np.random.default_rng(0)
     pages = rows * context // page_size
     tables = 1 + rng.permutation(pages).reshape(rows, -1)
     tables = np.concatenate((np.zeros_like(tables[:1]), tables))
     slots = 1 + rng.permutation(rows)
     start, count = np.full(rows, context - width), np.full(rows, width)
-    dtype = jnp.dtype("bfloat16")
+    dtype = jnp.dtype(dtype)
     page = (page_size, shape.kv_heads, shape.head_dim)
     layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
 

@@ -26,7 +26,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     most = max(1, context // 256)  # a share below 256 positions is not worth its merge
     fit = 1 if head_dim == 256 else 2
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
-    return Plan(keys, 2, max(1, min(fit * 132 // blocks, most)))
+    return Plan(keys, 2, max(1, min(fit * 132 // blocks, most, 64)))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -58,7 +58,7 @@ def attend(
     params = {} if interpret is None else {"interpret": interpret}
     out, sums = _launch(sizes, tile, pool, indices, params)
     if plan.splits > 1:
-        return _merge(out, sums, queries, group, params)
+        return _merge(out, sums, queries, plan.splits, params)
     out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape)
 
@@ -67,6 +67,8 @@ def _launch(sizes, tile, pool, indices, params):
     """Every share's output, and log2 of the sum of its weights."""
     rows, kv_heads, packed, dim = tile.shape
     splits, tiles = sizes.plan.splits, packed // sizes.height
+    if splits > 1:
+        splits = -(-splits // 16) * 16  # what `_merge` reads at once
     tensor_cores = tile.dtype == jnp.bfloat16
     if tensor_cores:
         block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), blocks.ROWS
@@ -79,7 +81,7 @@ def _launch(sizes, tile, pool, indices, params):
             jax.ShapeDtypeStruct((splits, rows, kv_heads, tiles, padded), jnp.float32),
         ],
         scratch_types=scratch,
-        grid=(tiles, splits, kv_heads, rows),
+        grid=(tiles, sizes.plan.splits, kv_heads, rows),
         grid_names=("tile", "split", "head", "row"),
         compiler_params=plgpu.CompilerParams(
             approx_math=tensor_cores,
@@ -93,34 +95,37 @@ def _launch(sizes, tile, pool, indices, params):
     return out, sums.reshape(splits, rows, kv_heads, tiles * padded)
 
 
-def _merge(out, sums, queries, group, params):
-    """One output from those of the shares, `[splits, rows, kv_heads, packed, head_dim]`.
+def _merge(out, sums, queries, splits, params):
+    """One output from those of the shares, `[splits and more, rows, kv_heads, packed, head_dim]`.
 
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
-    splits = out.shape[0]
-    layout = _row_layout(plgpu, queries.shape[3], queries.dtype.itemsize).reduce(0)
+    group = queries.shape[2] // out.shape[2]
+    layout = _row_layout(plgpu, queries.shape[3], queries.dtype.itemsize)
 
     def body(out, sums, merged):
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
-        kv_head, member = lax.div(head, group), lax.rem(head, group)
-        at = (row, kv_head, token * group + member)
-        sum_of = [sums[split, *at] for split in range(splits)]
-        most = functools.reduce(jnp.maximum, sum_of)
-        most = jnp.where(most == -jnp.inf, 0.0, most)
-        shares = [jnp.exp2(x - most) for x in sum_of]
-        total = functools.reduce(jnp.add, shares)
-        scale = 1 / jnp.where(total > 0, total, 1.0)
-        parts = (_load(plgpu, out.at[split, *at], layout) for split in range(splits))
-        parts = (x.astype(jnp.float32) * (y * scale) for x, y in zip(parts, shares, strict=True))
-        result = functools.reduce(jnp.add, parts).astype(queries.dtype)
-        _store(plgpu, merged.at[row, token, head], result)
+        at = (slice(None), row, lax.div(head, group), token * group + lax.rem(head, group))
+        parts = _load(plgpu, out.at[at], layout).astype(jnp.float32)
+        sum_of = _load(plgpu, sums.at[at], layout.reduce(1))
+        share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))
+        sum_of = jnp.where(share < splits, sum_of, -jnp.inf)
+        most = jnp.max(sum_of)
+        weight = jnp.exp2(sum_of - jnp.where(most == -jnp.inf, 0.0, most))
+        total = jnp.sum(weight)
+        share = lax.broadcast_in_dim(share, parts.shape, (0,))
+        parts = jnp.where(share < splits, parts, 0.0)  # nobody wrote the others
+        result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
+        result = result / jnp.where(total == 0, 1.0, total)
+        _store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid=queries.shape[:3],
         grid_names=("row", "token", "head"),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=8192
+        ),
         **params,
     )(out, sums)
