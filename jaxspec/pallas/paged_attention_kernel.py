@@ -68,7 +68,7 @@ def _launch(sizes, tile, pool, indices, params):
     rows, kv_heads, packed, dim = tile.shape
     splits, tiles = sizes.plan.splits, packed // sizes.height
     if splits > 1:
-        splits = -(-splits // 16) * 16  # what `_merge` reads at once
+        splits = -(-splits // 8) * 8  # what `_merge` reads at once
     tensor_cores = tile.dtype == jnp.bfloat16
     if tensor_cores:
         block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), blocks.ROWS
@@ -101,7 +101,7 @@ def _merge(out, sums, queries, splits, params):
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
     group = queries.shape[2] // out.shape[2]
-    layout = _row_layout(plgpu, queries.shape[3], queries.dtype.itemsize)
+    layout = _row_layout(plgpu, queries.shape[3], 4)  # sums across warps want vectors of 4
 
     def body(out, sums, merged):
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
