@@ -93,7 +93,7 @@ def _product(a, b):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _accumulate(acc, weight, values, weights):
@@ -105,7 +105,9 @@ def _accumulate(acc, weight, values, weights):
         weights[...] = weight
         plgpu.commit_smem()
         return acc + _product(weights, values)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weight, values))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weight, values))(
+        plgpu.WGMMAAccumulatorRef.init(acc)
+    )
 
 
 def _clear(values, live):
@@ -159,7 +161,7 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
             query = _load(plgpu, tile.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
             score = jnp.where(place <= sees[r], score * (dim**-0.5 * _LOG2E), -jnp.inf)
-            new.append(_softmax_add(*state, score, value))
+            new.append(_softmax_add(state, score, value))
         return tuple(new)
 
     def step(j, carry):
@@ -199,8 +201,9 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
         sums_out[r] = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * _LOG2E)
 
 
-def _softmax_add(acc, peak, total, score, value):
+def _softmax_add(state, score, value):
     """The sums of a softmax with one more position each: `score` [n], `value` [n, dim]."""
+    acc, peak, total = state
     new = jnp.maximum(peak, score)
     safe = jnp.where(new == -jnp.inf, 0.0, new)
     weight, fade = jnp.exp2(score - safe), jnp.exp2(peak - safe)
