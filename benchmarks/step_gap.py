@@ -7,15 +7,14 @@ executables takes when the same plans, built beforehand, are enqueued back to ba
 state; minus 1. A profiler could not show it: it turns a GPU's command buffers off.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import record
 
 from jaxspec import LLM, SamplingParams
 
@@ -31,14 +30,14 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     for _ in range(WARM_STEPS):
         llm._step()
     engine.drain()
-    start = jax.block_until_ready(jax.tree.map(jnp.copy, runner._state))
+    start = jax.block_until_ready(jax.tree.map(jnp.copy, runner.state))
     plans, dispatch = [], runner.dispatch
 
-    def record(plan):
+    def note(plan):
         plans.append(plan)
         return dispatch(plan)
 
-    runner.dispatch = record
+    runner.dispatch = note
     before = dict(vars(engine.metrics))
     begin = time.perf_counter()
     while len(plans) < STEPS:
@@ -49,7 +48,7 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     after = vars(engine.metrics)
     llm._forget([[sample] for sample in list(llm._samples.values())])
 
-    runner._state = start
+    runner.state = start
     # On the device beforehand: a transfer would make a deep queue wait for the host's staging.
     plans = [dataclasses.replace(plan, packed=jnp.asarray(plan.packed)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])
@@ -66,13 +65,12 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
     for rows in args.rows:
@@ -101,10 +99,7 @@ def main() -> None:
                 }
                 results.append(result)
                 print(json.dumps(result), flush=True)
-    if args.json:
-        device = jax.devices()[0]
-        about = {"device": device.device_kind, "jax": jax.__version__, "date": time.strftime("%F")}
-        args.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    record.write(args.json, {"results": results})
 
 
 if __name__ == "__main__":

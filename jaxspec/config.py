@@ -62,8 +62,8 @@ class Buckets:
                 raise ValueError(f"{name} buckets must ascend from at least 1, got {sizes}.")
         if self.decode_rows[-1] != self.max_num_seqs:
             raise ValueError(
-                f"The largest decode bucket must hold every row: max_num_seqs="
-                f"{self.max_num_seqs}, buckets {self.decode_rows}. Add it to them."
+                f"The largest decode bucket must equal max_num_seqs, got max_num_seqs="
+                f"{self.max_num_seqs}, buckets {self.decode_rows}. Change one of the two."
             )
         if self.num_pages < 2:
             raise ValueError(
@@ -76,7 +76,10 @@ class Buckets:
                 f"(1 + num_speculative_tokens) = {self.max_num_seqs * (1 + self.num_drafts)}."
             )
         if self.max_model_len < 2:
-            raise ValueError("max_model_len must be at least 2: one token in, one out.")
+            raise ValueError(
+                f"max_model_len must be at least 2, one token in and one out, got "
+                f"{self.max_model_len}."
+            )
 
     @property
     def width(self) -> int:
@@ -171,8 +174,9 @@ class SpeculativeConfig:
         drafts = self.num_speculative_tokens
         if type(drafts) is not int or not 1 <= drafts <= 8:
             raise ValueError(
-                f"num_speculative_tokens must be an integer of 1 to 8, got {drafts!r}; 0 drafts is "
-                "speculative_config=None."
+                f"num_speculative_tokens must be an integer from 1 to 8, got {drafts!r}. To do "
+                "without drafts pass speculative_config=None, or --num-speculative-tokens 0 to the "
+                "command."
             )
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(
@@ -222,3 +226,29 @@ class SpeculativeConfig:
             for key, item in value.items()
         }
         return SpeculativeConfig(**options)
+
+    @staticmethod
+    def resolve(
+        value: "SpeculativeConfig | dict[str, Any] | str | None", has_draft_head: bool
+    ) -> "SpeculativeConfig | None":
+        """The speculation a checkpoint gets: "auto" is MTP if it has the head, None is none.
+
+        Raises:
+            ValueError: as in `of`, another word than "auto", or MTP without the head.
+        """
+        if value is None or (value == "auto" and not has_draft_head):
+            return None
+        if isinstance(value, str):
+            if value != "auto":
+                raise ValueError(
+                    f"speculative_config must be 'auto', None or a dict, got {value!r}."
+                )
+            return SpeculativeConfig()
+        config = SpeculativeConfig.of(value)
+        if config.method == "mtp" and not has_draft_head:
+            raise ValueError(
+                "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint "
+                "has none: it lacks the mtp.* tensors, which an export may have dropped. Pass "
+                "speculative_config=None, or --num-speculative-tokens 0 to the command."
+            )
+        return config

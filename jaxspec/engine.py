@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from jaxspec.plan import StepOutput, StepPlan
+from jaxspec.plan import Program, StepOutput, StepPlan
 from jaxspec.scheduler.scheduler import Progress, ScheduledStep, Scheduler
 
 
@@ -14,6 +14,10 @@ class Pending(Protocol):
 
     def result(self) -> StepOutput:
         """Wait for it."""
+        ...
+
+    def done_time(self) -> float | None:
+        """When the device was done (`time.perf_counter`), if the runner watches."""
         ...
 
 
@@ -34,6 +38,24 @@ class EngineMetrics:
     dispatch_time: float = 0.0
     wait_time: float = 0.0  # for the device
     collect_time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """When a step was planned, dispatched, run and collected: seconds of `time.perf_counter`.
+
+    Each stage begins where the one before it ends, but the host waits for a step only when it
+    collects it, and in between plans and dispatches others.
+    """
+
+    program: Program
+    plan_start: float
+    dispatch_start: float
+    dispatch_end: float
+    wait_start: float
+    collect_start: float
+    collect_end: float
+    device_end: float | None  # as a thread saw it; None: the runner did not watch
 
 
 class Engine:
@@ -59,7 +81,8 @@ class Engine:
             )
         self.scheduler, self.runner, self.max_in_flight = scheduler, runner, max_in_flight
         self.metrics = EngineMetrics()
-        self._in_flight: deque[tuple[ScheduledStep, Pending]] = deque()
+        self.trace: list[StepTimes] | None = None  # if a list, collected steps are noted there
+        self._in_flight: deque[tuple[ScheduledStep, Pending, tuple[float, float, float]]] = deque()
 
     def step(self) -> list[Progress]:
         """Dispatch a step if one can be planned, and collect one if enough are in flight."""
@@ -68,9 +91,11 @@ class Engine:
         planned = time.perf_counter()
         self.metrics.plan_time += planned - started
         if step is not None:
-            self._in_flight.append((step, self.runner.dispatch(step.plan)))
+            pending = self.runner.dispatch(step.plan)
+            dispatched = time.perf_counter()
+            self._in_flight.append((step, pending, (started, planned, dispatched)))
             self.metrics.num_steps += 1
-            self.metrics.dispatch_time += time.perf_counter() - planned
+            self.metrics.dispatch_time += dispatched - planned
         if step is None and not self._in_flight and self.scheduler.has_work:
             raise RuntimeError(
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
@@ -96,11 +121,15 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def _collect(self) -> list[Progress]:
-        step, pending = self._in_flight.popleft()
+        step, pending, launch = self._in_flight.popleft()
         started = time.perf_counter()
         output = pending.result()
         waited = time.perf_counter()
         progress = self.scheduler.collect(step, output)
+        collected = time.perf_counter()
         self.metrics.wait_time += waited - started
-        self.metrics.collect_time += time.perf_counter() - waited
+        self.metrics.collect_time += collected - waited
+        if self.trace is not None:
+            times = (*launch, started, waited, collected, pending.done_time())
+            self.trace.append(StepTimes(step.plan.program, *times))
         return progress

@@ -42,6 +42,14 @@ class Intake:
                 too many stop ids.
         """
         encoded = [tuple(self._encode(prompt)) for prompt in prompts]
+        for place, ids in enumerate(encoded, 1):
+            which = "the prompt" if len(encoded) == 1 else f"prompt {place} of {len(encoded)}"
+            if not ids:
+                raise ValueError(
+                    f"A prompt must have at least one token, and {which} has none. Give it some "
+                    "text or token ids."
+                )
+            self._check_ids(which, ids)
         groups = [
             self._samples(prompt, param, number)
             for number, (prompt, param) in enumerate(
@@ -55,8 +63,8 @@ class Intake:
         """The tokenizer, or a ValueError that says `what` needs one."""
         if self._tokenizer is None:
             raise ValueError(
-                f"{what} need a tokenizer, and the model's folder has no tokenizer.json. Add it, "
-                "or pass {'prompt_token_ids': [...]}."
+                f"The model's folder has no tokenizer.json, which {what} need. Copy it "
+                "there from the checkpoint, or work with token ids: {'prompt_token_ids': [...]}."
             )
         return self._tokenizer
 
@@ -65,14 +73,11 @@ class Intake:
     ) -> list[Sample]:
         own_eos = () if params.ignore_eos else self._eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
-        if not prompt:
-            raise ValueError("A prompt must have at least one token, got none.")
-        self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", stop_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
-                f"A request may have {MAX_STOP_IDS} stop token ids, the model's own included, got "
-                f"{len(stop_ids)}. Use stop strings for the rest."
+                f"A request may have at most {MAX_STOP_IDS} stop token ids, the model's own "
+                f"included, got {len(stop_ids)}. Use stop strings for the rest."
             )
         if params.stop:
             self.require_tokenizer("stop strings")
@@ -106,16 +111,16 @@ class Intake:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str):
             raise ValueError(
-                "A prompt is a text or a dict with 'prompt_token_ids' or 'prompt', got "
-                f"{type(prompt).__name__}."
+                "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got "
+                f"{prompt!r:.60}. Token ids go in as {{'prompt_token_ids': [...]}}."
             )
         return self.require_tokenizer("text prompts").encode(text)
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
             raise ValueError(
-                f"{what}: token ids must be 0..{self._vocab_size - 1}, got {wrong[:5]}. They may "
-                "come from another model's tokenizer."
+                f"Token ids must be 0 to {self._vocab_size - 1} with this model, and {what} has "
+                f"{', '.join(map(str, wrong[:5]))}. Use the ids of this model's own tokenizer."
             )
 
 
@@ -133,11 +138,12 @@ def params_of(
         return [params] * count
     if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
         raise ValueError(
-            f"sampling_params must be SamplingParams, one or a list, got {type(params).__name__}."
+            f"sampling_params must be SamplingParams, one or a list of them, got {params!r:.60}. "
+            "Build them as in SamplingParams(temperature=0.8)."
         )
     if len(params) != count:
         raise ValueError(
-            f"sampling_params must be one for all prompts or one each: {count} prompts, "
-            f"{len(params)} parameters came."
+            f"sampling_params must be one for all prompts or one for each, got {len(params)} for "
+            f"{count} prompts."
         )
     return list(params)

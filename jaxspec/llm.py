@@ -1,5 +1,6 @@
 """Text in, text out; the only file that knows every part and joins them."""
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,11 @@ from jaxspec.config import (
     default_decode_buckets,
     default_prefill_buckets,
 )
-from jaxspec.engine import Engine
+from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
 from jaxspec.models import load_model, resolve_folder
 from jaxspec.outputs import Delta, RequestOutput, Sample
+from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.compilation_cache import enable_compilation_cache
@@ -34,6 +36,7 @@ from jaxspec.tokenizer import Tokenizer
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
 Groups = list[list[Sample]]  # of each prompt its samples
+_BAR: dict[str, Any] = {"desc": "generating", "leave": False, "mininterval": 0.25, "miniters": 0}
 
 
 class LLM:
@@ -84,13 +87,13 @@ class LLM:
     ):
         """Load the model and allocate its state; programs are compiled when first needed."""
         enable_compilation_cache(compilation_cache)
-        folder = EMBEDDED_MODEL if model is None else resolve_folder(model)
         self._show_progress = sys.stderr.isatty() if show_progress is None else show_progress
+        folder = EMBEDDED_MODEL if model is None else resolve_folder(model, self._show_progress)
         array_type = _array_type(dtype)
-        self._model = load_model(folder, array_type)
+        self._model = load_model(folder, array_type, progress=self._show_progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
-        config = _speculation(speculative_config, self._model.has_draft_head)
+        config = SpeculativeConfig.resolve(speculative_config, self._model.has_draft_head)
         num_drafts = config.num_speculative_tokens if config else 0
         max_model_len = self._check_model_len(max_model_len)
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
@@ -151,14 +154,15 @@ class LLM:
         params = params_of(sampling_params, len(batch))
         groups = self._prepare(batch, params)
         left = {sample.request for group in groups for sample in group}
-        hidden = not self._show_progress or len(groups) < 2
-        with tqdm(total=len(left), desc="generating", unit="sample", disable=hidden) as bar:
+        with tqdm(total=len(left), unit="sample", disable=not self._show_progress, **_BAR) as bar:
             try:
                 self._submit(groups)
                 while left:
-                    ended = {s.request for s in self._step() if s.request.finish} & left
-                    left -= ended
-                    bar.update(len(ended))
+                    left -= {s.request for s in self._step() if s.request.finish}
+                    if bar.update(bar.total - len(left) - bar.n):  # drawn, every 0.25 s at most
+                        count = sum(len(sample.token_ids) for group in groups for sample in group)
+                        speed = count / bar.format_dict["elapsed"]
+                        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
             finally:
                 self._forget(groups)
         return [
@@ -201,14 +205,30 @@ class LLM:
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Steps, host times (seconds), preemptions, compiled shapes and bytes on the device."""
+        """Counts, host times (seconds), compiled shapes, bytes by pool, and what each op runs."""
         return {
             **vars(self._engine.metrics),
             "num_preemptions": self._scheduler.num_preemptions,
             "max_in_flight": self._engine.max_in_flight,
             "shapes": self.buckets.shapes(),
             "memory_bytes": self._runner.memory(),
+            "implementations": dispatch.implementations(),
         }
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[list[StepTimes]]:
+        """`with llm.trace() as steps:` lists when each step was planned, dispatched and run.
+
+        For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
+        """
+        if self._engine.trace is not None:
+            raise RuntimeError("An LLM keeps one trace at a time: leave the other `with` first.")
+        with self._runner.watch():
+            self._engine.trace = steps = []
+            try:
+                yield steps
+            finally:
+                self._engine.trace = None
 
     def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Groups:
         """Everything that may refuse or take long, before anything is queued."""
@@ -309,24 +329,6 @@ def generate(
         _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})
     outputs = _KEPT[key].generate(batch, sampling_params)
     return outputs[0] if single else outputs
-
-
-def _speculation(
-    config: SpeculativeConfig | dict[str, Any] | str | None, has_draft_head: bool
-) -> SpeculativeConfig | None:
-    if config is None or (config == "auto" and not has_draft_head):
-        return None
-    if isinstance(config, str):
-        if config != "auto":
-            raise ValueError(f"speculative_config must be 'auto', None or a dict, got {config!r}.")
-        return SpeculativeConfig()
-    config = SpeculativeConfig.of(config)
-    if config.method == "mtp" and not has_draft_head:
-        raise ValueError(
-            "Method 'mtp' drafts with the checkpoint's own head, and this checkpoint has no mtp.* "
-            "tensors (an export may have dropped them). Pass speculative_config=None."
-        )
-    return config
 
 
 def _array_type(dtype: str) -> jnp.dtype:

@@ -66,7 +66,7 @@ class SamplingParams:
             )
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature must be a finite number of 0 to {MAX_TEMPERATURE:g}, got "
+                f"temperature must be a number from 0 to {MAX_TEMPERATURE:,.0f}, got "
                 f"{self.temperature}; 0 is greedy."
             )
         if not 0 < self.top_p <= 1:

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jaxspec.pallas import dispatch
 from jaxspec.runner.compilation_cache import enable_compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -12,9 +13,10 @@ enable_compilation_cache()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none."""
-    if jax.default_backend() == "gpu":
+    """Skip what needs a GPU with kernels where there is none."""
+    _, missing = dispatch.kernels_here()
+    if missing is None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            item.add_marker(pytest.mark.skip(reason=missing))

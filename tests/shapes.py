@@ -12,6 +12,11 @@ class GdnShape:
     key_dim: int = 128
     value_dim: int = 128
 
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys and values side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
     def __str__(self) -> str:
         return f"{self.key_heads}/{self.value_heads}x{self.value_dim}x{self.key_dim}"
 

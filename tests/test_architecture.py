@@ -33,6 +33,9 @@ TESTED_ELSEWHERE = {
     "proposers/base.py": "test_laws.py",
     "models/base.py": "models/test_qwen3_5.py",
     "models/cache.py": "models/test_cache.py",
+    "pallas/paged_attention_kernel.py": "pallas/test_paged_attention.py",
+    "pallas/paged_attention_blocks.py": "pallas/test_paged_attention.py",
+    "pallas/paged_attention_tiles.py": "pallas/test_paged_attention.py",
 }
 
 

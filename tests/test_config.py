@@ -89,8 +89,8 @@ def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
     ("changes", "message"),
     [
         ({"method": "eagle"}, "Unknown speculative method 'eagle'"),
-        ({"num_speculative_tokens": 0}, "must be an integer of 1 to 8, got 0"),
-        ({"num_speculative_tokens": 9}, "must be an integer of 1 to 8, got 9"),
+        ({"num_speculative_tokens": 0}, "must be an integer from 1 to 8, got 0"),
+        ({"num_speculative_tokens": 9}, "must be an integer from 1 to 8, got 9"),
         ({"draft_sample_method": "nucleus"}, "got 'nucleus'"),
         ({"synthetic_acceptance_rates": (0.5, 0.5)}, "one rate in .* for each of the 3 drafts"),
         ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),

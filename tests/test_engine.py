@@ -61,6 +61,9 @@ class FakePending:
         finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
         return StepOutput(self.tokens, zeros, zeros, finish)
 
+    def done_time(self):
+        return 100.0 + self.number
+
 
 def make_engine(depth):
     runner = FakeRunner()
@@ -94,6 +97,24 @@ def test_depth_zero_collects_each_step_before_the_next():
     while engine.has_work:
         engine.step()
     assert [kind for kind, _ in runner.log] == ["dispatch", "collect"] * 8
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_trace_says_when_each_step_was_planned_dispatched_and_collected(depth):
+    engine, _, _ = make_engine(depth)
+    engine.step()
+    engine.trace = steps = []
+    while engine.has_work:
+        engine.step()
+    engine.trace = None
+    assert len(steps) == (8 if depth else 7)  # those collected since
+    for step in steps:
+        assert step.plan_start <= step.dispatch_start <= step.dispatch_end <= step.wait_start
+        assert step.wait_start <= step.collect_start <= step.collect_end
+        assert step.program.decode_rows == 2
+    assert [step.device_end for step in steps] == [100.0 + n for n in range(8 - len(steps), 8)]
+    overlaps = [b.plan_start < a.wait_start for a, b in zip(steps, steps[1:], strict=False)]
+    assert all(overlaps) if depth else not any(overlaps)
 
 
 def test_drain_leaves_nothing_in_flight_and_what_ended_stays_ended():

@@ -145,7 +145,7 @@ def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pag
             request = each.add(prompt, params, seed)[0]
             while not request.finish:
                 each.step()
-                rows = jax.tree.map(np.asarray, each.runner._state.rows)
+                rows = jax.tree.map(np.asarray, each.runner.state.rows)
                 for row in np.flatnonzero(rows.slot == request.slot) if request.slot else ():
                     if rows.num_drafts[row] and not rows.finish[row]:
                         place = (prompt, int(rows.num_computed[row]))
@@ -208,7 +208,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
         history = {}
         while engine.engine.has_work:
             engine.step()
-            state = engine.runner._state
+            state = engine.runner.state
             rows = jax.tree.map(np.asarray, state.rows)
             for row in range(ROWS):
                 slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
@@ -230,7 +230,7 @@ def test_a_reused_slot_and_padding_leave_no_trace():
     engine = harness("qwen3_5", "mtp", 3, SAMPLED)
     engine.add(PROMPTS[3], SAMPLED, 3)
     fresh = engine.run().requests[0].output
-    state = engine.runner._state
+    state = engine.runner.state
     poisoned = jax.tree.map(
         lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.cache
     )
@@ -247,7 +247,7 @@ def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other():
     engine.add(PROMPTS[1], GREEDY, 1)
     for _ in range(5):
         engine.step()
-    state = engine.runner._state
+    state = engine.runner.state
     poison = state.cache.states.at[:, victim.slot].set(np.nan)
     engine.runner._state = state.replace(cache=state.cache.replace(states=poison))
     engine.run()

@@ -1,10 +1,13 @@
-"""The command: streamed text, a line of figures, JSON, and errors a person can act on."""
+"""The command: streamed text, a line of figures, JSON; its errors are in test_messages.py."""
 
 import json
+import os
 import re
+import sys
 
 import pytest
 
+from jaxspec import LLM, Delta
 from jaxspec.__main__ import main
 
 
@@ -33,19 +36,34 @@ def test_speculation_can_be_turned_off(capsys):
     assert last.endswith("no speculation")
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ([], "Nothing to complete"),
-        (["x", "--temperature", "-1"], "temperature must be"),
-        (["x", "--max-tokens", "0"], "max_tokens must be"),
-        (["x", "--max-tokens", "5000"], "must fit max_model_len"),
-        (["x", "--model", "/no/such/folder"], "no folder"),
-        (["x", "--num-speculative-tokens", "99"], "1 to 8"),
-        (["x", "--prompts-file", "/no/such/file"], "/no/such/file"),
-    ],
-)
-def test_an_error_is_one_line_that_says_what_to_do(args, message, capsys):
-    assert main(args) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("jaxspec: ") and "Traceback" not in error
+@pytest.fixture
+def stream_that(monkeypatch):
+    """Let `stream` give a word and then do something else."""
+
+    def patch(then):
+        def stream(llm, prompt, params):
+            yield Delta(" word", [1])
+            then()
+            yield Delta(" more", [2])
+
+        monkeypatch.setattr(LLM, "stream", stream)
+
+    return patch
+
+
+def test_ctrl_c_ends_the_text_quietly(stream_that, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    stream_that(interrupt)
+    assert main(["a"]) == 130
+    assert capsys.readouterr() == ("a word", "\n")
+
+
+def test_nobody_reading_any_more_is_no_error(stream_that, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    stream_that(lambda: os.close(reader))  # as in `python -m jaxspec ... | head -1`
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["a"]) == 141
+    assert capfd.readouterr() == ("", "")

@@ -8,7 +8,7 @@ SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 
 @pytest.mark.parametrize(
     "depth, chunk, num_pages, buckets",
-    [(2, None, 40, SMALL), (0, 3, 400, {}), (3, 7, 24, {})],
+    [(2, None, 40, SMALL), (0, 3, 40, SMALL), (3, 7, 24, {})],
     ids=["several programs", "synchronous", "deep and short of pages"],
 )
 def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(

@@ -8,9 +8,9 @@ from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be a finite number of 0 to 1e.06, got -0.1"),
-        ({"temperature": math.nan}, "temperature must be a finite number .* got nan"),
-        ({"temperature": math.inf}, "temperature must be a finite number .* got inf"),
+        ({"temperature": -0.1}, "temperature must be a number from 0 to 1,000,000, got -0.1"),
+        ({"temperature": math.nan}, "temperature must be a number .* got nan"),
+        ({"temperature": math.inf}, "temperature must be a number .* got inf"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01"),
         ({"top_p": -1}, r"top_p must be in \(0, 1\], got -1"),

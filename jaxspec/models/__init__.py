@@ -22,22 +22,24 @@ MODELS = {
 }
 
 
-def load_model(folder: Path | str, dtype: jnp.dtype) -> Model:
+def load_model(folder: Path | str, dtype: jnp.dtype, *, progress: bool = False) -> Model:
     """The model in a checkpoint folder, its weights in `dtype` on the default device.
 
-    The few parameters whose small errors a recurrence would carry along stay float32. Raises
-    FileNotFoundError where config.json or the weights are absent; ValueError for an architecture
-    outside `MODELS`, an option that is not implemented, and weights that do not fit.
+    The few parameters whose small errors a recurrence would carry along stay float32. `progress`
+    shows a bar on standard error if reading takes long. Raises FileNotFoundError where config.json
+    or the weights are absent; ValueError for an architecture outside `MODELS`, an option that is
+    not implemented, and weights that do not fit.
     """
     folder = Path(folder)
     architecture = read_architecture(folder)
     if architecture not in MODELS:
         raise ValueError(
-            f"{architecture} in {folder / 'config.json'} is not among the models jaxspec runs: "
-            f"{', '.join(sorted(MODELS))}. jaxspec/models/README.md says how to add one."
+            f"{folder / 'config.json'} asks for the model {architecture!r}, and jaxspec runs only "
+            f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
+            "jaxspec/models/README.md says how."
         )
     module, _, name = MODELS[architecture].partition(":")
     model_class = getattr(importlib.import_module(module), name)
     config = read_config(folder)
     with Checkpoint(folder) as checkpoint:
-        return load_weights(model_class, config, jnp.dtype(dtype), checkpoint)
+        return load_weights(model_class, config, jnp.dtype(dtype), checkpoint, progress=progress)

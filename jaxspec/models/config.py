@@ -83,7 +83,7 @@ def _read_published(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"A model folder must hold a config.json, and {folder} does not. Give the folder of a "
+            f"A model folder must hold a config.json, and {folder} has none. Give the folder of a "
             "Hugging Face checkpoint (config.json, *.safetensors, tokenizer files) or its hub id."
         )
     return _read_json(path)
@@ -95,7 +95,8 @@ def _architecture(published: Mapping[str, Any]) -> str:
     architecture = named[0] or published.get("model_type") or text.get("model_type")
     if not architecture:
         raise ValueError(
-            "config.json must name the model in `architectures` or `model_type`, and has neither."
+            "config.json must name the model in `architectures` or `model_type`, and has neither. "
+            "Take the config.json that was published with the weights."
         )
     return str(architecture)
 
@@ -104,9 +105,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} must be JSON, but: {error}. Download it again.") from error
+        raise ValueError(f"{path} must be JSON, and is not: {error}. Download it again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")
+        raise ValueError(
+            f"{path} must hold a JSON object, got {type(content).__name__}. Download it again."
+        )
     return content
 
 
@@ -159,13 +162,16 @@ class _Fields(dict[str, Any]):
 
     def need(self, name: str) -> Any:
         if self.get(name) is None:
-            raise ValueError(f"config.json must give `{name}`, and does not.")
+            raise ValueError(
+                f"config.json must give `{name}`, and does not. Take the config.json that was "
+                "published with the weights."
+            )
         return self[name]
 
     def size(self, name: str) -> int:
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: `{name}` must be a positive integer, not {value!r}.")
+            raise ValueError(f"config.json: `{name}` must be a positive integer, got {value!r}.")
         return value
 
 
@@ -185,10 +191,11 @@ def _refuse_unsupported(fields: _Fields) -> None:
     for name, accepted in expected.items():
         value = fields.get(name)
         if value is not None and value not in accepted:
-            wanted = " or ".join(map(repr, accepted)) or "no such entry"
+            wanted = " or ".join(map(repr, accepted)) or "absent"
             raise ValueError(
-                f"config.json: `{name}` must be {wanted}; {value!r} is not implemented, and "
-                "ignoring it would change the output. Use a checkpoint without it."
+                f"config.json: `{name}` must be {wanted}, got {value!r:.80}, which jaxspec does "
+                "not implement; without it the output would be wrong. Use a checkpoint that does "
+                "not need it."
             )
 
 
@@ -220,8 +227,8 @@ def _rope(fields: _Fields, head_dim: int, default_partial: float) -> tuple[float
     # For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
     if kind not in ("default", "mrope"):
         raise ValueError(
-            f"config.json: the rope type must be 'default', and {kind!r} is not implemented. "
-            "Remove the scaling to run within the original context length."
+            f"config.json: the rope type must be 'default', got {kind!r}, which jaxspec does not "
+            "implement. Remove the scaling to run within the original context length."
         )
     theta = nested.get("rope_theta") or fields.need("rope_theta")
     partial = nested.get("partial_rotary_factor") or fields.get("partial_rotary_factor")

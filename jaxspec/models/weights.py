@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
@@ -19,26 +21,63 @@ from jaxspec.models.layers.linear import Placement
 _INDEX = "model.safetensors.index.json"
 
 
-def resolve_folder(name_or_path: str | Path) -> Path:
+def resolve_folder(name_or_path: str | Path, progress: bool = False) -> Path:
     """The folder of a checkpoint: `name_or_path` itself, or a hub id downloaded (or cached).
 
-    Raises FileNotFoundError when it is neither, or the hub cannot be reached.
+    Without `progress` the hub's own bars stay hidden. Raises FileNotFoundError when it is neither,
+    or the hub cannot be reached.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
+    rule = "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
+    if folder.exists():
+        raise FileNotFoundError(f"{rule}; {folder} is a file. Give the folder that holds it.")
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
-        return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise FileNotFoundError(
-            f"A model is a folder or a Hugging Face hub id; {str(name_or_path)!r} is no folder, "
-            f"and the hub did not give it ({reason}). Check "
-            "the name and the network, or download the model and give its folder."
-        ) from error
+        with contextlib.nullcontext() if progress else _no_hub_bars():
+            return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
+    except Exception as error:  # a network has many ways to fail
+        raise FileNotFoundError(f"{rule}; {str(name_or_path)!r} {_why_not(error)}") from error
+
+
+def _why_not(error: Exception) -> str:
+    """What the hub's error means for the one who named the model, and the way out."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HFValidationError):
+        return "is neither: there is no such folder. Check the path."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "is no folder here, and the hub has no such model, or not for you. Check the name; if "
+            "the model is private or gated, log in with `hf auth login`."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            "is no folder here, was not downloaded before, and the hub can't be reached. Check the "
+            "name and the network, or download the model elsewhere and give its folder."
+        )
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+    return (
+        f"is no folder here, and downloading it failed ({reason}). Try again, or download the "
+        "model another way and give its folder."
+    )
+
+
+@contextlib.contextmanager
+def _no_hub_bars() -> Iterator[None]:
+    """Hide the hub's bars for a while; it only has a switch for all of them."""
+    from huggingface_hub import utils
+
+    was_hidden = utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_hidden:
+            utils.enable_progress_bars()
 
 
 class Checkpoint:
@@ -68,11 +107,17 @@ class Checkpoint:
     def _open(self, path: Path) -> Any:
         try:
             return self._open_files.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             self._open_files.close()
             raise ValueError(
-                f"{path} must be a whole safetensors file, but reading it failed: {error}. It may "
-                "be truncated or corrupt: download it again."
+                f"{path} must be a whole safetensors file, but it is cut short or damaged "
+                f"({path.stat().st_size} bytes). Download it again."
+            ) from error
+        except OSError as error:
+            self._open_files.close()
+            raise ValueError(
+                f"{path} must be a file that can be read, but opening it failed: {error}. Check "
+                "its permissions, or download it again."
             ) from error
 
     @property
@@ -102,37 +147,44 @@ def _weight_files(folder: Path) -> list[Path]:
             )
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{index} must map tensor names to files under `weight_map`, but reading it "
-                f"failed: {error!r}. Download it again."
+                f"{index} must map tensor names to files under `weight_map`, and does not. "
+                "Download it again."
             ) from error
         files = [folder / shard for shard in shards]
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise FileNotFoundError(
-                f"{index} names files that {folder} lacks: {', '.join(absent)}. Download them."
+                f"{folder} must hold every file that {index.name} names, and lacks "
+                f"{', '.join(absent)}. Download what is missing."
             )
         return files
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         pickled = any(folder.glob("pytorch_model*.bin"))
         raise FileNotFoundError(
-            f"{folder} must hold model.safetensors or {_INDEX} with its shards, and holds neither"
+            f"{folder} must hold model.safetensors, or {_INDEX} with its shards, and "
             + (
-                "; it has only pytorch_model.bin, which jaxspec does not read. "
+                "has only pytorch_model.bin, which jaxspec does not read. Download the safetensors "
+                "files, or convert it with save_pretrained of transformers."
                 if pickled
-                else ". "
+                else "has neither. Download the safetensors files."
             )
-            + "Download the safetensors files, or convert with transformers' save_pretrained."
         )
     return files
 
 
 def load_weights(
-    model_class: Any, config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
+    model_class: Any,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    checkpoint: Checkpoint,
+    *,
+    progress: bool = False,
 ) -> Model:
     """A `model_class` with the checkpoint's weights, each moved to the device as it is read.
 
-    Raises one ValueError naming every missing, unexpected, duplicate and mis-shaped tensor.
+    With `progress` a bar shows what is read, if it takes more than half a second. Raises one
+    ValueError naming every missing, unexpected, duplicate and mis-shaped tensor.
     """
     published: dict[str, list[str]] = {}  # canonical name -> published spellings of it
     for name in sorted(checkpoint.names):
@@ -146,15 +198,29 @@ def load_weights(
     of_param: dict[int, list[Placement]] = {}
     for placement in placements:
         of_param.setdefault(id(placement.param), []).append(placement)
-    for parts in of_param.values():
-        param = parts[0].param
-        value = np.empty(param.shape, param.dtype)
-        for part in parts:
-            tensor = checkpoint.read(published[part.name][0])
-            target = value[..., slice(*part.columns)] if part.columns else value
-            target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
-        param.set_value(jax.device_put(value))
+    with tqdm(
+        total=sum(_num_bytes(parts[0].param) for parts in of_param.values()),
+        desc="loading",
+        unit="B",
+        unit_scale=True,
+        delay=0.5,
+        leave=False,
+        disable=not progress,
+    ) as bar:
+        for parts in of_param.values():
+            param = parts[0].param
+            value = np.empty(param.shape, param.dtype)
+            for part in parts:
+                tensor = checkpoint.read(published[part.name][0])
+                target = value[..., slice(*part.columns)] if part.columns else value
+                target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
+            param.set_value(jax.device_put(value))
+            bar.update(value.nbytes)
     return model
+
+
+def _num_bytes(param: Any) -> int:
+    return math.prod(param.shape) * np.dtype(param.dtype).itemsize
 
 
 def _check(
@@ -162,25 +228,28 @@ def _check(
 ) -> None:
     wanted = {placement.name: placement.shape for placement in placements}
     problems = {
-        "missing": sorted(wanted.keys() - published.keys()),
-        "unexpected": sorted(
+        "Missing": sorted(wanted.keys() - published.keys()),
+        "Unexpected": sorted(
             name for c in published.keys() - wanted.keys() for name in published[c]
         ),
-        "duplicate": [],
-        "mis-shaped": [],
+        "Twice": [],
+        "Wrong shape": [],
     }
     for canonical, names in sorted(published.items()):
         files = [file for name in names for file in checkpoint.files_of(name)]
         if len(files) > 1:
-            problems["duplicate"].append(f"{canonical} (in {', '.join(files)})")
+            problems["Twice"].append(f"{canonical} (in {' and '.join(files)})")
         for name in names if canonical in wanted else ():
             if (shape := checkpoint.shape(name)) != wanted[canonical]:
-                problems["mis-shaped"].append(f"{name} {shape}, not {wanted[canonical]}")
+                shapes = f"{list(shape)} instead of {list(wanted[canonical])}"
+                problems["Wrong shape"].append(f"{name} {shapes}")
     if any(problems.values()):
-        found = "; ".join(
-            f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names
+        found = " ".join(
+            f"{kind} ({len(named)}): {', '.join(named)}."
+            for kind, named in problems.items()
+            if named
         )
         raise ValueError(
             f"The tensors in {checkpoint.folder} must be exactly those its config.json asks for. "
-            f"{found}. Check that config.json belongs to these weights, or download both again."
+            f"{found} Check that config.json belongs to these weights, or download both again."
         )

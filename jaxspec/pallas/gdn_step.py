@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import dispatch
-from jaxspec.pallas.state_select import state_select
+from jaxspec.pallas import dispatch, mosaic
+from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 
@@ -49,14 +49,15 @@ def gdn_step(
         # On the device, so that all layers share one kernel.
         on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
         return _gdn_step_kernel(q, k, v, g, beta, states, on_device, slots, state_offset, query_len)
+    if width > 1:
+        return _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
     return gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len)
 
 
 def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
     """The specification of `gdn_step`: one token after the other."""
-    num_slots, value_heads = states.shape[1], states.shape[3]
-    width, group = q.shape[1], value_heads // q.shape[2]
-    state = state_select(states, layer, slots, state_offset).astype(jnp.float32)
+    width, group = q.shape[1], states.shape[3] // q.shape[2]
+    state = state_select_reference(states, layer, slots, state_offset).astype(jnp.float32)
 
     outputs, after = [], []
     for t in range(width):
@@ -68,11 +69,97 @@ def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, que
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_t, precision="highest"))
         after.append(state)
 
-    token = jnp.arange(width, dtype=jnp.int32)[None, :]
+    states = _write(states, layer, slots, query_len, jnp.stack(after, axis=1))
+    return jnp.stack(outputs, axis=1), states
+
+
+def _write(
+    states: _States,
+    layer: int,
+    slots: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+    after: Float[Array, "rows width value_heads value_dim key_dim"],
+) -> _States:
+    """The pool with each live token's state as its candidate."""
+    token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
     real = (token < query_len[:, None]) & (slots > 0)[:, None]
-    target = jnp.where(real, slots[:, None], num_slots)
-    after = jnp.stack(after, axis=1).astype(states.dtype)
-    return jnp.stack(outputs, axis=1), states.at[layer, target, token].set(after, mode="drop")
+    target = jnp.where(real, slots[:, None], states.shape[1])
+    return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
+
+
+def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
+    """`gdn_step` for XLA, all tokens at once."""
+    state = state_select_reference(states, layer, slots, state_offset).astype(jnp.float32)
+    group = states.shape[3] // q.shape[2]
+    q, k = (jnp.moveaxis(jnp.repeat(x, group, axis=2), 1, 2) for x in (q, k))
+    v, g, beta = (jnp.moveaxis(x, 1, 2) for x in (v, g, beta))
+    # A draft may overflow, padding hold anything, and 0 times NaN is NaN: none before may see it.
+    finite = jnp.isfinite(k).all(axis=3) & jnp.isfinite(v).all(axis=3) & jnp.isfinite(beta)
+    sound = jnp.cumprod(finite & ~jnp.isnan(g), axis=2) > 0
+    k, v = (jnp.where(sound[..., None], x, 0.0) for x in (k, v))
+    g, beta = (jnp.where(sound, x, 0.0) for x in (g, beta))
+    outputs, after = _all_tokens(q, k, v, g, beta, state)
+    outputs = jnp.where(sound[..., None], outputs, jnp.nan)
+    after = jnp.where(sound[..., None, None], after, jnp.nan)
+    states = _write(states, layer, slots, query_len, jnp.moveaxis(after, 2, 1))
+    return jnp.moveaxis(outputs, 2, 1), states
+
+
+def _all_tokens(
+    q: Float[Array, "rows heads width key_dim"],
+    k: Float[Array, "rows heads width key_dim"],
+    v: Float[Array, "rows heads width value_dim"],
+    g: Float[Array, "rows heads width"],
+    beta: Float[Array, "rows heads width"],
+    state: Float[Array, "rows heads value_dim key_dim"],
+) -> tuple[Array, Array]:
+    """Outputs, and the states after each token `[rows, heads, width, value_dim, key_dim]`.
+
+    Not token by token, where XLA computes every state anew from the first on wherever it is used,
+    but with the updates `u_t` of all tokens solved at once (paper, section 3.3). With `G` the
+    running sum of `g` and `D[t, i] = exp(G_t - G_i)` for `i <= t`, else 0:
+
+        S_t = exp(G_t) S_0 + sum_i D[t, i] u_i k_i^T
+        u_t = beta_t (v_t - exp(G_t) S_0 k_t - sum_{i<t} D[t, i] (k_i . k_t) u_i)
+    """
+    width = q.shape[2]
+    dot = functools.partial(jnp.einsum, precision="highest")
+    # G_t - G_i as a sum of its own: a difference of the two would lose what follows a strong decay.
+    t, i, j = (jnp.arange(width).reshape(shape) for shape in ((-1, 1, 1), (1, -1, 1), (1, 1, -1)))
+    between = jnp.broadcast_to((i < j) & (j <= t), (*g.shape[:2], width, width, width))
+    since = jnp.sum(jnp.where(between, g[:, :, None, None, :], 0.0), axis=4)
+    decay = jnp.tril(jnp.exp(since))
+    kept = jnp.exp(jnp.cumsum(g, axis=2))[..., None]
+
+    both = jnp.concatenate([k, q], axis=2)
+    from_state = jnp.swapaxes(dot("rhvk,rhkt->rhvt", state, jnp.swapaxes(both, 2, 3)), 2, 3)
+    overlap = dot("rhtk,rhik->rhti", both, k)
+    among_keys, among_queries = overlap[:, :, :width], overlap[:, :, width:]
+    wanted = beta[..., None] * (v - kept * from_state[:, :, :width])
+    coupling = jnp.tril(beta[..., None] * decay * among_keys, -1)
+    updates = dot("rhti,rhiv->rhtv", _inverse(coupling), wanted)
+
+    outputs = kept * from_state[:, :, width:]
+    outputs = outputs + dot("rhti,rhiv->rhtv", decay * among_queries, updates)
+    decayed = decay[:, :, :, None, :] * jnp.swapaxes(updates, 2, 3)[:, :, None]
+    added = dot("rhtvi,rhik->rhtvk", decayed, k)
+    return outputs, kept[..., None] * state[:, :, None] + added
+
+
+def _inverse(strictly_lower: Float[Array, "... n n"]) -> Float[Array, "... n n"]:
+    """`(1 + A)^-1 = (1 - A)(1 + A^2)(1 + A^4)...`, which ends since `A^n = 0`."""
+
+    def times(a, b):  # elementwise: a matmul this small costs more to call than to do
+        return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
+
+    n = strictly_lower.shape[-1]
+    one = jnp.broadcast_to(jnp.eye(n, dtype=strictly_lower.dtype), strictly_lower.shape)
+    power, inverse, reach = -strictly_lower, one - strictly_lower, 2
+    while reach < n:
+        power = times(power, power)
+        inverse = times(inverse, one + power)
+        reach *= 2
+    return inverse
 
 
 def _unsupported(width, states):
@@ -105,8 +192,8 @@ def _gdn_step_kernel(
 
     _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     width, key_heads = q.shape[1:3]
-    tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
-    load, store = functools.partial(_load, plgpu), functools.partial(_store, plgpu)
+    tile = mosaic.row_layout(plgpu, key_dim, states.dtype.itemsize)
+    load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
 
     def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
@@ -174,20 +261,6 @@ def _launch(plgpu, body, operands, states, interpret):
     return out, jax.freeze(pool).reshape(states.shape)
 
 
-def _load(plgpu, ref, layout):
-    """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
-    # pyright knows the signature of jax 0.10, where no kernel runs.
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def _store(plgpu, ref, x):
-    """Also pieces smaller than a sector of 32 bytes, which jax 0.12 refuses to `ref[...] = x`."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
 def _advance(state, q, k, v, decay, beta):
     """One token: the state `[values, key_dim]` after it, and what `q` reads from that."""
     state = state * decay
@@ -195,19 +268,3 @@ def _advance(state, q, k, v, decay, beta):
     write = lax.broadcast_in_dim((v - recalled) * beta, state.shape, (0,))
     state = state + write * lax.broadcast_in_dim(k, state.shape, (1,))
     return state, jnp.sum(state * lax.broadcast_in_dim(q, state.shape, (1,)), axis=1)
-
-
-def _row_layout(plgpu, key_dim, itemsize):
-    """Register layout `[_VALUES, key_dim]`: a row over up to 16 lanes, accesses of 16 bytes.
-
-    A warp's access is then 256 to 512 bytes in one piece, and sums over `key_dim` are shuffles.
-    """
-    vector = 16 // itemsize
-    lanes = min(16, key_dim // vector)
-    rows = 32 // lanes
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )

@@ -1,11 +1,15 @@
 """Paged attention of a decode rectangle, and the write of keys and values that precedes it."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 
 _KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
+_FEWEST_TOKENS = 128  # of context that a CPU attends over
 
 
 def kv_write(
@@ -60,9 +64,32 @@ def paged_attention(
         # On the device, so that all layers share one kernel.
         on_device = jnp.asarray(range(kv.shape[0])[layer], jnp.int32)
         return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
-    return paged_attention_reference(
-        queries, kv, layer, page_tables, slots, num_computed, query_len
-    )
+    on_cpu = dispatch.default_device().platform == "cpu"
+    attend = _attend_longest_row if on_cpu else paged_attention_reference
+    return attend(queries, kv, layer, page_tables, slots, num_computed, query_len)
+
+
+def _attend_longest_row(queries, kv, layer, page_tables, slots, num_computed, query_len):
+    """`paged_attention` for a CPU, which pays for every page, read or masked.
+
+    The longest row bounds what is gathered. A GPU would have to ask the host which branch to take.
+    """
+    attend = functools.partial(_attend_first_pages, layer=layer)
+    page_size, table_width = kv.shape[3], page_tables.shape[1]
+    widths = [-(-_FEWEST_TOKENS // page_size)]
+    while widths[-1] < table_width:
+        widths.append(2 * widths[-1])
+    widths[-1] = table_width
+    live = (slots > 0) & (slots < page_tables.shape[0]) & (query_len > 0)
+    length = jnp.max(jnp.where(live, num_computed + query_len, 0), initial=0)
+    branch = jnp.sum(length > page_size * jnp.array(widths[:-1], jnp.int32))
+    arguments = (queries, kv, page_tables, slots, num_computed, query_len)
+    return jax.lax.switch(branch, [functools.partial(attend, w) for w in widths], *arguments)
+
+
+def _attend_first_pages(num_pages, queries, kv, page_tables, slots, num_computed, query_len, layer):
+    tables = page_tables[:, :num_pages]
+    return paged_attention_reference(queries, kv, layer, tables, slots, num_computed, query_len)
 
 
 def paged_attention_reference(queries, kv, layer, page_tables, slots, num_computed, query_len):

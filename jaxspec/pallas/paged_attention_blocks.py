@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gdn_step import _load, _row_layout, _store
+from jaxspec.pallas import mosaic
 
 ROWS = 64  # of a tile of queries, what wgmma takes
 _LOG2E = math.log2(math.e)
@@ -141,7 +141,7 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
     of its own for every query, so that nothing crosses warps before the end.
     """
     plan, dim = sizes.plan, sizes.head_dim
-    layout = _row_layout(plgpu, dim, 4)
+    layout = mosaic.row_layout(plgpu, dim, 4)
     here, keys_here, values_here = arrived
     within = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=layout.reduce(1))
     tokens = [
@@ -152,13 +152,13 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
 
     def some(i, carry, stage, base):
         rows = pl.ds(i * _AT_ONCE, _AT_ONCE)
-        key, value = (_load(plgpu, ring.at[stage, rows], layout) for ring in (keys, values))
+        key, value = (mosaic.load(plgpu, ring.at[stage, rows], layout) for ring in (keys, values))
         place = within + (base + i * _AT_ONCE)
         # What others left beyond the row may not be finite, and 0 * NaN is NaN.
         value = jnp.where(lax.broadcast_in_dim(place, value.shape, (0,)) < share.length, value, 0.0)
         new = []
         for r, state in enumerate(carry):
-            query = _load(plgpu, tile.at[r], layout.reduce(0))
+            query = mosaic.load(plgpu, tile.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
             score = jnp.where(place <= sees[r], score * (dim**-0.5 * _LOG2E), -jnp.inf)
             new.append(_softmax_add(state, score, value))
@@ -191,14 +191,20 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
     states, _ = lax.fori_loop(
         0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
     )
-    for r, (acc, peak, total) in enumerate(states):
-        most = jnp.max(peak)
-        most = jnp.where(most == -jnp.inf, 0.0, most)
-        weight = jnp.exp2(peak - most)
-        total = jnp.sum(total * weight)
-        acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
-        _store(plgpu, out.at[r], acc / jnp.where(total > 0, total, 1.0))
-        sums_out[r] = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * _LOG2E)
+    for r, state in enumerate(states):
+        result, sums_out[r] = _over_places(*state)
+        mosaic.store(plgpu, out.at[r], result)
+
+
+def _over_places(acc, peak, total):
+    """One softmax from those of the places: the result, and log2 of the sum of its weights."""
+    most = jnp.max(peak)
+    most = jnp.where(most == -jnp.inf, 0.0, most)
+    weight = jnp.exp2(peak - most)
+    total = jnp.sum(total * weight)
+    acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
+    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * _LOG2E)
+    return acc / jnp.where(total > 0, total, 1.0), log_sum
 
 
 def _softmax_add(state, score, value):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas import mosaic
 from jaxspec.pallas import paged_attention_blocks as blocks
-from jaxspec.pallas.gdn_step import _load, _row_layout, _store
 from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
 
@@ -101,13 +101,13 @@ def _merge(out, sums, queries, splits, params):
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
     group = queries.shape[2] // out.shape[2]
-    layout = _row_layout(plgpu, queries.shape[3], 4)  # sums across warps want vectors of 4
+    layout = mosaic.row_layout(plgpu, queries.shape[3], 4)  # sums across warps want vectors of 4
 
     def body(out, sums, merged):
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
         at = (slice(None), row, lax.div(head, group), token * group + lax.rem(head, group))
-        parts = _load(plgpu, out.at[at], layout).astype(jnp.float32)
-        sum_of = _load(plgpu, sums.at[at], layout.reduce(1))
+        parts = mosaic.load(plgpu, out.at[at], layout).astype(jnp.float32)
+        sum_of = mosaic.load(plgpu, sums.at[at], layout.reduce(1))
         share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))
         sum_of = jnp.where(share < splits, sum_of, -jnp.inf)
         most = jnp.max(sum_of)
@@ -117,7 +117,7 @@ def _merge(out, sums, queries, splits, params):
         parts = jnp.where(share < splits, parts, 0.0)  # nobody wrote the others
         result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
         result = result / jnp.where(total == 0, 1.0, total)
-        _store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
+        mosaic.store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(
         body,

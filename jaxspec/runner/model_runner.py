@@ -1,8 +1,10 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -53,6 +55,7 @@ class ModelRunner:
         self._vocab_size = model.vocab_size
         self._state = self._init_state()
         self._programs: dict[Program, Callable[..., Any]] = {}
+        self._watcher: Executor | None = None
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue `plan` behind all earlier ones; its output will come later.
@@ -63,6 +66,20 @@ class ModelRunner:
         if plan.forks:
             self._state = _fork(self._state, self._pack_forks(plan.forks))
         return self._run(self._programs[plan.program], plan.packed)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Outputs dispatched inside know when the device was done with them (`done_time`)."""
+        with ThreadPoolExecutor(1, "jaxspec-watch") as self._watcher:
+            try:
+                yield
+            finally:
+                self._watcher = None
+
+    @property
+    def state(self) -> EngineState:
+        """The newest state. Read it before the next dispatch, which takes its memory."""
+        return self._state
 
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one."""
@@ -101,7 +118,7 @@ class ModelRunner:
 
     def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)
-        return PendingOutput(output)
+        return PendingOutput(output, self._watcher)
 
     @property
     def _sizes(self) -> CacheSizes:

@@ -1,5 +1,8 @@
 """PendingOutput: a step's output on its way to the host; nothing else waits for the device."""
 
+import time
+from concurrent.futures import Executor, Future
+
 import jax
 import numpy as np
 
@@ -9,11 +12,26 @@ from jaxspec.plan import StepOutput
 class PendingOutput:
     """The packed output of a dispatched step. Its copy to the host begins at once."""
 
-    def __init__(self, packed: jax.Array):
-        """Start the copy of `packed`, int32 `[rows, output_layout(K).size]`."""
+    def __init__(self, packed: jax.Array, watcher: Executor | None = None):
+        """Start the copy of `packed`, int32 `[rows, output_layout(K).size]`.
+
+        A `watcher` (one thread, for traces) notes when the step was done.
+        """
         packed.copy_to_host_async()
         self._packed = packed
+        self._done: Future[float] | None = (
+            watcher.submit(_time_when_done, packed) if watcher else None
+        )
 
     def result(self) -> StepOutput:
         """Wait for the step, then its output as NumPy arrays."""
         return StepOutput.unpack(np.asarray(self._packed))
+
+    def done_time(self) -> float | None:
+        """When the device was done with the step (`time.perf_counter`); None if unwatched."""
+        return self._done.result() if self._done else None
+
+
+def _time_when_done(packed: jax.Array) -> float:
+    packed.block_until_ready()
+    return time.perf_counter()

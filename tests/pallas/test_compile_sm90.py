@@ -14,7 +14,11 @@ import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 from shapes import ATTENTION, GDN, GdnShape
 
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
+from jaxspec.pallas.state_select import _state_select_kernel
 
 pytestmark = [
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
@@ -54,29 +58,41 @@ def h200():
     return topology.devices[0]
 
 
-def compile_for(h200, monkeypatch, step, operands, donated):
+def compile_for(h200, monkeypatch, step, operands, donated=()):
     """The compiled program; ptxas' report goes to stdout."""
     from jax.sharding import AbstractDevice
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
     sharding = SingleDeviceSharding(h200)
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
     device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
-    return lowered.compile()
+    was_on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_on)
 
 
-def assert_lean(compiled, report, pool):
-    """No spills, and the donated pool written in place."""
+def array(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def assert_lean(compiled, report, pool=None):
+    """No spills, and the donated pool, if any, written in place."""
     assert "for 'sm_90a'" in report
     stores, loads = (
         set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
     )
     assert stores == loads == {"0"}
     assert not re.findall(r"copy(-start)?\(", compiled.as_text())
-    memory, size = compiled.memory_analysis(), pool.size * pool.dtype.itemsize
+    memory = compiled.memory_analysis()
+    if pool is None:
+        assert memory.temp_size_in_bytes < 65536
+        return
+    size = pool.size * pool.dtype.itemsize
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 8
 
@@ -92,9 +108,6 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
             )
         return v, states
 
-    def array(*dims, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(dims, dtype)
-
     rows = 4
     key = array(rows, width, shape.key_heads, shape.key_dim)
     value = array(rows, width, shape.value_heads, shape.value_dim)
@@ -106,8 +119,10 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 4), (64, 1), (64, 9)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "width"),
+    [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 64, 1), (jnp.bfloat16, 64, 9), (jnp.float32, 1, 9)],
+)
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
     from jaxspec.pallas.paged_attention_kernel import attend
@@ -117,11 +132,52 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
             queries = attend(queries, kv, jnp.int32(layer), tables, *index)
         return queries, kv
 
-    queries = jax.ShapeDtypeStruct((rows, width, shape.heads, shape.head_dim), dtype)
-    pool = (2, 2, 32768, 16, shape.kv_heads, shape.head_dim)
-    pool = jax.ShapeDtypeStruct(pool, dtype)
-    tables = jax.ShapeDtypeStruct((rows + 1, 256), jnp.int32)
-    index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
+    tables, index = array(rows + 1, 256, dtype=jnp.int32), array(rows, dtype=jnp.int32)
     operands = (queries, pool, tables, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("width", [1, 4, 9])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_conv_update(h200, monkeypatch, capfd, shape, dtype, width):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(x, taps, conv, slots, state_offset, query_len):
+        for layer in range(2):
+            x, conv = conv_update(x, taps.T, conv, layer, slots, state_offset, query_len)
+        return x, conv
+
+    rows, channels = 4, shape.conv_dim
+    x, taps = array(rows, width, channels, dtype=dtype), array(4, channels, dtype=dtype)
+    pool, index = array(2, 65, 11, channels, dtype=dtype), array(rows, dtype=jnp.int32)
+    operands = (x, taps, pool, index, index, index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=2)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    assert "transpose(" not in compiled.as_text()  # the caller's and the op's cancel
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_state_select(h200, monkeypatch, capfd, shape, dtype):
+    def step(states, slots, state_offset):
+        return _state_select_kernel(states, jnp.int32(1), slots, state_offset)
+
+    index = array(4, dtype=jnp.int32)
+    states = array(2, 9, 4, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
+    compiled = compile_for(h200, monkeypatch, step, (states, index, index))
+    assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("tokens", [64, 2047])
+def test_slot_mapping(h200, monkeypatch, capfd, tokens):
+    def step(*operands):
+        return _slot_mapping_kernel(*operands, page_size=16)
+
+    index = array(tokens, dtype=jnp.int32)
+    operands = (array(257, 2048, dtype=jnp.int32), index, index, array(tokens, dtype=jnp.bool_))
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out)

@@ -1,17 +1,25 @@
-"""conv_update and conv_prefill against a convolution over the whole history."""
+"""conv_update and conv_prefill against a convolution over the whole history; kernel = reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import GDN
 
-from jaxspec.pallas.conv_update import conv_prefill, conv_update
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.conv_update import (
+    _conv_update_kernel,
+    conv_prefill,
+    conv_update,
+    conv_update_reference,
+)
 
 LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
 WINDOW = KERNEL - 1 + DRAFTS
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 
 update = jax.jit(conv_update, static_argnums=3)
+reference = jax.jit(conv_update_reference, static_argnums=3)
 prefill = jax.jit(conv_prefill, static_argnums=3)
 
 
@@ -116,3 +124,90 @@ def test_a_window_too_short_for_the_drafts_is_refused():
             0,
             *[int32(1)] * 3,
         )
+
+
+# The kernel. Rows: three tokens, two tokens; padding by slot, by length, by a slot that is not
+# there, by a negative one; one token with an offset out of range, one with a length out of range.
+ROWS = {
+    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
+    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
+    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
+}
+REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
+
+
+def kernel_case(channels, dtype, width, kernel=KERNEL, spare=0):
+    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
+    rng = np.random.default_rng(width)
+    x = normal(rng, len(ROWS["slots"]), width, channels)
+    for row in range(len(x)):
+        x[row, REAL.get(row, 0) :] = np.nan
+    x[1] = np.nan
+    pool = normal(rng, LAYERS, 7, kernel - 2 + width + spare, channels)
+    weight = normal(rng, channels, kernel)
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(pool, dtype)
+
+
+def check(x, weight, conv, run):
+    """`run` is the reference: in the tokens that are real, and bit for bit in the pool."""
+    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, *ROWS.values()))
+    expected, expected_after = reference(x, weight, conv, 1, *ROWS.values())
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_array_equal(after, np.asarray(expected_after, np.float32))
+    untouched = [slot for slot in range(7) if slot not in {2, 4, 6, 1}]
+    before = np.asarray(conv, np.float32)
+    np.testing.assert_array_equal(after[1, untouched], before[1, untouched])
+    np.testing.assert_array_equal(after[0], before[0])
+    tolerance = max(2 * float(jnp.finfo(x.dtype).eps), 5e-6)
+    for row, count in REAL.items():
+        if row == 1:  # all its inputs are NaN
+            assert np.isnan(y[row, :count]).all()
+            continue
+        ours, theirs = y[row, :count], expected[row, :count]
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=5e-6)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "channels", "width", "kernel", "spare"),
+    [
+        (jnp.bfloat16, 512, 4, 4, 0),
+        (jnp.bfloat16, 256, 1, 4, 3),
+        (jnp.bfloat16, 256, 9, 4, 0),
+        (jnp.bfloat16, 768, 5, 3, 0),
+        (jnp.float16, 256, 6, 4, 1),
+        (jnp.float32, 512, 2, 4, 0),
+        (jnp.float32, 256, 3, 4, 2),
+        (jnp.float32, 256, 7, 2, 0),
+        (jnp.float32, 256, 8, 4, 0),
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, kernel, spare):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(x, weight, conv, layer, *index):
+        layer = jnp.asarray(layer, jnp.int32)
+        return _conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
+
+    check(*kernel_case(channels, dtype, width, kernel, spare), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", range(1, 10))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.pop("conv_update", None)
+    check(*kernel_case(shape.conv_dim, dtype, width), update)
+    assert dispatch.implementations()["conv_update"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_channels_no_kernel_takes_are_seen_to_run_the_reference():
+    dispatch._chosen.pop("conv_update", None)
+    check(*kernel_case(100, jnp.float32, 2), conv_update)
+    assert dispatch.implementations()["conv_update"] == ("XLA: 100 channels",)

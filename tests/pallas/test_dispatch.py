@@ -29,10 +29,12 @@ def test_a_kernel_runs_on_hopper(monkeypatch):
 @pytest.mark.parametrize(
     "machine", [{"platform": "cpu"}, {"capability": "8.0"}, {"version": (0, 10, 2)}]
 )
-def test_elsewhere_the_reference_runs(monkeypatch, machine):
+def test_elsewhere_xla_runs_and_a_hopper_without_its_kernels_warns(monkeypatch, machine, caplog):
     on(monkeypatch, **machine)
-    assert not dispatch.runs_kernel("op", None)
-    assert dispatch.implementations()["op"][0].startswith("reference: the ")
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        assert not dispatch.runs_kernel("op", None)
+    assert dispatch.implementations()["op"][0].startswith("XLA: the ")
+    assert caplog.records[0].levelname == ("WARNING" if "version" in machine else "INFO")
 
 
 def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
@@ -40,11 +42,19 @@ def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
         for unsupported in (None, "heads of 5", None, "heads of 5"):
             assert dispatch.runs_kernel("op", unsupported) == (unsupported is None)
-    assert dispatch.implementations() == {"op": ("kernel", "reference: heads of 5")}
+    assert dispatch.implementations() == {"op": ("kernel", "XLA: heads of 5")}
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("INFO", "op runs its kernel"),
-        ("WARNING", "op runs its reference: heads of 5"),
+        ("INFO", "op runs as kernel"),
+        ("WARNING", "op runs as XLA: heads of 5"),
     ]
+
+
+def test_a_reference_that_is_preferred_warns_nobody(monkeypatch, caplog):
+    on(monkeypatch)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        assert not dispatch.runs_kernel("op", "it is faster", by_choice=True)
+    assert dispatch.implementations() == {"op": ("XLA: it is faster",)}
+    assert [r.levelname for r in caplog.records] == ["INFO"]
 
 
 def test_the_default_device_decides(monkeypatch):

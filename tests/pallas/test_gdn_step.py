@@ -70,6 +70,47 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
     assert not np.any(states[0])
 
 
+@pytest.mark.parametrize("width", range(1, 10))
+def test_all_tokens_at_once_equal_one_after_the_other(width):
+    rng = np.random.default_rng(width)
+    states = jnp.asarray(rng.normal(size=(1, 4, width, *POOL[3:])), jnp.float32)
+    tokens = operands(rng, 3, width)
+    index = int32(3, 1, 2), int32(width - 1, 0, width // 2), int32(width, 1, width // 2)
+    out, after = step(*tokens, states, 0, *index)
+    want, expected = reference(*tokens, states, 0, *index)
+    for row, count in enumerate(index[2]):
+        np.testing.assert_allclose(out[row, :count], want[row, :count], atol=2e-6)
+    np.testing.assert_allclose(after, expected, atol=2e-6)
+
+
+def test_a_token_that_overflows_harms_no_token_before_it():
+    rng = np.random.default_rng(5)
+    states = jnp.asarray(rng.normal(size=POOL), jnp.float32)
+    tokens = operands(rng, 1, CANDIDATES)
+    index = int32(2), int32(0), int32(CANDIDATES)
+    want, expected = step(*tokens, states, 1, *index)
+    for x in tokens[1:]:
+        hurt = [y.copy() for y in tokens]
+        hurt[[y is x for y in tokens].index(True)][0, 2] = np.nan
+        out, after = step(*hurt, states, 1, *index)
+        np.testing.assert_allclose(out[0, :2], want[0, :2], atol=1e-6)
+        np.testing.assert_allclose(after[1, 2, :2], expected[1, 2, :2], atol=1e-6)
+        assert np.isnan(after[1, 2, 2:]).any(axis=(1, 2, 3)).all()
+
+
+@pytest.mark.parametrize("decay", [300.0, 1e5, np.inf])
+def test_a_strong_decay_keeps_what_follows_exact(decay):
+    rng = np.random.default_rng(6)
+    states = jnp.asarray(rng.normal(size=POOL), jnp.float32)
+    tokens = operands(rng, 1, CANDIDATES)
+    tokens[3][0, 1] = -decay
+    index = int32(2), int32(0), int32(CANDIDATES)
+    out, after = step(*tokens, states, 1, *index)
+    want, expected = oracle(np.asarray(states[1, 2, 0]), *(x[0] for x in tokens))
+    np.testing.assert_allclose(out[0], want, atol=1e-6)
+    np.testing.assert_allclose(after[1, 2], expected, atol=1e-6)
+
+
 def test_padding_is_inert():
     rng = np.random.default_rng(1)
     states = rng.normal(size=POOL).astype(np.float32)

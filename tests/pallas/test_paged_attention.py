@@ -12,6 +12,8 @@ from jaxspec.pallas.paged_attention import kv_write, paged_attention, paged_atte
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, DIM = 2, 12, 4, 2, 6, 8
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 
+reference = jax.jit(paged_attention_reference, static_argnums=2)
+
 
 def attention_oracle(queries, keys, values, first_position):
     """float64 causal attention of `queries` [n, heads, dim] standing at `first_position` on."""
@@ -64,6 +66,21 @@ def test_paged_attention_equals_attention_over_the_history(width):
             queries[row, :real], keys, values, num_computed[row]
         )
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("longest", [1, 127, 128, 129, 256, 257, 400])
+def test_the_longest_row_bounds_what_is_read_and_changes_nothing(longest):
+    rng = np.random.default_rng(longest)
+    page_size, pages = 16, 25
+    pool = normal(rng, 1, 2, 1 + 2 * pages, page_size, KV_HEADS, DIM)
+    tables = np.zeros((3, pages), np.int32)
+    tables[1:] = 1 + rng.permutation(2 * pages).reshape(2, pages)
+    queries = jnp.asarray(normal(rng, 3, 2, HEADS, DIM))
+    slots, query_len = jnp.asarray([2, 0, 1], jnp.int32), jnp.asarray([1, 2, 1], jnp.int32)
+    num_computed = jnp.asarray([longest - 1, 10**6, longest // 3], jnp.int32)
+    operands = queries, jnp.asarray(pool), 0, jnp.asarray(tables), slots, num_computed, query_len
+    out = jax.jit(paged_attention, static_argnums=2)(*operands)
+    np.testing.assert_allclose(out, paged_attention_reference(*operands), atol=1e-6)
 
 
 def test_padding_is_inert_in_kv_write():
@@ -129,7 +146,7 @@ def kernel_case(shape, dtype, width, page_size, table, seed=0):
 
 def check(run, queries, kv, indices):
     """`run` is the reference, and 0 in padding rows and tokens."""
-    expected = np.asarray(paged_attention_reference(queries, kv, 1, *indices), np.float32)
+    expected = np.asarray(reference(queries, kv, 1, *indices), np.float32)
     out = np.asarray(run(queries, kv, 1, *indices), np.float32)
     query_len = np.asarray(indices[3])
     for row in range(len(out)):
@@ -179,14 +196,24 @@ def test_the_kernel_equals_its_reference_without_races(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [1, 4, 9])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("page_size", "table"), [(16, 40), (64, 9), (544, 3)])
-@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+@pytest.mark.parametrize(
+    ("model", "dtype", "page_size", "table", "width"),
+    [
+        ("qwen3-8b", jnp.bfloat16, 16, 40, 4),
+        ("qwen3.5-9b", jnp.bfloat16, 16, 40, 4),
+        ("qwen3.5-27b", jnp.bfloat16, 544, 3, 3),
+        ("qwen3.5-35b-a3b", jnp.bfloat16, 64, 9, 1),
+        ("nemotron-3-nano", jnp.bfloat16, 64, 9, 9),
+        ("llama-3.2-1b", jnp.bfloat16, 16, 40, 9),
+        ("qwen3-8b", jnp.float32, 16, 40, 4),
+        ("qwen3.5-9b", jnp.float32, 544, 3, 9),
+        ("llama-3.2-1b", jnp.float32, 64, 9, 1),
+    ],
+)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
-    shape, page_size, table, dtype, width
+    model, dtype, page_size, table, width
 ):
     dispatch._chosen.pop("paged_attention", None)
     run = jax.jit(paged_attention, static_argnums=2)
-    check(run, *kernel_case(shape, dtype, width, page_size, table, seed=width))
+    check(run, *kernel_case(ATTENTION[model], dtype, width, page_size, table, seed=width))
     assert dispatch.implementations()["paged_attention"] == ("kernel",)

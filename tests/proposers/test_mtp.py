@@ -18,6 +18,6 @@ def test_the_first_drafts_are_the_references(fixture, chunk):
     request = engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=20))[0]
     while not request.output:
         engine.step()
-    rows = engine.runner._state.rows
+    rows = engine.runner.state.rows
     assert np.asarray(rows.drafts)[0].tolist() == drafts
     assert int(rows.num_drafts[0]) == len(drafts)

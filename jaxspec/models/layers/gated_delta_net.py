@@ -40,7 +40,8 @@ class GatedDeltaNet(nnx.Module):
             "in_proj_a": heads,
         }
         self.in_proj = Linear(config.hidden_size, outputs, dtype)
-        self.conv = declare((config.conv_dim, config.conv_kernel), dtype)
+        # Published transposed; the GPU kernel reads one tap of many channels at once.
+        self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
         self.log_decay = declare((heads,), jnp.float32)  # published as A_log
         self.decay_bias = declare((heads,), jnp.float32)  # published as dt_bias
         # Of all norms of the model, this one is not zero-centred.
@@ -73,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _convolve(self, mixed, inputs, cache, layer):
         decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
-        weight = self.conv[...]
+        weight = self.conv[...].T
         rows, channels = decode.slots.shape[0], mixed.shape[1]
         rectangle = mixed[:split].reshape(rows, inputs.width, channels)
         y, conv = conv_update(
@@ -103,9 +104,9 @@ class GatedDeltaNet(nnx.Module):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `linear_attn.`."""
         prefix += "linear_attn."
-        channels, taps = self.conv.shape
+        taps, channels = self.conv.shape
         yield from self.in_proj.checkpoint(prefix)
-        yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv)
+        yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
         yield Placement(prefix + "A_log", self.log_decay.shape, self.log_decay)
         yield Placement(prefix + "dt_bias", self.decay_bias.shape, self.decay_bias)
         yield from self.norm.checkpoint(prefix + "norm")

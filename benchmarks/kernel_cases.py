@@ -1,0 +1,275 @@
+"""What `kernels.py` measures: the ops at the shapes of the published models.
+
+To add an op, write a generator of `Case` and put it into `OPS`.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.pallas.conv_update import conv_update, conv_update_reference
+from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
+from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
+from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
+from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from shapes import ATTENTION, GDN  # noqa: E402
+
+INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
+FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
+
+
+@dataclasses.dataclass
+class Case:
+    """One op at one shape. `run(pool, layer, *operands)` gives its output and the new pool."""
+
+    op: str
+    about: dict  # what the results say of the shape
+    run: Callable
+    reference: Callable
+    pool: Callable[[int], Any]  # arrays of so many layers
+    layer_bytes: int  # of the pool, that one call touches
+    operands: tuple
+    total_bytes: int
+    calls: int | None = None  # of a program, where the defaults do not suit
+    writes: bool = True  # the pool, so that one call waits for the other
+
+
+def gdn_step_cases() -> Iterator[Case]:
+    """Sizes of the decode rectangle on Qwen3.5-9B's heads, and the other models at one size."""
+    sizes = [("float32", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
+    sizes += [("float32", 64, 8), ("float16", 64, 4)]
+    sizes += [("bfloat16", rows, width) for width in (4, 1) for rows in (64, 256, 1)]
+    for model, shape in GDN.items():
+        for dtype, rows, width in sizes:
+            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
+                yield _gdn_step_case(model, shape, jnp.dtype(dtype), rows, width)
+
+
+def _gdn_step_case(model, shape, dtype, rows, width):
+    rng = np.random.default_rng(0)
+    key = (rows, width, shape.key_heads, shape.key_dim)
+    value = (rows, width, shape.value_heads, shape.value_dim)
+    q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=value).astype(np.float32)
+    g = -rng.exponential(size=value[:3]).astype(np.float32)
+    beta = rng.random(size=value[:3]).astype(np.float32)
+    slots = 1 + rng.permutation(rows).astype(np.int32)
+    offset = rng.integers(0, width, size=rows).astype(np.int32)
+    length = np.full(rows, width, np.int32)
+    operands = (q, k, v, g, beta, slots, offset, length)
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def pool(layers):
+        # Every slot holds the same random state: the speed does not depend on which.
+        one = jax.random.normal(jax.random.key(0), state, jnp.float32).astype(dtype)
+        return jnp.broadcast_to(one, (layers, 1 + rows, width, *state)) + jnp.zeros((), dtype)
+
+    def run(op, pool, layer, q, k, v, g, beta, *index):
+        return op(q, k, v, g, beta, pool, layer, *index)
+
+    state_bytes = rows * math.prod(state) * dtype.itemsize
+    return Case(
+        op="gdn_step",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "width": width,
+        },
+        run=functools.partial(run, gdn_step),
+        reference=functools.partial(run, gdn_step_reference),
+        pool=pool,
+        layer_bytes=state_bytes * width,
+        operands=tuple(jnp.asarray(x) for x in operands),
+        total_bytes=state_bytes * (1 + width) + sum(x.nbytes for x in operands) + v.nbytes,
+    )
+
+
+def conv_update_cases() -> Iterator[Case]:
+    """As for `gdn_step`; bfloat16 is what the models are published in."""
+    sizes = [("bfloat16", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
+    sizes += [("bfloat16", 64, 9), ("float32", 64, 4)]
+    for model, shape in GDN.items():
+        for dtype, rows, width in sizes:
+            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
+                yield _conv_update_case(model, shape.conv_dim, jnp.dtype(dtype), rows, width)
+
+
+def _conv_update_case(model, channels, dtype, rows, width, kernel=4):
+    keys = jax.random.split(jax.random.key(0), INPUTS + 1)
+    # Several, so that none is found in the cache.
+    xs = tuple(jax.random.normal(key, (rows, width, channels)).astype(dtype) for key in keys[1:])
+    taps = jax.random.normal(keys[0], (kernel, channels)).astype(dtype)
+    index = _index(rows, width)
+    window = kernel - 2 + width
+
+    def pool(layers):
+        one = jax.random.normal(keys[0], (window, channels)).astype(dtype)
+        return jnp.broadcast_to(one, (layers, 1 + rows, window, channels)) + jnp.zeros((), dtype)
+
+    def run(op, pool, layer, xs, taps, *index):
+        return op(xs[layer % INPUTS], taps.T, pool, layer, *index)
+
+    return Case(
+        op="conv_update",
+        about={
+            "model": model,
+            "channels": channels,
+            "dtype": dtype.name,
+            "rows": rows,
+            "width": width,
+        },
+        run=functools.partial(run, conv_update),
+        reference=functools.partial(run, conv_update_reference),
+        pool=pool,
+        layer_bytes=rows * window * channels * dtype.itemsize,
+        operands=(xs, taps, *index),
+        total_bytes=2 * xs[0].nbytes
+        + taps.nbytes
+        + rows * (kernel - 1 + window) * channels * dtype.itemsize,
+    )
+
+
+def state_select_cases() -> Iterator[Case]:
+    """The kernel, whatever the op runs."""
+    for model, shape in GDN.items():
+        for dtype, rows in (("float32", 64), ("bfloat16", 64), ("float32", 1)):
+            yield _state_select_case(model, shape, jnp.dtype(dtype), rows)
+
+
+def _state_select_case(model, shape, dtype, rows, candidates=4):
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+    state_bytes = rows * math.prod(state) * dtype.itemsize
+
+    def pool(layers):
+        one = jax.random.normal(jax.random.key(0), state, jnp.float32).astype(dtype)
+        return jnp.broadcast_to(one, (layers, 1 + rows, candidates, *state)) + jnp.zeros((), dtype)
+
+    def kernel(pool, layer, *index):
+        return _state_select_kernel(pool, jnp.int32(layer), *index), pool
+
+    return Case(
+        op="state_select",
+        about={"model": model, "heads": str(shape), "dtype": dtype.name, "rows": rows},
+        run=kernel,
+        reference=lambda pool, *args: (state_select_reference(pool, *args), pool),
+        pool=pool,
+        layer_bytes=state_bytes,
+        operands=_index(rows, candidates)[:2],
+        total_bytes=2 * state_bytes,
+        calls=FEW if rows > 1 else MANY,
+        writes=False,
+    )
+
+
+def slot_mapping_cases() -> Iterator[Case]:
+    """Latency: each call takes the slots of the one before for positions."""
+    for rows, width in ((1, 4), (64, 4), (256, 8)):
+        yield _slot_mapping_case(rows, width)
+
+
+def _slot_mapping_case(rows, width, pages=2048, page_size=16):
+    rng = np.random.default_rng(0)
+    tables = jnp.asarray(rng.integers(1, 2**20, (1 + rows, pages)), jnp.int32)
+    slots = jnp.repeat(_index(rows, width)[0], width)
+
+    def run(op, positions, layer, tables, slots, live):
+        # A barrier, or XLA would make one program of its several.
+        out = jax.lax.optimization_barrier(op(tables, slots, positions, live, page_size=page_size))
+        return out, out
+
+    return Case(
+        op="slot_mapping",
+        about={"rows": rows, "width": width, "tokens": rows * width},
+        run=functools.partial(run, slot_mapping),
+        reference=functools.partial(run, slot_mapping_reference),
+        pool=lambda layers: jnp.arange(rows * width, dtype=jnp.int32),
+        layer_bytes=4 * rows * width,
+        operands=(tables, slots, jnp.ones(rows * width, bool)),
+        total_bytes=rows * width * (4 * 4 + 1),
+        calls=2 * MANY,
+    )
+
+
+def paged_attention_cases() -> Iterator[Case]:
+    """Many rows for all models; more sizes, pages and float32 on the heads of one or two."""
+    for model, shape in ATTENTION.items():
+        yield _paged_attention_case(model, shape, 64, 4096, 4)
+        if model in ("qwen3-8b", "qwen3.5-9b"):
+            for rows, context, width in ((1, 32768, 4), (8, 4096, 4), (64, 4096, 1)):
+                yield _paged_attention_case(model, shape, rows, context, width)
+        if model == "qwen3-8b":
+            yield _paged_attention_case(model, shape, 64, 4096, 4, page_size=64)
+        if model == "qwen3.5-9b":
+            yield _paged_attention_case(model, shape, 64, 4096, 4, dtype="float32")
+
+
+def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtype="bfloat16"):
+    rng = np.random.default_rng(0)
+    pages = rows * context // page_size
+    tables = 1 + rng.permutation(pages).reshape(rows, -1)
+    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
+    slots = 1 + rng.permutation(rows)
+    start, count = np.full(rows, context - width), np.full(rows, width)
+    dtype = jnp.dtype(dtype)
+    page = (page_size, shape.kv_heads, shape.head_dim)
+    layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys = jax.random.split(jax.random.key(0))
+        queries = (rows, width, shape.heads, shape.head_dim)
+        kv = (layers, 2, 1 + pages, *page)
+        return tuple(jax.random.normal(*x, dtype) for x in zip(keys, (kv, queries), strict=True))
+
+    def run(op, pool, layer, *index):
+        kv, queries = pool
+        out = op(queries, kv, layer, *index)
+        return out, (kv, out)
+
+    return Case(
+        op="paged_attention",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "context": context,
+            "width": width,
+            "page_size": page_size,
+        },
+        run=functools.partial(run, paged_attention),
+        reference=functools.partial(run, paged_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, start, count)),
+        total_bytes=layer_bytes,
+    )
+
+
+def _index(rows, width):
+    """Slots, offsets and lengths of rows that are all live."""
+    rng = np.random.default_rng(0)
+    index = 1 + rng.permutation(rows), rng.integers(0, width, rows), np.full(rows, width)
+    return tuple(jnp.asarray(x, jnp.int32) for x in index)
+
+
+OPS = {
+    "gdn_step": gdn_step_cases,
+    "conv_update": conv_update_cases,
+    "state_select": state_select_cases,
+    "slot_mapping": slot_mapping_cases,
+    "paged_attention": paged_attention_cases,
+}

@@ -1,0 +1,191 @@
+"""Writes the tables of figures in README.md from the files in benchmarks/results.
+
+    python benchmarks/tables.py [--check] [--readme FILE]
+
+A table stands in the README between `<!-- table: NAME -->` and `<!-- end -->`, each on a line of
+its own; what is between them is made here. `--check` changes nothing and exits with 1 if a table is
+not what its file says. A new table is a function from what the file holds to text, and a line in
+TABLES.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
+Figures = dict[str, Any]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with its first column to the left and figures to the right."""
+    rule = ["---"] + ["--:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def first_command(figures: Figures) -> str:
+    head = ["compile cache", "seconds to the first character", "seconds in all", "MB at the peak"]
+    keys = ["first_character_seconds", "seconds", "peak_memory_mb"]
+    starts = {"empty": figures["cold"], "filled": figures["warm"]}
+    return markdown(
+        head,
+        ([name, *(str(start[key]) for key in keys)] for name, start in starts.items()),
+    )
+
+
+def acceptance(figures: Figures) -> str:
+    by_case: dict[tuple[int, float], dict[str, float]] = {}
+    for result in figures["results"]:
+        case = by_case.setdefault((result["num_speculative_tokens"], result["temperature"]), {})
+        case[result["draft_sample_method"]] = result["tokens_per_verify"]
+    return markdown(
+        ["drafts", "temperature", "greedy drafts", "drawn drafts"],
+        (
+            [
+                str(drafts),
+                f"{temperature:g}",
+                f"{case['greedy']:.2f}",
+                f"{case['probabilistic']:.2f}",
+            ]
+            for (drafts, temperature), case in by_case.items()
+        ),
+    )
+
+
+def decoding(figures: Figures) -> str:
+    cases = figures["greedy"]
+    yardstick = max(
+        (case["tokens_per_second"] for case in cases if case["engine"] == "transformers"), default=0
+    )
+    return markdown(
+        ["greedy, 1 row", "tokens per second", "(least to most)", "times transformers", "same ids"],
+        (
+            [
+                _case_name(case),
+                f"{case['tokens_per_second']:.0f}",
+                f"{case['tokens_per_second_least']:.0f} to {case['tokens_per_second_most']:.0f}",
+                f"{case['tokens_per_second'] / yardstick:.1f}" if yardstick else "–",
+                f"{case['same_ids']} of {figures['prompts']}",
+            ]
+            for case in cases
+        ),
+    )
+
+
+def _case_name(case: Figures) -> str:
+    if case["engine"] == "transformers":
+        return f"transformers, {case['threads']} thread" + "s" * (case["threads"] > 1)
+    return f"jaxspec, {case['drafts']} drafts"
+
+
+def drafts(figures: Figures) -> str:
+    rows = []
+    for cases in (figures["greedy"], figures["sampled"]):
+        plain, drafted = (case for case in cases if case["engine"] == "jaxspec")
+        speed = [case["tokens_per_second"] for case in (plain, drafted)]
+        row = [f"{speed[0]:.0f}", f"{speed[1]:.0f}", f"{speed[1] / speed[0]:.2f}"]
+        rows.append([f"{plain['temperature']:g}", *row, f"{drafted['tokens_per_verify']:.2f}"])
+    head = ["temperature", "tokens per second, 0 drafts", "3 drafts", "ratio", "tokens per verify"]
+    return markdown(head, rows)
+
+
+def scaling(figures: Figures) -> str:
+    by_rows: dict[int, list[str]] = {}
+    for case in figures["scaling"]:
+        row = by_rows.setdefault(case["rows"], [str(case["rows"])])
+        row += [f"{case['tokens_per_second']:.0f}", f"{case['ms_per_step']:.2f}"]
+    head = ["rows", "tokens per second, 0 drafts", "ms a step", "3 drafts", "ms a step"]
+    return markdown(head, by_rows.values())
+
+
+def step_gap(figures: Figures) -> str:
+    by_depth: dict[tuple[int, int], dict[int, Figures]] = {}
+    for case in figures["results"]:
+        depths = by_depth.setdefault((case["rows"], case["drafts"]), {})
+        depths[case["max_in_flight"]] = case
+    rows = []
+    for (batch, num_drafts), of in by_depth.items():
+        times = of[0]["engine_ms"], of[2]["engine_ms"], of[2]["back_to_back_ms"], of[2]["host_ms"]
+        rows.append([f"{batch}, {num_drafts}", *(f"{ms:.2f}" for ms in times)])
+    engine = ["engine, `max_in_flight` 0", "engine, 2"]
+    return markdown(["rows, drafts", *engine, "back to back", "host a step (2)"], rows)
+
+
+def kernels(figures: Figures) -> str:
+    """The shapes of one model, at two batch sizes and two widths; the file has the others."""
+    rows = []
+    for case in figures["results"]:
+        width = case.get("width", 1)
+        if case.get("model", MODEL) != MODEL or case["rows"] not in (1, 64) or width not in (1, 4):
+            continue
+        name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {case['rows']} x {width}"
+        if "context" in case:
+            name += f", context {case['context']}"
+        times = f"{case['us']:.1f}", f"{case['reference_us']:.0f}", f"{case['of_copy']:.0%}"
+        rows.append([name, *times])
+    head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth"]
+    return markdown(head, rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
+    "first command": ("first_command_cpu.json", first_command),
+    "acceptance": ("acceptance_cpu.json", acceptance),
+    "decoding": ("cpu_decoding.json", decoding),
+    "drafts": ("cpu_decoding.json", drafts),
+    "scaling": ("cpu_decoding.json", scaling),
+    "step gap": ("step_gap_h200.json", step_gap),
+    "kernels": ("kernels_h200.json", kernels),
+}
+PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """`text` with every table made anew.
+
+    Raises:
+        ValueError: a table without its end, a name that TABLES does not have, no file for it.
+    """
+    if len(PLACE.findall(text)) != text.count("<!-- table:"):
+        raise ValueError("A line `<!-- table: NAME -->` has no `<!-- end -->` after its table.")
+
+    def fill(place: re.Match[str]) -> str:
+        name = place[1]
+        if name not in TABLES:
+            raise ValueError(f"There is no table {name!r}; known are {', '.join(TABLES)}.")
+        file, table = TABLES[name]
+        if not (results / file).exists():
+            raise ValueError(
+                f"Table {name!r} needs {results / file}: run its benchmark with --json."
+            )
+        made = table(json.loads((results / file).read_text()))
+        return f"<!-- table: {name} -->\n{made}\n<!-- end -->"
+
+    return PLACE.sub(fill, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    args = parser.parse_args()
+    text = args.readme.read_text()
+    try:
+        new = filled(text)
+    except ValueError as error:
+        sys.exit(f"{args.readme}: {error}")
+    if args.check and new != text:
+        sys.exit(
+            f"{args.readme}: a table is not what {RESULTS} says. "
+            "Run `python benchmarks/tables.py` to write it."
+        )
+    if new != text:
+        args.readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Accesses to memory that the Mosaic GPU kernels share.
+
+They are handed the module `plgpu`, because importing it takes 0.2 s and not every build of jaxlib
+for a CPU can.
+"""
+
+from typing import Any
+
+THREADS = 128  # of a block: Mosaic's warpgroup
+
+
+def load(plgpu, ref, layout) -> Any:
+    """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
+    # pyright knows the signature of jax 0.10, where no kernel runs.
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
+def store(plgpu, ref, x):
+    """Also pieces smaller than a sector of 32 bytes, which jax 0.12 refuses to `ref[...] = x`."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+def vectors(plgpu, vector: int):
+    """Register layout of `THREADS * vector` elements in a row: `vector` neighbours a thread."""
+    return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
+
+
+def row_layout(plgpu, size: int, itemsize: int):
+    """Register layout of rows of `size`, each over up to 16 lanes, by accesses of 16 bytes.
+
+    A warp's access is then 256 to 512 bytes in one piece, and sums over a row are shuffles.
+    """
+    vector = 16 // itemsize
+    lanes = min(16, size // vector)
+    rows = 32 // lanes
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )

@@ -1,0 +1,203 @@
+"""Pictures of what an LLM did, with matplotlib (`pip install "jaxspec[notebook]"`).
+
+Each function draws on `ax`, or on a new figure, and returns the axes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.engine import StepTimes
+from jaxspec.outputs import RequestOutput
+from jaxspec.request import RequestMetrics
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import PercentFormatter
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'jaxspec.plot needs matplotlib, which is not installed: pip install "jaxspec[notebook]".'
+    ) from error
+
+_STAGES = {  # of the timeline: colour, and what it is
+    "plan": ("#3b6fb6", "host: plan"),
+    "dispatch": ("#e08a2e", "host: dispatch"),
+    "wait": ("#d9d9d9", "host: wait for the device"),
+    "collect": ("#8a4fa3", "host: collect"),
+    "device": ("#3a9d5d", "device: run"),
+}
+_POOLS = {  # of the memory map, in words
+    "weights": "weights",
+    "kv": "keys and values\n(pages)",
+    "conv": "convolution windows\n(slots)",
+    "states": "recurrent states\n(slots x candidates)",
+    "page_tables": "page tables\n(slots)",
+    "rows": "batch state\n(rows)",
+    "draft_logits": "draft logits\n(slots)",
+}
+
+
+def acceptance(
+    metrics: RequestMetrics | Mapping[str, RequestMetrics], ax: Axes | None = None
+) -> Axes:
+    """The share of verify steps in which draft 1, 2, ... stood, for one run or several by name.
+
+    A draft stands only if all before it do, so the bars fall. The tokens a verify step gives, one
+    more than the drafts that stand, are in the legend.
+
+    Raises:
+        ValueError: nothing was drafted.
+    """
+    runs = {"": metrics} if isinstance(metrics, RequestMetrics) else dict(metrics)
+    for name, run in runs.items():
+        if not run.num_drafts:
+            raise ValueError(
+                f"Acceptance needs drafts, and {name or 'this run'} had none: is "
+                "speculative_config None?"
+            )
+    ax = ax or _new_axes(6, 3.4)
+    bar = 0.8 / max(len(runs), 1)
+    width = 0
+    for place, (name, run) in enumerate(runs.items()):
+        rates = [count / run.num_drafts for count in run.accepted_per_position]
+        width = max(width, len(rates))
+        left = [i + 1 + (place - (len(runs) - 1) / 2) * bar for i in range(len(rates))]
+        label = f"{name}: " if name else ""
+        label += f"{run.mean_acceptance_length:.2f} tokens per verify step"
+        bars = ax.bar(left, rates, bar * 0.94, label=label)
+        ax.bar_label(bars, [f"{rate:.0%}" for rate in rates], padding=2, fontsize=8)
+    ax.set(xlabel="draft", ylabel="verify steps in which it stood", ylim=(0, 1.12))
+    ax.set_xticks(range(1, width + 1))
+    ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    _legend_above(ax, 1)
+    return ax
+
+
+def speed(runs: Mapping[str, Sequence[RequestOutput]], ax: Axes | None = None) -> Axes:
+    """Milliseconds a token, after the first, of the same prompts in several runs by name.
+
+    Raises:
+        ValueError: no runs, runs of different prompts, or completions of a single token.
+    """
+    prompts = {tuple(tuple(o.prompt_token_ids) for o in outputs) for outputs in runs.values()}
+    if len(prompts) != 1:
+        raise ValueError(
+            f"Runs are compared on the same prompts, and these have {len(prompts)} lists of them: "
+            f"{', '.join(runs) or 'no runs'}."
+        )
+    if any(output.metrics.tpot is None for outputs in runs.values() for output in outputs):
+        raise ValueError(
+            "Time per token needs completions of at least two tokens. Raise max_tokens."
+        )
+    ax = ax or _new_axes(7, 0.6 + 0.6 * len(next(iter(prompts))))
+    bar = 0.8 / len(runs)
+    for place, (name, outputs) in enumerate(runs.items()):
+        times = [1000 * output.metrics.tpot for output in outputs if output.metrics.tpot]
+        centre = [i + (place - (len(runs) - 1) / 2) * bar for i in range(len(times))]
+        bars = ax.barh(centre, times, bar * 0.94, label=name)
+        ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    names = [_short(output) for output in next(iter(runs.values()))]
+    ax.set_yticks(range(len(names)), names, family="monospace", fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel("milliseconds per token after the first")
+    ax.margins(x=0.1)
+    _legend_above(ax, len(runs))
+    return ax
+
+
+def timeline(
+    steps: Sequence[StepTimes], ax: Axes | None = None, *, first: int = 0, count: int = 12
+) -> Axes:
+    """What the host and the device did for `count` steps of `LLM.trace`, one row a step.
+
+    The upper half of a row is the host, the lower the device. With several steps in flight, the
+    host plans a row while the device still runs one above it. When a step ends is what a Python
+    thread saw; when it begins nobody tells: it is drawn from the end of its dispatch, or of the
+    step before where that is later, and pale from where it may have begun already.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+    shown = steps[first : first + count]
+    if first < 0 or not shown:
+        raise ValueError(
+            f"The trace has {len(steps)} steps, so {count} from step {first} on can't be drawn."
+        )
+    ax = ax or _new_axes(8, 0.9 + 0.36 * len(shown))
+    origin = shown[0].plan_start
+    device_free = (steps[first - 1].device_end if first else None) or origin
+    for row, step in enumerate(shown):
+        spans = {
+            "plan": (step.plan_start, step.dispatch_start),
+            "dispatch": (step.dispatch_start, step.dispatch_end),
+            "wait": (step.wait_start, step.collect_start),
+            "collect": (step.collect_start, step.collect_end),
+        }
+        for stage, (start, end) in spans.items():
+            _bar(ax, row - 0.2, start - origin, end - start, stage)
+        if step.device_end is not None:
+            earliest = max(step.dispatch_start, device_free)
+            start = min(max(step.dispatch_end, device_free), step.device_end)
+            _bar(ax, row + 0.2, earliest - origin, start - earliest, "device", alpha=0.35)
+            _bar(ax, row + 0.2, start - origin, step.device_end - start, "device")
+            device_free = step.device_end
+    for colour, label in _STAGES.values():
+        ax.barh(0, 0, color=colour, label=label)
+    names = [_step_name(first + row, step) for row, step in enumerate(shown)]
+    ax.set_yticks(range(len(shown)), names, fontsize=8)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.margins(x=0.02)  # not set_xlim, which would clip the longer of two timelines that share it
+    ax.set_xlabel(f"milliseconds since step {first} was planned")
+    ax.grid(axis="x", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.legend(loc="lower left", fontsize=8)  # steps run from the upper left to the lower right
+    return ax
+
+
+def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
+    """What holds how much of the device's memory; `metrics` are those of `LLM.metrics`."""
+    pools = {name: size for name, size in metrics["memory_bytes"].items() if size}
+    pools = dict(sorted(pools.items(), key=lambda item: -item[1]))
+    ax = ax or _new_axes(7, 0.8 + 0.42 * len(pools))
+    total = sum(pools.values())
+    bars = ax.barh(range(len(pools)), [size / 1e6 for size in pools.values()], color="#3b6fb6")
+    labels = [f"{_megabytes(size)}, {size / total:.1%}" for size in pools.values()]
+    ax.bar_label(bars, labels, padding=3, fontsize=8)
+    ax.set_yticks(range(len(pools)), [_POOLS.get(name) or name for name in pools], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"megabytes on the device, {_megabytes(total)} in all")
+    ax.margins(x=0.2)
+    return ax
+
+
+def _new_axes(width: float, height: float) -> Axes:
+    _, ax = plt.subplots(figsize=(width, height), layout="constrained")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _legend_above(ax: Axes, columns: int) -> None:
+    where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": columns}
+    ax.legend(**where, frameon=False, fontsize=8)
+
+
+def _bar(
+    ax: Axes, row: float, start: float, seconds: float, stage: str, alpha: float = 1.0
+) -> None:
+    ax.barh(row, 1000 * seconds, 0.4, left=1000 * start, color=_STAGES[stage][0], alpha=alpha)
+
+
+def _step_name(number: int, step: StepTimes) -> str:
+    return f"step {number}" + (" (prompt)" if step.program.prefill_tokens else "")
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
+def _short(output: RequestOutput, length: int = 28) -> str:
+    """The beginning of a prompt, for an axis; a dollar would start a formula there."""
+    text = output.prompt or f"{len(output.prompt_token_ids)} token ids"
+    text = " ".join(text.split()).replace("$", r"\$")
+    return text if len(text) <= length else text[: length - 1] + "…"

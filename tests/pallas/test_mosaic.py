@@ -1,0 +1,30 @@
+"""The accesses that kernels share: what is loaded is stored, in pieces of any width."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas import mosaic
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(("dtype", "vector"), [(jnp.bfloat16, 2), (jnp.float32, 4)])
+def test_what_is_loaded_is_stored(dtype, vector):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(x, out):
+        piece = jax.lax.axis_index("piece")
+        values = mosaic.load(plgpu, x.at[piece], mosaic.vectors(plgpu, vector))
+        mosaic.store(plgpu, out.at[piece], values)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, mosaic.THREADS * vector)), dtype)
+    copy = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, dtype),
+        grid=(3,),
+        grid_names=("piece",),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    np.testing.assert_array_equal(jax.jit(copy)(x), x)

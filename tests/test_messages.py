@@ -1,0 +1,460 @@
+"""Every message that bad input gets, whole, as a person sees it; and the command's help."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from harness import FIXTURES
+from safetensors.numpy import load_file, save_file
+
+from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec.__main__ import main
+
+# Folders with one thing wrong: what is done to a copy of tests/fixtures/qwen3_5 or qwen3.
+
+
+def tensors(change):
+    def damage(folder):
+        path = folder / "model.safetensors"
+        held = load_file(path)
+        change(held)
+        path.unlink()  # a loader may have mapped it
+        save_file(held, path)
+
+    return damage
+
+
+def config(**changes):
+    def damage(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damage
+
+
+def cut(size):
+    def damage(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+
+    return damage
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def misfit(held):
+    del held["model.norm.weight"], held["mtp.fc.weight"]
+    held["model.layers.9.extra"] = np.zeros(3, np.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    held[name] = held[name].T.copy()
+
+
+DAMAGE = {
+    "EMPTY": empty,
+    "NO_WEIGHTS": lambda folder: (folder / "model.safetensors").unlink(),
+    "PICKLED": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "NOT_JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "CUT": cut(-5),
+    "NOISE": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 5000),
+    "MISFIT": tensors(misfit),
+    "MOE": config(architectures=["Qwen3_5MoeForCausalLM"]),
+    "QUANTIZED": config(quantization_config={"quant_method": "fp8"}),
+    "BIASED": config(attention_bias=True),
+    "SCALED": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    "NO_TOKENIZER": lambda folder: (folder / "tokenizer.json").unlink(),
+    "PLAIN": lambda folder: None,  # Qwen3: no draft head
+}
+
+
+def folder_with_tokenizer(name, folder):
+    for part in (name, "tokenizer_bytes"):
+        shutil.copytree(FIXTURES / part, folder, dirs_exist_ok=True)
+    return folder
+
+
+# What is typed after `python -m jaxspec`, and what it prints on standard error.
+COMMAND = [
+    (
+        [],
+        'Nothing to complete: give a prompt, as in `python -m jaxspec "def f(x):"`.',
+    ),
+    (
+        [""],
+        "A prompt must have at least one token, and the prompt has none. Give it some text or "
+        "token ids.",
+    ),
+    (
+        ["x", ""],
+        "A prompt must have at least one token, and prompt 2 of 2 has none. Give it some text or "
+        "token ids.",
+    ),
+    (
+        ["x", "--max-tokens", "5000"],
+        "A prompt and its max_tokens must fit max_model_len=1024: 1 + 5000 tokens came. Shorten "
+        "one, or raise max_model_len.",
+    ),
+    (
+        ["x", "--max-model-len", "5000"],
+        "max_model_len must not exceed the model's 1024 positions, got 5000.",
+    ),
+    (
+        ["x", "--temperature", "-1"],
+        "temperature must be a number from 0 to 1,000,000, got -1.0; 0 is greedy.",
+    ),
+    (
+        ["x", "--temperature", "nan"],
+        "temperature must be a number from 0 to 1,000,000, got nan; 0 is greedy.",
+    ),
+    (
+        ["x", "--max-tokens", "0"],
+        "max_tokens must be an integer of at least 1, got 0.",
+    ),
+    (
+        ["x", "--seed", "99999999999999999999"],
+        "seed must be an integer that fits in 64 bits, got 99999999999999999999.",
+    ),
+    (
+        ["x", "--dtype", "int4"],
+        "dtype must be 'float32', 'bfloat16' or 'auto', got 'int4'.",
+    ),
+    (
+        ["x", "--num-speculative-tokens", "9"],
+        "num_speculative_tokens must be an integer from 1 to 8, got 9. To do without drafts pass "
+        "speculative_config=None, or --num-speculative-tokens 0 to the command.",
+    ),
+    (
+        ["x", "--num-speculative-tokens", "3", "--model", "PLAIN"],
+        "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint has none: "
+        "it lacks the mtp.* tensors, which an export may have dropped. Pass "
+        "speculative_config=None, or --num-speculative-tokens 0 to the command.",
+    ),
+    (
+        ["--prompts-file", "MISSING.txt"],
+        "The prompts file MISSING.txt can't be read: No such file or directory. Check the path.",
+    ),
+    (
+        ["--prompts-file", "BLANK.txt"],
+        "BLANK.txt must hold a prompt on each line, and all its lines are empty.",
+    ),
+    (
+        ["--prompts-file", "BINARY.txt"],
+        "The prompts file BINARY.txt must be UTF-8 text, and byte 2 is not. Save it as UTF-8.",
+    ),
+    (
+        ["x", "--model", "BLANK.txt"],
+        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; BLANK.txt is "
+        "a file. Give the folder that holds it.",
+    ),
+    (
+        ["x", "--model", "./no/such/folder"],
+        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
+        "'./no/such/folder' is neither: there is no such folder. Check the path.",
+    ),
+    (
+        ["x", "--model", "nobody/no-such-model"],
+        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
+        "'nobody/no-such-model' is no folder here, was not downloaded before, and the hub can't be "
+        "reached. Check the name and the network, or download the model elsewhere and give its "
+        "folder.",
+    ),
+    (
+        ["x", "--model", "EMPTY"],
+        "A model folder must hold a config.json, and EMPTY has none. Give the folder of a Hugging "
+        "Face checkpoint (config.json, *.safetensors, tokenizer files) or its hub id.",
+    ),
+    (
+        ["x", "--model", "NOT_JSON"],
+        "NOT_JSON/config.json must be JSON, and is not: Expecting property name enclosed in double "
+        "quotes: line 1 column 2 (char 1). Download it again.",
+    ),
+    (
+        ["x", "--model", "NO_WEIGHTS"],
+        "NO_WEIGHTS must hold model.safetensors, or model.safetensors.index.json with its shards, "
+        "and has neither. Download the safetensors files.",
+    ),
+    (
+        ["x", "--model", "PICKLED"],
+        "PICKLED must hold model.safetensors, or model.safetensors.index.json with its shards, and "
+        "has only pytorch_model.bin, which jaxspec does not read. Download the safetensors files, "
+        "or convert it with save_pretrained of transformers.",
+    ),
+    (
+        ["x", "--model", "CUT"],
+        "CUT/model.safetensors must be a whole safetensors file, but it is cut short or damaged "
+        "(609119 bytes). Download it again.",
+    ),
+    (
+        ["x", "--model", "NOISE"],
+        "NOISE/model.safetensors must be a whole safetensors file, but it is cut short or damaged "
+        "(5000 bytes). Download it again.",
+    ),
+    (
+        ["x", "--model", "MISFIT"],
+        "The tensors in MISFIT must be exactly those its config.json asks for. Missing (2): "
+        "model.norm.weight, mtp.fc.weight. Unexpected (1): model.layers.9.extra. Wrong shape (1): "
+        "model.layers.0.mlp.up_proj.weight [64, 96] instead of [96, 64]. Check that config.json "
+        "belongs to these weights, or download both again.",
+    ),
+    (
+        ["x", "--model", "MOE"],
+        "MOE/config.json asks for the model 'Qwen3_5MoeForCausalLM', and jaxspec runs only "
+        "Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, qwen3, qwen3_5, "
+        "qwen3_5_text. Use a checkpoint of one of those, or add the model: "
+        "jaxspec/models/README.md says how.",
+    ),
+    (
+        ["x", "--model", "QUANTIZED"],
+        "config.json: `quantization_config` must be absent, got {'quant_method': 'fp8'}, which "
+        "jaxspec does not implement; without it the output would be wrong. Use a checkpoint that "
+        "does not need it.",
+    ),
+    (
+        ["x", "--model", "BIASED"],
+        "config.json: `attention_bias` must be False, got True, which jaxspec does not implement; "
+        "without it the output would be wrong. Use a checkpoint that does not need it.",
+    ),
+    (
+        ["x", "--model", "SCALED"],
+        "config.json: the rope type must be 'default', got 'yarn', which jaxspec does not "
+        "implement. Remove the scaling to run within the original context length.",
+    ),
+    (
+        ["x", "--model", "NO_TOKENIZER"],
+        "The model's folder has no tokenizer.json, which text prompts need. Copy it there from the "
+        "checkpoint, or work with token ids: {'prompt_token_ids': [...]}.",
+    ),
+    # These the parser of the command line finds.
+    (
+        ["x", "--temperature", "warm"],
+        "argument --temperature: invalid float value: 'warm'. See python -m jaxspec --help.",
+    ),
+    (
+        ["x", "--tempo", "1"],
+        "unrecognized arguments: --tempo 1. See python -m jaxspec --help.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "message"), COMMAND, ids=[" ".join(c[0]) for c in COMMAND])
+def test_the_command_prints(typed, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "BLANK.txt").write_text("\n \n")
+    (tmp_path / "BINARY.txt").write_bytes(b"ab\xff")
+    for kind in set(typed) & set(DAMAGE):
+        name = "qwen3" if kind == "PLAIN" else "qwen3_5"
+        DAMAGE[kind](folder_with_tokenizer(name, tmp_path / kind))
+    try:
+        status = main(typed)
+    except SystemExit as left:  # the parser leaves by itself
+        status = left.code
+    printed = capsys.readouterr()
+    assert (printed.err, printed.out, status) == (f"jaxspec: {message}\n", "", 2)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(FIXTURES / "qwen3_5", dtype="float32", max_model_len=64, page_size=16, num_pages=3)
+
+
+IDS = {"prompt_token_ids": [1, 2, 3]}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+# What is called, and the text of its error.
+CALLS = [
+    (
+        lambda llm: SamplingParams(top_p=0.0),
+        "top_p must be in (0, 1], got 0.0; 1 turns it off.",
+    ),
+    (
+        lambda llm: SamplingParams(top_p=1.5),
+        "top_p must be in (0, 1], got 1.5; 1 turns it off.",
+    ),
+    (
+        lambda llm: SamplingParams(top_k=-2),
+        "top_k must be an integer of at least -1, got -2; -1 turns it off.",
+    ),
+    (
+        lambda llm: SamplingParams(n=0),
+        "n must be an integer of at least 1, got 0.",
+    ),
+    (
+        lambda llm: llm.generate({"prompt_token_ids": []}),
+        "A prompt must have at least one token, and the prompt has none. Give it some text or "
+        "token ids.",
+    ),
+    (
+        lambda llm: llm.generate({"prompt_token_ids": [5, 264, -1]}),
+        "Token ids must be 0 to 263 with this model, and the prompt has 264, -1. Use the ids of "
+        "this model's own tokenizer.",
+    ),
+    (
+        lambda llm: llm.generate([IDS, {"prompt_token_ids": [999]}]),
+        "Token ids must be 0 to 263 with this model, and prompt 2 of 2 has 999. Use the ids of "
+        "this model's own tokenizer.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(stop_token_ids=[9999])),
+        "Token ids must be 0 to 263 with this model, and stop_token_ids has 9999. Use the ids of "
+        "this model's own tokenizer.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(stop_token_ids=[*range(17)])),
+        "A request may have at most 16 stop token ids, the model's own included, got 17. Use stop "
+        "strings for the rest.",
+    ),
+    (
+        lambda llm: llm.generate({"prompt_token_ids": [1.5]}),
+        "prompt_token_ids must be a list of integers, got [1.5].",
+    ),
+    (
+        lambda llm: llm.generate([[1, 2, 3]]),
+        "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got [1, 2, 3]. "
+        "Token ids go in as {'prompt_token_ids': [...]}.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, {"temperature": 0}),
+        "sampling_params must be SamplingParams, one or a list of them, got {'temperature': 0}. "
+        "Build them as in SamplingParams(temperature=0.8).",
+    ),
+    (
+        lambda llm: llm.generate([IDS, IDS], [GREEDY]),
+        "sampling_params must be one for all prompts or one for each, got 1 for 2 prompts.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(stop="x")),
+        "The model's folder has no tokenizer.json, which stop strings need. Copy it there from the "
+        "checkpoint, or work with token ids: {'prompt_token_ids': [...]}.",
+    ),
+    (
+        lambda llm: llm.stream(IDS, SamplingParams(n=2)),
+        "stream gives one sample, got n=2; use generate.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(max_tokens=62)),
+        "A prompt and its max_tokens must fit max_model_len=64: 3 + 62 tokens came. Shorten one, "
+        "or raise max_model_len.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(max_tokens=40)),
+        "A request must fit the page pool alone: 43 tokens need 3 pages of 16, the pool has 2. "
+        "Raise num_pages or lower max_tokens.",
+    ),
+    (
+        lambda llm: SpeculativeConfig(method="magic"),
+        "Unknown speculative method 'magic': use 'mtp', or 'oracle' in tests.",
+    ),
+    (
+        lambda llm: LLM(speculative_config="mtp"),
+        "speculative_config must be 'auto', None or a dict, got 'mtp'.",
+    ),
+    (
+        lambda llm: LLM(max_in_flight=-1),
+        "max_in_flight must be at least 0 (0 is the synchronous engine), got -1.",
+    ),
+    (
+        lambda llm: LLM(max_num_seqs=0),
+        "max_num_seqs must be an integer of at least 1, got 0.",
+    ),
+    (
+        lambda llm: LLM(page_size=0),
+        "page_size must be an integer of at least 1, got 0.",
+    ),
+    (
+        lambda llm: LLM(num_pages=-3),
+        "num_pages must be at least 2, the null page and one, got -3.",
+    ),
+    (
+        lambda llm: LLM(max_model_len=1),
+        "max_model_len must be at least 2, one token in and one out, got 1.",
+    ),
+    (
+        lambda llm: LLM(max_num_batched_tokens=4),
+        "A step must have room for every row's verify and some prompt: max_num_batched_tokens=4 "
+        "must exceed max_num_seqs * (1 + num_speculative_tokens) = 32.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message[:60] for _, message in CALLS])
+def test_the_error_says(llm, call, message):
+    with pytest.raises(ValueError) as caught:
+        call(llm)
+    assert str(caught.value) == message
+
+
+def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
+    with pytest.raises(ValueError) as caught:
+        SpeculativeConfig.of({"drafts": 3})
+    assert str(caught.value) == (
+        "Unknown keys ['drafts'] in speculative_config; known are ['method', "
+        "'num_speculative_tokens', 'draft_sample_method', 'synthetic_acceptance_rates', "
+        "'continuations', 'draft_accuracy', 'vary_num_drafts', 'draft_seed']."
+    )
+
+
+# A model that gives NaN is no bad input: the request ends, and so does the command.
+@pytest.mark.parametrize(
+    ("typed", "which"),
+    [(["ab"], ""), (["ab", "--json"], ""), (["ab", "cd"], " for 2 of 2 prompts")],
+)
+def test_a_model_that_gives_nan_ends_the_text_and_says_so(typed, which, tmp_path, capsys):
+    folder = folder_with_tokenizer("qwen3", tmp_path / "model")
+    tensors(lambda held: held["model.norm.weight"].fill(np.nan))(folder)
+    assert main([*typed, "--model", str(folder), "--dtype", "float32"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"jaxspec: the model gave no finite logits (scores of the next token){which}, so the text "
+        "ends early. Its weights may be damaged, or their values too large for the dtype: "
+        "download them again, or try --dtype float32.\n"
+    )
+    if "--json" in typed:
+        assert json.loads(printed.out)["finish_reason"] == "error"
+    else:
+        assert printed.out.startswith("ab\n") and printed.out.endswith("\n0 tokens\n")
+
+
+HELP = """\
+usage: python -m jaxspec [options] PROMPT ...
+
+Complete prompts with a hybrid LLM and speculative decoding. One prompt is
+printed as it is completed, several when all are done; then comes a line of figures.
+
+positional arguments:
+  PROMPT                texts to complete; write -- before one that starts with a dash
+
+options:
+  -h, --help            show this help message and exit
+  --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
+  --model MODEL         a folder or a Hugging Face hub id (default: the embedded model)
+  --dtype DTYPE         float32, bfloat16 or auto: bfloat16 on a GPU, float32 elsewhere (default:
+                        auto)
+  --max-tokens N        most tokens to add to a prompt (default: 128)
+  --max-model-len N     most tokens of a prompt and its completion together (default: as many as the
+                        model was made for, but not above 8192)
+  --temperature T       0 takes the likeliest token; 1 draws with the model's own probabilities,
+                        less is tamer, more is wilder (default: 0)
+  --seed N              another seed draws other tokens (default: a fixed one)
+  --num-speculative-tokens K
+                        tokens drafted in each step, up to 8; 0 turns speculation off (default: 3 if
+                        the checkpoint has a draft head, else 0)
+  --json                print one JSON object a prompt (default: text)
+
+examples:
+  python -m jaxspec "def fibonacci(n):"
+  python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
+  python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
+
+exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
+"""
+
+
+def test_the_help_tells_every_option_with_its_default(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "102")  # argparse leaves 2 free
+    monkeypatch.setenv("NO_COLOR", "1")  # which Python 3.14 would use on a terminal
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert (left.value.code, capsys.readouterr().out) == (0, HELP)
