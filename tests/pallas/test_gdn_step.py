@@ -4,48 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gated_delta import int32, operands, oracle
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gdn_step import _gdn_step_kernel, gdn_step, gdn_step_reference
 
 LAYERS, SLOTS, CANDIDATES = 2, 5, 4
-SMALL = GdnShape(2, 6, key_dim=8, value_dim=5)
-POOL = (LAYERS, SLOTS, CANDIDATES, 6, 5, 8)
+POOL = (LAYERS, SLOTS, CANDIDATES, 6, 5, 8)  # of `gated_delta.SMALL`
 
 step = jax.jit(gdn_step, static_argnums=6)
 reference = jax.jit(gdn_step_reference, static_argnums=6)
-
-
-def operands(rng, *batch, shape=SMALL):
-    """q, k, v, g, beta for tokens of the given batch shape, as a layer makes them."""
-    q, k = (rng.normal(size=(*batch, shape.key_heads, shape.key_dim)) for _ in range(2))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=(*batch, shape.value_heads, shape.value_dim))
-    g = -rng.exponential(size=(*batch, shape.value_heads))
-    beta = rng.random(size=(*batch, shape.value_heads))
-    return [x.astype(np.float32) for x in (q, k, v, g, beta)]
-
-
-def oracle(state, q, k, v, g, beta):
-    """Outputs and states after each token; `state` [value_heads, value_dim, key_dim]."""
-    state, outputs, states = state.astype(np.float64), [], []
-    group = v.shape[1] // k.shape[1]
-    for t in range(len(q)):
-        out = np.empty(v[t].shape)
-        for head in range(v.shape[1]):
-            key, query = k[t, head // group], q[t, head // group]
-            decayed = np.exp(np.float64(g[t, head])) * state[head]
-            write = beta[t, head] * (v[t, head] - decayed @ key)
-            state[head] = decayed + np.outer(write, key)
-            out[head] = state[head] @ query
-        outputs.append(out)
-        states.append(state.copy())
-    return np.array(outputs), np.array(states)
-
-
-def int32(*values):
-    return jnp.asarray(values, jnp.int32)
 
 
 def test_a_state_rolled_back_equals_a_state_never_advanced():

@@ -1,0 +1,125 @@
+"""One verify step of Gated DeltaNet that keeps no state a token, but what replays it."""
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas.replay import must_fold
+
+_States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
+
+
+@flax.struct.dataclass
+class GdnRing:
+    """What each token added to its slot's state: `u k^T` after a decay of `g`.
+
+    `jaxspec.pallas.replay` says which row is whose. `k` and `u` have the checkpoint's dtype.
+    """
+
+    k: Float[Array, "layers slots ring key_heads key_dim"]
+    u: Float[Array, "layers slots ring value_heads value_dim"]
+    g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
+
+
+def gdn_replay(
+    q: Float[Array, "rows width key_heads key_dim"],
+    k: Float[Array, "rows width key_heads key_dim"],
+    v: Float[Array, "rows width value_heads value_dim"],
+    g: Float[Array, "rows width value_heads"],
+    beta: Float[Array, "rows width value_heads"],
+    states: _States,
+    ring: GdnRing,
+    layer: int,
+    slots: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
+    ring_length: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+) -> tuple[Float[Array, "rows width value_heads value_dim"], _States, GdnRing]:
+    """The gated delta rule over each row's tokens: float32 outputs, the new pool, the new ring.
+
+    The rule and its operands are `gdn_step`'s, but for what is kept. A slot's state is its
+    checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
+    running sum `G` of their `g`:
+
+        S = exp(G_P) S_0 + sum_j exp(G_P - G_j) u_j k_j^T
+
+    A row that `must_fold` writes this as its checkpoint. Its tokens `t < query_len` go to the ring
+    at `num_computed + t`; the caller counts those that stand, by `next_ring_length`. `k` and `u`
+    are rounded to the ring's dtype before anything uses them, so that what is replayed later is
+    what this step computed with. Needs `ring >= 2 * width` (ValueError). Padding rows and tokens
+    write nothing, and what they put out means nothing.
+    """
+    width, rows_in_ring = q.shape[1], ring.k.shape[2]
+    if rows_in_ring < 2 * width:
+        raise ValueError(
+            f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
+            f"has {rows_in_ring}. Build the cache with ring_rows >= {2 * width}."
+        )
+    return gdn_replay_reference(
+        q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len
+    )
+
+
+def gdn_replay_reference(
+    q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len
+):
+    """The specification of `gdn_replay`: fold for itself, then one token after the other."""
+    width, group = q.shape[1], states.shape[3] // q.shape[2]
+    num_slots, rows_in_ring = states.shape[1], ring.k.shape[2]
+    slot = jnp.clip(slots, 0, num_slots - 1)
+    start = _replayed(states, ring, layer, slot, num_computed, ring_length)
+
+    state, outputs, written = start, [], []
+    for t in range(width):
+        k_t = k[:, t].astype(ring.k.dtype).astype(jnp.float32)
+        q_h, k_h = (jnp.repeat(x, group, axis=1) for x in (q[:, t], k_t))
+        state = state * jnp.exp(g[:, t])[..., None, None]
+        recalled = jnp.einsum("rhvk,rhk->rhv", state, k_h, precision="highest")
+        u_t = beta[:, t][..., None] * (v[:, t] - recalled)
+        u_t = u_t.astype(ring.u.dtype).astype(jnp.float32)
+        state = state + u_t[..., None] * k_h[..., None, :]
+        outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
+        written.append(u_t)
+
+    real = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    folds = real & must_fold(ring_length, width, rows_in_ring)
+    target = jnp.where(folds, slots, num_slots)
+    states = states.at[layer, target, 0].set(start.astype(states.dtype), mode="drop")
+    token = jnp.arange(width, dtype=jnp.int32)[None, :]
+    place = (num_computed[:, None] + token) % rows_in_ring
+    target = jnp.where(real[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
+
+    def append(pool, new):
+        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
+
+    ring = GdnRing(append(ring.k, k), append(ring.u, jnp.stack(written, 1)), append(ring.g, g))
+    return jnp.stack(outputs, axis=1), states, ring
+
+
+def _replayed(
+    states: _States,
+    ring: GdnRing,
+    layer: int,
+    slot: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
+    ring_length: Int[Array, " rows"],
+) -> Float[Array, "rows value_heads value_dim key_dim"]:
+    """Each row's state: its checkpoint, and the ring's tokens added, in float32."""
+    group, rows_in_ring = states.shape[3] // ring.k.shape[3], ring.k.shape[2]
+    # By age, the newest last; what lies beyond `ring_length` may hold anything.
+    age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
+    place = (num_computed[:, None] - age) % rows_in_ring
+    counts = age <= ring_length[:, None]
+
+    def take(pool):
+        taken = pool[layer, slot[:, None], place].astype(jnp.float32)
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
+
+    k, u, g = jnp.repeat(take(ring.k), group, axis=2), take(ring.u), take(ring.g)
+    # Sums of what comes after each token, not differences: those lose what follows a strong decay.
+    after = jnp.pad(g[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    after = jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+    whole = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
+    checkpoint = states[layer, slot, 0].astype(jnp.float32)
+    added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
+    return whole * checkpoint + added

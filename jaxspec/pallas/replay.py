@@ -1,0 +1,46 @@
+"""Replay of recurrent states: where a token's factors lie in the ring, and when the ring is folded.
+
+Instead of a state after every token, a slot keeps one checkpoint and, in a ring, what each token
+since then added to it. The token at position `p` of its request lies in row `p % ring_rows`. Of the
+tokens before `num_computed` the last `ring_length` are not in the checkpoint yet. Accepting drafts
+is counting them in; what was rejected is not counted, hence never read, and overwritten by whatever
+comes to stand at its position.
+
+A step that might leave too little room for the next one folds first: it adds the ring's tokens to
+the checkpoint. Every row decides that for itself on the device, so the host need not know. With 8
+rows and 3 tokens a step:
+
+    num_computed  ring_length  folds       writes rows  kept
+    10            0            no          2, 3, 4      2
+    12            2            no          4, 5, 6      3
+    15            5            12 .. 14 …  7, 0, 1      1
+    16            1            no          0, 1, 2      …
+
+"ReplaySSM" (Dao AI Lab and NVIDIA, 2026) does so for Mamba2, with a host that knows the counts.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+_WINDOWS = {4: 32, 2: 16}  # tokens a ring can hold between steps, by bytes of a state's element
+
+
+def ring_rows(width: int, itemsize: int) -> int:
+    """Rows of a ring for steps of `width` tokens.
+
+    The window balances what every step reads of the ring against how often it writes the state;
+    behind it, `width` rows that a step can write while other blocks still read the window.
+    """
+    return _WINDOWS[itemsize] + width
+
+
+def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Array, "..."]:
+    """Whether a step of `width` tokens folds: appended to the ring they could fill its window."""
+    return ring_length > rows - 2 * width
+
+
+def next_ring_length(
+    ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, rows: int
+) -> Int[Array, "..."]:
+    """`ring_length` after a step of `width` tokens of which `kept` stand."""
+    return jnp.where(must_fold(ring_length, width, rows), 0, ring_length) + kept
