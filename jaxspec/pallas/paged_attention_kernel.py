@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import flash, mosaic
 from jaxspec.pallas import paged_attention_blocks as blocks
+from jaxspec.pallas.page_tiles import PageTiles
 from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
 
@@ -47,9 +48,8 @@ def attend(
     if plan is None:
         context = page_tables.shape[1] * page_size
         plan = plan_for(rows * kv_heads * tiles, context, head_dim, kv.dtype.itemsize)
-    sizes = Sizes(
-        *(plan, height, width, group, head_dim, layers, num_pages, page_size), *page_tables.shape
-    )
+    pages = PageTiles(plan.keys, head_dim, num_pages, page_size, *page_tables.shape)
+    sizes = Sizes(plan, height, width, group, pages)
     tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     tile = tile.reshape(rows, kv_heads, packed, head_dim)
     tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
@@ -71,7 +71,7 @@ def _launch(sizes, tile, pool, indices, params):
         splits = -(-splits // 8) * 8  # what `_merge` reads at once
     tensor_cores = tile.dtype == jnp.bfloat16
     if tensor_cores:
-        block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), blocks.ROWS
+        block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), flash.ROWS
     else:
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
     out, sums = plgpu.kernel(

@@ -1,7 +1,6 @@
-"""What the blocks of `paged_attention_kernel` share: sizes, their part of the work, its tiles."""
+"""What the blocks of `paged_attention_kernel` share: sizes, and their part of the work."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -9,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.page_tiles import PageTiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +29,11 @@ class Sizes:
     height: int  # of a tile of queries, without its padding
     width: int
     group: int
-    head_dim: int
-    layers: int
-    num_pages: int
-    page_size: int
-    num_slots: int
-    table: int  # pages of a row in the table
-
-    @property
-    def piece(self) -> int:
-        """Positions one copy brings: they lie in one page."""
-        return math.gcd(self.plan.keys, self.page_size)
+    pages: PageTiles
 
     def barriers(self):
         """For the tile of queries, and for each tile of the rings of keys and of values."""
-        copies = self.plan.keys // self.piece
-        ring = plgpu.Barrier(num_arrivals=copies, num_barriers=self.plan.stages)
+        ring = self.pages.barriers(self.plan.stages)
         return plgpu.Barrier(), ring, ring
 
 
@@ -72,64 +62,35 @@ def begin(
         queries.at[row, head, rows], tile.at[pl.ds(0, sizes.height)], arrived[0]
     )
 
-    plan, context = sizes.plan, sizes.table * sizes.page_size
+    plan, pages = sizes.plan, sizes.pages
     slot = slots[row]
-    live = (slot > 0) & (slot < sizes.num_slots)
-    slot = jnp.clip(slot, 0, sizes.num_slots - 1)
+    live = (slot > 0) & (slot < pages.num_slots)
     # Clamped: a row's position is not trusted either, and must not overflow.
-    start = jnp.clip(num_computed[row], -sizes.width, context)
+    start = jnp.clip(num_computed[row], -sizes.width, pages.context)
     tokens = jnp.where(live, jnp.clip(query_len[row], 0, sizes.width), 0)
-    length = jnp.where(tokens > 0, jnp.clip(start + tokens, 0, context), 0)
+    length = jnp.where(tokens > 0, jnp.clip(start + tokens, 0, pages.context), 0)
     in_row = lax.div(length + plan.keys - 1, plan.keys)
     in_share = lax.div(in_row + plan.splits - 1, plan.splits)
     first = split * in_share
     count = jnp.clip(in_row - first, 0, in_share)
 
     def find(j):
-        return _pages(sizes, tables, slot, first + j)
+        return pages.find(tables, slot, first + j)
 
-    def fetch(which, j, stage, pages):
-        ring = (keys, values)[which]
-        _fetch(
-            sizes,
-            pool,
-            layer[0],
-            head,
-            which,
-            first + j,
-            pages,
-            ring.at[stage],
-            arrived[1 + which].at[stage],
+    def fetch(which, j, stage, found):
+        ring, barriers = (keys, values)[which], arrived[1 + which]
+        pages.fetch(
+            *(pool, layer[0], head, which, first + j, found, ring.at[stage], barriers.at[stage])
         )
 
     for stage in range(plan.stages):
 
         @pl.when(stage < count)
         def _(stage=stage):
-            pages = find(stage)
-            fetch(0, stage, stage, pages)
-            fetch(1, stage, stage, pages)
+            found = find(stage)
+            fetch(0, stage, stage, found)
+            fetch(1, stage, stage, found)
 
     share = Share(part, first, count, start, length, tokens, find, fetch)
     outputs = out.at[split, row, head, rows], sums_out.at[split, row, head, part]
     block(sizes, share, *outputs, tile, keys, values, arrived, **scratch)
-
-
-def _pages(sizes, tables, slot, tile):
-    """The pages of a tile, one a copy; beyond the table its last, beyond the pool its last."""
-    places = [tile * sizes.plan.keys + i for i in range(0, sizes.plan.keys, sizes.piece)]
-    entries = [jnp.minimum(lax.div(x, sizes.page_size), sizes.table - 1) for x in places]
-    return tuple(jnp.clip(tables[slot, entry], 0, sizes.num_pages - 1) for entry in entries)
-
-
-def _fetch(sizes, pool, layer, head, which, tile, pages, stage, arrived):
-    """Start copying a tile of keys (`which` 0) or values (1)."""
-    for i, page in enumerate(pages):
-        begin = ((layer * 2 + which) * sizes.num_pages + page) * sizes.page_size
-        if sizes.page_size > sizes.piece:
-            begin += lax.rem(tile * sizes.plan.keys + i * sizes.piece, sizes.page_size)
-        plgpu.copy_gmem_to_smem(
-            pool.at[pl.ds(begin, sizes.piece), pl.ds(head * sizes.head_dim, sizes.head_dim)],
-            stage.at[pl.ds(i * sizes.piece, sizes.piece)],
-            arrived,
-        )

@@ -17,6 +17,7 @@ from shapes import ATTENTION, GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.state_select import _state_select_kernel
 
@@ -181,3 +182,23 @@ def test_slot_mapping(h200, monkeypatch, capfd, tokens):
     operands = (array(257, 2048, dtype=jnp.int32), index, index, array(tokens, dtype=jnp.bool_))
     compiled = compile_for(h200, monkeypatch, step, operands)
     assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+def test_prefill_attention(h200, monkeypatch, capfd, shape):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(queries, kv, tables, *index):
+        for layer in range(2):
+            queries = prefill_attention(queries, kv, layer, tables, *index)
+        return queries, kv
+
+    seqs, tokens = 5, 2048
+    queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=jnp.bfloat16)
+    tables, index = array(65, 256, dtype=jnp.int32), array(seqs, dtype=jnp.int32)
+    operands = (queries, pool, tables, index, index, array(seqs + 1, dtype=jnp.int32))
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
+    assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
