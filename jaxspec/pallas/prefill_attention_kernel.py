@@ -179,15 +179,14 @@ def _block(
 def _copy(pages, count, pool, layer, head, tables, slot, ring, arrived, free):
     """The warpgroup that fills the rings, as soon as both others are done with a tile."""
 
-    def step(j, found):
+    @pl.loop(0, count)
+    def _(j):
         stage = lax.rem(j, _STAGES)
+        found = pages.find(tables, slot, j)  # while it would wait anyway
         for which in range(2):
             pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
             target = ring[which].at[stage], arrived[which].at[stage]
             pages.fetch(pool, layer, head, which, j, found, *target)
-        return pages.find(tables, slot, j + 1)
-
-    lax.fori_loop(0, count, step, pages.find(tables, slot, 0))
 
 
 def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
