@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,13 @@ import numpy as np
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
+from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
+from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from shapes import GDN  # noqa: E402
+from shapes import ATTENTION, GDN  # noqa: E402
 
 INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
 FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
@@ -34,13 +37,14 @@ class Case:
     op: str
     about: dict  # what the results say of the shape
     run: Callable
-    reference: Callable
-    pool: Callable[[int], jax.Array]  # of so many layers
+    reference: Callable | None  # None: minutes, or the host waits in it
+    pool: Callable[[int], Any]  # arrays of so many layers
     layer_bytes: int  # of the pool, that one call touches
     operands: tuple
     total_bytes: int
     calls: int | None = None  # of a program, where the defaults do not suit
     writes: bool = True  # the pool, so that one call waits for the other
+    flops: int = 0  # where they bound it, not the bytes
 
 
 def gdn_step_cases() -> Iterator[Case]:
@@ -252,6 +256,113 @@ def _slot_mapping_case(rows, width, pages=2048, page_size=16):
     )
 
 
+def paged_attention_cases() -> Iterator[Case]:
+    """Many rows for all models; more sizes, pages and float32 on the heads of one or two."""
+    for model, shape in ATTENTION.items():
+        yield _paged_attention_case(model, shape, 64, 4096, 4)
+        if model in ("qwen3-8b", "qwen3.5-9b"):
+            for rows, context, width in ((1, 32768, 4), (8, 4096, 4), (64, 4096, 1)):
+                yield _paged_attention_case(model, shape, rows, context, width)
+        if model == "qwen3-8b":
+            yield _paged_attention_case(model, shape, 64, 4096, 4, page_size=64)
+        if model == "qwen3.5-9b":
+            yield _paged_attention_case(model, shape, 64, 4096, 4, dtype="float32")
+
+
+def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtype="bfloat16"):
+    rng = np.random.default_rng(0)
+    pages = rows * context // page_size
+    tables = 1 + rng.permutation(pages).reshape(rows, -1)
+    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
+    slots = 1 + rng.permutation(rows)
+    start, count = np.full(rows, context - width), np.full(rows, width)
+    dtype = jnp.dtype(dtype)
+    page = (page_size, shape.kv_heads, shape.head_dim)
+    layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys = jax.random.split(jax.random.key(0))
+        queries = (rows, width, shape.heads, shape.head_dim)
+        kv = (layers, 2, 1 + pages, *page)
+        return tuple(jax.random.normal(*x, dtype) for x in zip(keys, (kv, queries), strict=True))
+
+    def run(op, pool, layer, *index):
+        kv, queries = pool
+        out = op(queries, kv, layer, *index)
+        return out, (kv, out)
+
+    return Case(
+        op="paged_attention",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "context": context,
+            "width": width,
+            "page_size": page_size,
+        },
+        run=functools.partial(run, paged_attention),
+        reference=functools.partial(run, paged_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, start, count)),
+        total_bytes=layer_bytes,
+    )
+
+
+def prefill_attention_cases() -> Iterator[Case]:
+    """Chunks that begin their prompts, and chunks after 4096 tokens."""
+    for model in ("qwen3.5-9b", "qwen3-8b"):
+        for seqs, length in ((1, 8192), (8, 1024)):
+            for context in (0, 4096):
+                yield _prefill_attention_case(model, seqs, length, context)
+
+
+def _prefill_attention_case(model, seqs, length, context, page_size=16):
+    rng, shape = np.random.default_rng(0), ATTENTION[model]
+    pages = seqs * (context + length) // page_size
+    tables = 1 + rng.permutation(pages).reshape(seqs, -1)
+    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
+    slots, before = 1 + rng.permutation(seqs), np.full(seqs, context)
+    start = length * np.arange(seqs + 1)
+    tokens, heads, kv_heads, dim = seqs * length, shape.heads, shape.kv_heads, shape.head_dim
+    kv_bytes = 2 * pages * page_size * kv_heads * dim * 2
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
+        kv = jax.random.normal(keys[0], (layers, 2, 1 + pages, page_size, kv_heads, dim), dtype)
+        return kv, jax.random.normal(keys[1], (tokens, heads, dim), dtype)
+
+    def run(pool, layer, *index):
+        kv, queries = pool
+        out = prefill_attention(queries, kv, layer, *index)
+        return out, (kv, out)
+
+    return Case(
+        op="prefill_attention",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": "bfloat16",
+            "seqs": seqs,
+            "tokens": length,
+            "context": context,
+            "page_size": page_size,
+        },
+        run=run,
+        reference=None,
+        pool=pool,
+        layer_bytes=kv_bytes,
+        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, before, start)),
+        total_bytes=kv_bytes + 2 * tokens * heads * dim * 2,
+        calls=FEW,
+        flops=4 * heads * dim * seqs * length * (2 * context + length + 1) // 2,
+    )
+
+
 def _index(rows, width):
     """Slots, offsets and lengths of rows that are all live."""
     rng = np.random.default_rng(0)
@@ -265,4 +376,6 @@ OPS = {
     "conv_update": conv_update_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
+    "paged_attention": paged_attention_cases,
+    "prefill_attention": prefill_attention_cases,
 }

@@ -86,10 +86,12 @@ def measure(case: Case) -> dict:
         ("kernel", case.run, case.calls or max(layers, CALLS)),
         ("reference", case.reference, case.calls or REFERENCE_CALLS),
     ):
+        if run is None:
+            continue
         program = chain(run, layers, calls, writes=case.writes)
         times[name] = [x / calls for x in samples(program, case.pool(layers), case.operands)]
     middle = statistics.median(times["kernel"])
-    return {
+    result = {
         "op": case.op,
         **case.about,
         "us": round(1e6 * middle, 2),
@@ -97,8 +99,12 @@ def measure(case: Case) -> dict:
         "us_most": round(1e6 * max(times["kernel"]), 2),
         "bytes": case.total_bytes,
         "tb_per_s": round(case.total_bytes / middle / 1e12, 3),
-        "reference_us": round(1e6 * statistics.median(times["reference"]), 2),
     }
+    if case.flops:
+        result["tflop_per_s"] = round(case.flops / middle / 1e12, 1)
+    if "reference" in times:
+        result["reference_us"] = round(1e6 * statistics.median(times["reference"]), 2)
+    return result
 
 
 def main() -> None:

@@ -121,9 +121,12 @@ def kernels(figures: Figures) -> str:
     rows = []
     for case in figures["results"]:
         width = case.get("width", 1)
-        if case.get("model", MODEL) != MODEL or case["rows"] not in (1, 64) or width not in (1, 4):
+        shown = case.get("rows") in (1, 64) and width in (1, 4)
+        if case.get("model", MODEL) != MODEL or not shown:
             continue
         name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {case['rows']} x {width}"
+        if "context" in case:
+            name += f", context {case['context']}"
         times = f"{case['us']:.1f}", f"{case['reference_us']:.0f}", f"{case['of_copy']:.0%}"
         rows.append([name, *times])
     head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth"]

@@ -26,3 +26,26 @@ GDN = {
     "qwen3.5-9b": GdnShape(16, 32),  # also 4B and 35B-A3B
     "qwen3.5-27b": GdnShape(16, 48),
 }
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of a full attention layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+
+
+ATTENTION = {
+    "qwen3.5-0.8b": AttentionShape(8, 2, 256),  # also 2B
+    "qwen3.5-9b": AttentionShape(16, 4, 256),  # also 4B
+    "qwen3.5-27b": AttentionShape(24, 4, 256),
+    "qwen3.5-35b-a3b": AttentionShape(16, 2, 256),
+    "qwen3-8b": AttentionShape(32, 8, 128),
+    "nemotron-3-nano": AttentionShape(32, 2, 128),
+    "llama-3.2-1b": AttentionShape(32, 8, 64),
+}

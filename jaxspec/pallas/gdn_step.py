@@ -192,7 +192,7 @@ def _gdn_step_kernel(
 
     _, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     width, key_heads = q.shape[1:3]
-    tile = _row_layout(plgpu, key_dim, states.dtype.itemsize)
+    tile = mosaic.row_layout(plgpu, key_dim, states.dtype.itemsize)
     load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
 
     def body(q, k, v, g, beta, layer, slots, state_offset, query_len, pool, out, tokens, arrived):
@@ -268,19 +268,3 @@ def _advance(state, q, k, v, decay, beta):
     write = lax.broadcast_in_dim((v - recalled) * beta, state.shape, (0,))
     state = state + write * lax.broadcast_in_dim(k, state.shape, (1,))
     return state, jnp.sum(state * lax.broadcast_in_dim(q, state.shape, (1,)), axis=1)
-
-
-def _row_layout(plgpu, key_dim, itemsize):
-    """Register layout `[_VALUES, key_dim]`: a row over up to 16 lanes, accesses of 16 bytes.
-
-    A warp's access is then 256 to 512 bytes in one piece, and sums over `key_dim` are shuffles.
-    """
-    vector = 16 // itemsize
-    lanes = min(16, key_dim // vector)
-    rows = 32 // lanes
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )

@@ -26,3 +26,19 @@ def store(plgpu, ref, x):
 def vectors(plgpu, vector: int):
     """Register layout of `THREADS * vector` elements in a row: `vector` neighbours a thread."""
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
+
+
+def row_layout(plgpu, size: int, itemsize: int):
+    """Register layout of rows of `size`, each over up to 16 lanes, by accesses of 16 bytes.
+
+    A warp's access is then 256 to 512 bytes in one piece, and sums over a row are shuffles.
+    """
+    vector = 16 // itemsize
+    lanes = min(16, size // vector)
+    rows = 32 // lanes
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )

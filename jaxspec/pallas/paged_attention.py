@@ -57,12 +57,24 @@ def paged_attention(
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
+    if dispatch.runs_kernel("paged_attention", _unsupported(queries, kv)):
+        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
+        from jaxspec.pallas.paged_attention_kernel import attend
+
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(kv.shape[0])[layer], jnp.int32)
+        return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
+    on_cpu = dispatch.default_device().platform == "cpu"
+    attend = _attend_longest_row if on_cpu else paged_attention_reference
+    return attend(queries, kv, layer, page_tables, slots, num_computed, query_len)
+
+
+def _attend_longest_row(queries, kv, layer, page_tables, slots, num_computed, query_len):
+    """`paged_attention` for a CPU, which pays for every page, read or masked.
+
+    The longest row bounds what is gathered. A GPU would have to ask the host which branch to take.
+    """
     attend = functools.partial(_attend_first_pages, layer=layer)
-    arguments = (queries, kv, page_tables, slots, num_computed, query_len)
-    if dispatch.default_device().platform != "cpu":
-        return attend(page_tables.shape[1], *arguments)
-    # The longest row bounds what is gathered: a CPU pays for every page, read or masked. A GPU
-    # would have to ask the host which branch to take.
     page_size, table_width = kv.shape[3], page_tables.shape[1]
     widths = [-(-_FEWEST_TOKENS // page_size)]
     while widths[-1] < table_width:
@@ -71,6 +83,7 @@ def paged_attention(
     live = (slots > 0) & (slots < page_tables.shape[0]) & (query_len > 0)
     length = jnp.max(jnp.where(live, num_computed + query_len, 0), initial=0)
     branch = jnp.sum(length > page_size * jnp.array(widths[:-1], jnp.int32))
+    arguments = (queries, kv, page_tables, slots, num_computed, query_len)
     return jax.lax.switch(branch, [functools.partial(attend, w) for w in widths], *arguments)
 
 
@@ -119,3 +132,17 @@ def paged_attention_reference(queries, kv, layer, page_tables, slots, num_comput
     values = jnp.where(written[:, :, None, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("rkgwc,rckd->rwkgd", weights, values, precision="highest")
     return out.reshape(queries.shape).astype(queries.dtype)
+
+
+def _unsupported(queries, kv):
+    """Why the kernel does not take these operands, or None."""
+    width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
+    if width > 9:
+        return f"{width} tokens a row, more than 9"
+    if kv.dtype not in (jnp.bfloat16, jnp.float32) or queries.dtype != kv.dtype:
+        return f"queries in {queries.dtype} over {kv.dtype}, not both bfloat16 or both float32"
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim}, not 64, 128 or 256"
+    if page_size < 16 or page_size % 8:
+        return f"pages of {page_size}, no multiple of 8 from 16 on"
+    return None

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import dispatch
+
 _TILE = 64  # queries handled at once; a tile never spans two sequences
 
 
@@ -23,6 +25,13 @@ def prefill_attention(
     where `kv_write` has already stored this step's. Scale `head_dim ** -0.5`, grouped heads, scores
     and softmax in float32. Tokens outside every sequence and those of slot 0 come out as 0.
     """
+    if dispatch.runs_kernel("prefill_attention", _unsupported(queries, kv)):
+        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
+        from jaxspec.pallas.prefill_attention_kernel import attend
+
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(kv.shape[0])[layer], jnp.int32)
+        return attend(queries, kv, on_device, page_tables, slots, num_computed, query_start)
     return prefill_attention_reference(
         queries, kv, layer, page_tables, slots, num_computed, query_start
     )
@@ -86,3 +95,18 @@ def _attend(queries, kv, layer, pages, position, num_real):
     values = jnp.where(written[:, None, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("kgtc,ckd->tkgd", weights, values, precision="highest")
     return out.reshape(queries.shape).astype(queries.dtype)
+
+
+def _unsupported(queries, kv):
+    """Why the kernel does not take these operands, or None."""
+    page_size, kv_heads, head_dim = kv.shape[3:]
+    group = queries.shape[1] // kv_heads
+    if queries.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
+        return f"queries in {queries.dtype} over {kv.dtype}, not both bfloat16"
+    if head_dim not in (64, 128, 256):
+        return f"heads of {head_dim}, not 64, 128 or 256"
+    if page_size < 16 or page_size % 8:
+        return f"pages of {page_size}, no multiple of 8 from 16 on"
+    if group > (7 if group % 2 else 16):
+        return f"{group} heads to a key head, more than a tile of queries holds"
+    return None

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import GDN, GdnShape
+from shapes import ATTENTION, GDN, GdnShape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.state_select import _state_select_kernel
 
@@ -147,6 +148,27 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
     assert "while(" not in compiled.as_text()  # which the host would wait for
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "width"),
+    [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 64, 1), (jnp.bfloat16, 64, 9), (jnp.float32, 1, 9)],
+)
+@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
+    from jaxspec.pallas.paged_attention_kernel import attend
+
+    def step(queries, kv, tables, *index):
+        for layer in range(2):
+            queries = attend(queries, kv, jnp.int32(layer), tables, *index)
+        return queries, kv
+
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
+    tables, index = array(rows + 1, 256, dtype=jnp.int32), array(rows, dtype=jnp.int32)
+    operands = (queries, pool, tables, index, index, index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
 @pytest.mark.parametrize("width", [1, 4, 9])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
@@ -188,3 +210,23 @@ def test_slot_mapping(h200, monkeypatch, capfd, tokens):
     operands = (array(257, 2048, dtype=jnp.int32), index, index, array(tokens, dtype=jnp.bool_))
     compiled = compile_for(h200, monkeypatch, step, operands)
     assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+def test_prefill_attention(h200, monkeypatch, capfd, shape):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(queries, kv, tables, *index):
+        for layer in range(2):
+            queries = prefill_attention(queries, kv, layer, tables, *index)
+        return queries, kv
+
+    seqs, tokens = 5, 2048
+    queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=jnp.bfloat16)
+    tables, index = array(65, 256, dtype=jnp.int32), array(seqs, dtype=jnp.int32)
+    operands = (queries, pool, tables, index, index, array(seqs + 1, dtype=jnp.int32))
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
+    assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers

@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import ATTENTION, AttentionShape
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.paged_attention import kv_write, paged_attention, paged_attention_reference
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, DIM = 2, 12, 4, 2, 6, 8
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
+
+reference = jax.jit(paged_attention_reference, static_argnums=2)
 
 
 def attention_oracle(queries, keys, values, first_position):
@@ -105,3 +109,111 @@ def test_bfloat16_pools_keep_bfloat16_queries():
     out = paged_attention(queries, kv, 1, jnp.ones((2, 3), jnp.int32), one, one, 2 * one)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out.astype(jnp.float32), np.ones(out.shape))
+
+
+# The kernel. Rows: padding by slot, by length, by slots that are not there; the rest are real.
+SLOTS = np.array([3, 0, 4, 10**6, -1, 1, 5, 2], np.int32)
+REAL = (0, 5, 6, 7)
+
+
+def kernel_case(shape, dtype, width, page_size, table, seed=0):
+    """Operands with NaN in every padding token, in all that no row wrote, and in row 6's keys.
+
+    Row 0 fills its table; row 5 begins; rows 6 and 7 end within a page. Entries of the tables that
+    no row may use are out of range.
+    """
+    rng = np.random.default_rng(seed)
+    capacity, pages = table * page_size, 4 * table + 1
+    query_len = np.array([width, width, 0, width, width, 1, max(1, width - 1), width], np.int32)
+    length = np.array([capacity, 5, 5, 5, 5, 1, capacity // 2 + 3, capacity - page_size - 7])
+    num_computed = np.maximum(length - query_len, 0).astype(np.int32)
+    tables = rng.choice(GARBAGE, size=(6, table)).astype(np.int32)
+    free = list(1 + rng.permutation(pages - 1))
+    kv = np.full((LAYERS, 2, pages, page_size, shape.kv_heads, shape.head_dim), np.nan, np.float32)
+    for row in REAL:
+        for page in range(-(-(num_computed[row] + query_len[row]) // page_size)):
+            tables[SLOTS[row], page] = at = free.pop()
+            end = min(page_size, num_computed[row] + query_len[row] - page * page_size)
+            kv[1, :, at, :end] = normal(rng, 2, end, shape.kv_heads, shape.head_dim)
+            if row == 6 and page == 0:
+                kv[1, 0, at, 0] = np.nan
+    queries = normal(rng, len(SLOTS), width, shape.heads, shape.head_dim)
+    for row in range(len(SLOTS)):
+        queries[row, query_len[row] if row in REAL else 0 :] = np.nan
+    indices = [jnp.asarray(x) for x in (tables, SLOTS, num_computed, query_len)]
+    return jnp.asarray(queries, dtype), jnp.asarray(kv, dtype), indices
+
+
+def check(run, queries, kv, indices):
+    """`run` is the reference, and 0 in padding rows and tokens."""
+    expected = np.asarray(reference(queries, kv, 1, *indices), np.float32)
+    out = np.asarray(run(queries, kv, 1, *indices), np.float32)
+    query_len = np.asarray(indices[3])
+    for row in range(len(out)):
+        real = query_len[row] if row in REAL else 0
+        assert not np.any(out[row, real:])
+        if row == 6:  # a key of its own is NaN
+            assert np.isnan(out[row, :real]).all()
+            continue
+        # Weights are rounded to the pool's dtype before they meet the values.
+        tolerance = 4e-6 if kv.dtype == jnp.float32 else 4 * float(jnp.finfo(kv.dtype).eps)
+        np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "width", "page_size", "table", "splits"),
+    [
+        (jnp.bfloat16, 4, 2, 64, 4, 16, 14, 1),
+        (jnp.bfloat16, 4, 2, 64, 3, 24, 9, 2),
+        (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 3),
+        (jnp.bfloat16, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
+        (jnp.bfloat16, 2, 1, 256, 2, 544, 1, 7),
+        (jnp.float32, 4, 2, 64, 3, 16, 9, 1),
+        (jnp.float32, 2, 1, 128, 9, 24, 4, 2),  # several tiles of queries
+        (jnp.float32, 4, 2, 256, 1, 64, 2, 3),
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(
+    dtype, heads, kv_heads, dim, width, page_size, table, splits
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.paged_attention_kernel import attend
+    from jaxspec.pallas.paged_attention_tiles import Plan
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    plan = Plan(64 if dtype == jnp.bfloat16 else 32, 2, splits)
+
+    def run(queries, kv, layer, *indices):
+        layer = jnp.asarray(layer, jnp.int32)
+        return attend(queries, kv, layer, *indices, plan=plan, interpret=interpret)
+
+    shape = AttentionShape(heads, kv_heads, dim)
+    check(run, *kernel_case(shape, dtype, width, page_size, table))
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "dtype", "page_size", "table", "width"),
+    [
+        ("qwen3-8b", jnp.bfloat16, 16, 40, 4),
+        ("qwen3.5-9b", jnp.bfloat16, 16, 40, 4),
+        ("qwen3.5-27b", jnp.bfloat16, 544, 3, 3),
+        ("qwen3.5-35b-a3b", jnp.bfloat16, 64, 9, 1),
+        ("nemotron-3-nano", jnp.bfloat16, 64, 9, 9),
+        ("llama-3.2-1b", jnp.bfloat16, 16, 40, 9),
+        ("qwen3-8b", jnp.float32, 16, 40, 4),
+        ("qwen3.5-9b", jnp.float32, 544, 3, 9),
+        ("llama-3.2-1b", jnp.float32, 64, 9, 1),
+    ],
+)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
+    model, dtype, page_size, table, width
+):
+    dispatch._chosen.pop("paged_attention", None)
+    run = jax.jit(paged_attention, static_argnums=2)
+    check(run, *kernel_case(ATTENTION[model], dtype, width, page_size, table, seed=width))
+    assert dispatch.implementations()["paged_attention"] == ("kernel",)

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import ATTENTION, AttentionShape
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.paged_attention import kv_write
-from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.prefill_attention import prefill_attention, prefill_attention_reference
+
+reference = jax.jit(prefill_attention_reference, static_argnums=2)
 
 KV_HEADS, HEADS, DIM, PAGE_SIZE = 2, 4, 8, 16
 
@@ -54,3 +58,105 @@ def test_prefill_attention_equals_attention_over_the_history(slots, lengths, com
     indices = (jnp.asarray(x, jnp.int32) for x in (tables, slots, computed, start))
     out = jax.jit(prefill_attention, static_argnums=2)(jnp.asarray(queries), kv, 1, *indices)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+# The kernel.
+GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
+SLOTS = np.array([3, 0, 2, 10**6, 1, 5, 4, -1], np.int32)
+REAL, POISONED = (0, 2, 4, 5, 6), 5
+
+
+def kernel_case(shape, dtype, page_size, lengths, computed, spare=5, seed=0):
+    """Operands with NaN in all tokens that are padding, in all that nobody wrote, and in one key.
+
+    `lengths` and `computed` are those of the sequences in REAL; the others have 7 tokens each, and
+    `spare` tokens belong to none. The tables' entries that no sequence may use are out of range.
+    """
+    rng = np.random.default_rng(seed)
+    count, before = np.full(len(SLOTS), 7), rng.choice(GARBAGE, len(SLOTS))
+    count[list(REAL)], before[list(REAL)] = lengths, computed
+    start = np.concatenate([[0], np.cumsum(count)])
+    table = max(-(-(a + b) // page_size) for a, b in zip(lengths, computed, strict=True)) + 1
+    pages = table * len(REAL) + 1
+    tables, free = rng.choice(GARBAGE, (6, table)), list(1 + rng.permutation(pages - 1))
+    kv = np.full((2, 2, pages, page_size, shape.kv_heads, shape.head_dim), np.nan, np.float32)
+    queries = np.full((start[-1] + spare, shape.heads, shape.head_dim), np.nan, np.float32)
+    for seq in REAL:
+        total = before[seq] + count[seq]
+        queries[start[seq] : start[seq + 1]] = rng.normal(size=(count[seq], *queries.shape[1:]))
+        for page in range(-(-total // page_size) if count[seq] else 0):
+            tables[SLOTS[seq], page] = at = free.pop()
+            end = min(page_size, total - page * page_size)
+            kv[1, :, at, :end] = rng.normal(size=(2, end, *kv.shape[4:]))
+            if seq == POISONED and page == 0:
+                kv[1, 0, at, 0] = np.nan
+    indices = [jnp.asarray(x, jnp.int32) for x in (tables, SLOTS, before, start)]
+    return jnp.asarray(queries, dtype), jnp.asarray(kv, dtype), indices
+
+
+def check(run, queries, kv, indices):
+    """`run` is the reference, and 0 in padding; the poisoned sequence alone is NaN."""
+    expected = np.asarray(reference(queries, kv, 1, *indices), np.float32)
+    out = np.asarray(run(queries, kv, 1, *indices), np.float32)
+    start, padding = np.asarray(indices[3]), np.ones(len(out), bool)
+    for seq in REAL:
+        mine = slice(start[seq], start[seq + 1])
+        padding[mine] = False
+        if seq == POISONED:
+            assert np.isnan(out[mine]).all()
+            continue
+        # Weights are rounded to the pool's dtype before they meet the values.
+        tolerance = 4 * float(jnp.finfo(kv.dtype).eps)
+        np.testing.assert_allclose(out[mine], expected[mine], atol=tolerance, rtol=0)
+    assert not np.any(out[padding])
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
+    [
+        (8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 70, 9, 50]),
+        (6, 1, 64, 24, [40, 1, 17, 3, 5], [3, 0, 63, 0, 190]),
+        (3, 1, 128, 64, [33, 0, 70, 3, 1], [0, 130, 60, 9, 127]),  # tokens cut in two, not heads
+        (16, 1, 64, 544, [9, 1, 17, 3, 0], [0, 300, 120, 9, 50]),
+        (2, 1, 256, 16, [30, 1, 3, 3, 0], [70, 90, 34, 9, 50]),  # fewer tokens than a block's
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(
+    heads, kv_heads, dim, page_size, lengths, computed
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.prefill_attention_kernel import attend
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(queries, kv, layer, *indices):
+        layer = jnp.asarray(layer, jnp.int32)
+        return attend(queries, kv, layer, *indices, keys=64, interpret=interpret)
+
+    shape = AttentionShape(heads, kv_heads, dim)
+    check(run, *kernel_case(shape, jnp.bfloat16, page_size, lengths, computed))
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "page_size", "lengths", "computed"),
+    [
+        ("qwen3-8b", 16, [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000]),
+        ("qwen3.5-9b", 16, [300, 0, 257, 3, 64], [0, 130, 700, 9, 1000]),
+        ("qwen3.5-27b", 544, [300, 1, 0, 3, 33], [0, 600, 700, 9, 511]),
+        ("qwen3.5-35b-a3b", 64, [9, 1, 257, 3, 64], [0, 130, 1, 9, 64]),
+        ("nemotron-3-nano", 24, [100, 1, 257, 3, 64], [0, 130, 2000, 9, 5]),
+        ("llama-3.2-1b", 16, [513, 1, 257, 3, 64], [0, 127, 700, 9, 1000]),
+    ],
+)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
+    model, page_size, lengths, computed
+):
+    dispatch._chosen.pop("prefill_attention", None)
+    run = jax.jit(prefill_attention, static_argnums=2)
+    check(run, *kernel_case(ATTENTION[model], jnp.bfloat16, page_size, lengths, computed))
+    assert dispatch.implementations()["prefill_attention"] == ("kernel",)

@@ -1,0 +1,161 @@
+"""The blocks of `paged_attention_kernel`: bfloat16 on tensor cores, float32 by multiply-adds."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import flash, mosaic
+
+_AT_ONCE = 8  # positions in float32: of 4 warps, a half each
+
+
+def query_rows(dtype, head_dim):
+    """Rows of a tile of queries; in float32 their sums must fit into the registers."""
+    if dtype == jnp.bfloat16:
+        return flash.ROWS
+    return 8 if head_dim == 256 else 16
+
+
+def scratch(sizes, interpreted):
+    """Shared memory and barriers of `bfloat16`."""
+    plan, dim = sizes.plan, sizes.pages.head_dim
+    ring = flash.tile(plan.stages, plan.keys, dim)
+    scratch = {
+        "tile": flash.tile(flash.ROWS, dim),
+        "keys": ring,
+        "values": ring,
+        "sums": plgpu.SMEM((flash.ROWS,), jnp.float32),
+        "arrived": sizes.barriers(),
+    }
+    if interpreted:
+        scratch["weights"] = flash.tile(flash.ROWS, plan.keys)
+    return scratch
+
+
+def bfloat16(sizes, share, out, sums_out, tile, keys, values, arrived, sums, weights=None):
+    """One block in bfloat16: scores and sums by the tensor cores, in float32."""
+    plan, dim = sizes.plan, sizes.pages.head_dim
+    token = lax.div(flash.iota(plan.keys, 0) + share.part * flash.ROWS, jnp.int32(sizes.group))
+    sees = jnp.where(token < share.tokens, share.start + token, -1)  # newest position a row sees
+    place = flash.iota(plan.keys, 1)
+    here, keys_here, values_here = arrived
+    plgpu.barrier_wait(here)
+
+    def step(j, carry):
+        state, pages = carry
+        stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
+        again = j + plan.stages
+        plgpu.barrier_wait(keys_here.at[stage])
+        scores = flash.product(tile, keys.at[stage].transpose((1, 0)))
+        pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
+        scores = jnp.where(place <= sees - base, scores, -jnp.inf)
+        weight, (acc, peak, total) = flash.weigh(state, scores, dim**-0.5 * flash.LOG2E)
+        plgpu.barrier_wait(values_here.at[stage])
+        pl.when(base + plan.keys > share.length)(
+            lambda: flash.clear(values.at[stage], share.length - base)
+        )
+        acc = flash.accumulate(acc, weight, values.at[stage], weights)
+        pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
+        return (acc, peak, total), share.find(again + 1)
+
+    carry = flash.empty(dim), share.find(plan.stages)
+    state, _ = lax.fori_loop(0, share.count, step, carry)
+    _, peak, total = state
+    tile[...] = flash.result(state).astype(tile.dtype)
+    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * flash.LOG2E
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, sizes.height)], out)
+    plgpu.copy_smem_to_gmem(sums, sums_out)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scratch32(sizes):
+    """Shared memory and barriers of `float32`."""
+    ring = plgpu.SMEM((sizes.plan.stages, sizes.plan.keys, sizes.pages.head_dim), jnp.float32)
+    tile = plgpu.SMEM((sizes.height, sizes.pages.head_dim), jnp.float32)
+    return {"tile": tile, "keys": ring, "values": ring, "arrived": sizes.barriers()}
+
+
+def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
+    """One block in float32, which tensor cores would round to 10 bits.
+
+    Positions are taken `_AT_ONCE`, each by 16 lanes. A position's place among them keeps a softmax
+    of its own for every query, so that nothing crosses warps before the end.
+    """
+    plan, dim = sizes.plan, sizes.pages.head_dim
+    layout = mosaic.row_layout(plgpu, dim, 4)
+    here, keys_here, values_here = arrived
+    within = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=layout.reduce(1))
+    tokens = [
+        lax.div(share.part * sizes.height + r, jnp.int32(sizes.group)) for r in range(sizes.height)
+    ]
+    sees = [jnp.where(token < share.tokens, share.start + token, -1) for token in tokens]
+    plgpu.barrier_wait(here)
+
+    def some(i, carry, stage, base):
+        rows = pl.ds(i * _AT_ONCE, _AT_ONCE)
+        key, value = (mosaic.load(plgpu, ring.at[stage, rows], layout) for ring in (keys, values))
+        place = within + (base + i * _AT_ONCE)
+        # What others left beyond the row may not be finite, and 0 * NaN is NaN.
+        value = jnp.where(lax.broadcast_in_dim(place, value.shape, (0,)) < share.length, value, 0.0)
+        new = []
+        for r, state in enumerate(carry):
+            query = mosaic.load(plgpu, tile.at[r], layout.reduce(0))
+            score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
+            score = jnp.where(place <= sees[r], score * (dim**-0.5 * flash.LOG2E), -jnp.inf)
+            new.append(_softmax_add(state, score, value))
+        return tuple(new)
+
+    def step(j, carry):
+        states, pages = carry
+        stage, again = lax.rem(j, plan.stages), j + plan.stages
+        base = (share.first + j) * plan.keys
+        plgpu.barrier_wait(keys_here.at[stage])
+        plgpu.barrier_wait(values_here.at[stage])
+        states = lax.fori_loop(
+            0, plan.keys // _AT_ONCE, lambda i, x: some(i, x, stage, base), states
+        )
+
+        plgpu.commit_smem()  # all threads have read the tiles that the next ones overwrite
+
+        @pl.when(again < share.count)
+        def _():
+            share.fetch(0, again, stage, pages)
+            share.fetch(1, again, stage, pages)
+
+        return states, share.find(again + 1)
+
+    empty = (
+        flash.full((_AT_ONCE, dim), 0.0, layout),
+        flash.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
+        flash.full((_AT_ONCE,), 0.0, layout.reduce(1)),
+    )
+    states, _ = lax.fori_loop(
+        0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
+    )
+    for r, state in enumerate(states):
+        result, sums_out[r] = _over_places(*state)
+        mosaic.store(plgpu, out.at[r], result)
+
+
+def _over_places(acc, peak, total):
+    """One softmax from those of the places: the result, and log2 of the sum of its weights."""
+    most = jnp.max(peak)
+    most = jnp.where(most == -jnp.inf, 0.0, most)
+    weight = jnp.exp2(peak - most)
+    total = jnp.sum(total * weight)
+    acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
+    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * flash.LOG2E)
+    return acc / jnp.where(total > 0, total, 1.0), log_sum
+
+
+def _softmax_add(state, score, value):
+    """The sums of a softmax with one more position each: `score` [n], `value` [n, dim]."""
+    acc, peak, total = state
+    new = jnp.maximum(peak, score)
+    safe = jnp.where(new == -jnp.inf, 0.0, new)
+    weight, fade = jnp.exp2(score - safe), jnp.exp2(peak - safe)
+    acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))
+    acc = acc + value * lax.broadcast_in_dim(weight, acc.shape, (0,))
+    return acc, new, total * fade + weight

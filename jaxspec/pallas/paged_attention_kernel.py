@@ -1,0 +1,131 @@
+"""`paged_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+
+A block has one key head of one row, and of its positions one share (several shares then merge, as
+in Flash-Decoding; Dao et al. 2023). The queries of all tokens and of all heads that share the key
+head are the rows of one tile, so that keys and values are read once for all of them. Their tiles
+come through a ring in shared memory, one TMA copy a page, the page numbers read a tile ahead.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import flash, mosaic
+from jaxspec.pallas import paged_attention_blocks as blocks
+from jaxspec.pallas.page_tiles import PageTiles
+from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
+
+
+def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
+    """The plan for so many blocks a share, from measurements on an H200 (132 multiprocessors).
+
+    Two blocks on a multiprocessor hide each other's waits better than a longer ring does.
+    """
+    most = max(1, context // 256)  # a share below 256 positions is not worth its merge
+    fit = 1 if head_dim == 256 else 2
+    keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
+    return Plan(keys, 2, max(1, min(fit * 132 // blocks, most, 64)))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def attend(
+    queries, kv, layer, page_tables, slots, num_computed, query_len, *, plan=None, interpret=None
+):
+    """`paged_attention` with `layer` on the device, so that all layers share one kernel.
+
+    `interpret`: parameters of Mosaic's interpreter.
+    """
+    rows, width, heads, head_dim = queries.shape
+    layers, _, num_pages, page_size, kv_heads, _ = kv.shape
+    group = heads // kv_heads
+    packed = width * group
+    most = blocks.query_rows(kv.dtype, head_dim)
+    tiles = -(-packed // most)
+    height = most if tiles > 1 else -(-packed // 8) * 8
+    if plan is None:
+        context = page_tables.shape[1] * page_size
+        plan = plan_for(rows * kv_heads * tiles, context, head_dim, kv.dtype.itemsize)
+    pages = PageTiles(plan.keys, head_dim, num_pages, page_size, *page_tables.shape)
+    sizes = Sizes(plan, height, width, group, pages)
+    tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    tile = tile.reshape(rows, kv_heads, packed, head_dim)
+    tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
+    pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
+    indices = (layer[None], page_tables, slots, num_computed, query_len)
+    params = {} if interpret is None else {"interpret": interpret}
+    out, sums = _launch(sizes, tile, pool, indices, params)
+    if plan.splits > 1:
+        return _merge(out, sums, queries, plan.splits, params)
+    out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape)
+
+
+def _launch(sizes, tile, pool, indices, params):
+    """Every share's output, and log2 of the sum of its weights."""
+    rows, kv_heads, packed, dim = tile.shape
+    splits, tiles = sizes.plan.splits, packed // sizes.height
+    if splits > 1:
+        splits = -(-splits // 8) * 8  # what `_merge` reads at once
+    tensor_cores = tile.dtype == jnp.bfloat16
+    if tensor_cores:
+        block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), flash.ROWS
+    else:
+        block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
+    out, sums = plgpu.kernel(
+        functools.partial(begin, sizes, block),
+        out_type=[
+            jax.ShapeDtypeStruct((splits, rows, kv_heads, packed, dim), tile.dtype),
+            jax.ShapeDtypeStruct((splits, rows, kv_heads, tiles, padded), jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(tiles, sizes.plan.splits, kv_heads, rows),
+        grid_names=("tile", "split", "head", "row"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=tensor_cores,
+            # float32: shared memory is written by copies alone.
+            unsafe_no_auto_barriers=not tensor_cores,
+            # bfloat16: no sum crosses warps, and the rings may need all of shared memory.
+            reduction_scratch_bytes=0 if tensor_cores else 2048,
+        ),
+        **params,
+    )(tile, pool, *indices)
+    return out, sums.reshape(splits, rows, kv_heads, tiles * padded)
+
+
+def _merge(out, sums, queries, splits, params):
+    """One output from those of the shares, `[splits and more, rows, kv_heads, packed, head_dim]`.
+
+    Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
+    """
+    group = queries.shape[2] // out.shape[2]
+    layout = mosaic.row_layout(plgpu, queries.shape[3], 4)  # sums across warps want vectors of 4
+
+    def body(out, sums, merged):
+        row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
+        at = (slice(None), row, lax.div(head, group), token * group + lax.rem(head, group))
+        parts = mosaic.load(plgpu, out.at[at], layout).astype(jnp.float32)
+        sum_of = mosaic.load(plgpu, sums.at[at], layout.reduce(1))
+        share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))
+        sum_of = jnp.where(share < splits, sum_of, -jnp.inf)
+        most = jnp.max(sum_of)
+        weight = jnp.exp2(sum_of - jnp.where(most == -jnp.inf, 0.0, most))
+        total = jnp.sum(weight)
+        share = lax.broadcast_in_dim(share, parts.shape, (0,))
+        parts = jnp.where(share < splits, parts, 0.0)  # nobody wrote the others
+        result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
+        result = result / jnp.where(total == 0, 1.0, total)
+        mosaic.store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        grid=queries.shape[:3],
+        grid_names=("row", "token", "head"),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=8192
+        ),
+        **params,
+    )(out, sums)
