@@ -1,6 +1,6 @@
 """How near the kernels come to the memory's speed, by op and shape of the published models.
 
-    python benchmarks/kernels.py [--ops gdn_step] [--json FILE]
+    python benchmarks/kernels.py [--ops gdn_step] [--no-reference] [--json FILE]
 
 Device time of a call. Calls are chained through the donated pool inside one program, call i on
 layer i of so many layers that none finds its states in the L2 cache (60 MB). A sample is the time
@@ -13,7 +13,6 @@ that exists keeps what it says of other ops. The cases are in `kernel_cases.py`.
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import record
 from kernel_cases import OPS, Case
 
 from jaxspec.pallas import dispatch
@@ -78,15 +78,15 @@ def copy_bandwidth() -> float:
     )
 
 
-def measure(case: Case) -> dict:
-    """What the results say of one case."""
+def measure(case: Case, with_reference: bool = True) -> dict:
+    """What the results say of one case. References compile slowly."""
     layers = min(MAX_LAYERS, max(2, math.ceil(POOLS / case.layer_bytes)))
     times = {}
     for name, run, calls in (
         ("kernel", case.run, case.calls or max(layers, CALLS)),
         ("reference", case.reference, case.calls or REFERENCE_CALLS),
     ):
-        if run is None:
+        if run is None or (name == "reference" and not with_reference):
             continue
         program = chain(run, layers, calls, writes=case.writes)
         times[name] = [x / calls for x in samples(program, case.pool(layers), case.operands)]
@@ -110,6 +110,7 @@ def measure(case: Case) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--no-reference", dest="reference", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -117,17 +118,14 @@ def main() -> None:
     copies, results = [copy_bandwidth()], []
     for op in args.ops:
         for case in OPS[op]():
-            results.append(measure(case))
+            results.append(measure(case, args.reference))
             print(json.dumps(results[-1]), flush=True)
     copies.append(copy_bandwidth())
     for result in results:
         result["of_copy"] = round(result["tb_per_s"] * 1e12 / max(copies), 3)
     about = {
-        "device": jax.devices()[0].device_kind,
+        **record.machine(),
         "runtime": jax.devices()[0].client.platform_version,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%F"),
         "copy_tb_per_s": [round(copy / 1e12, 3) for copy in copies],
         "implementations": dispatch.implementations(),
     }

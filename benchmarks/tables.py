@@ -127,7 +127,8 @@ def kernels(figures: Figures) -> str:
         name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {case['rows']} x {width}"
         if "context" in case:
             name += f", context {case['context']}"
-        times = f"{case['us']:.1f}", f"{case['reference_us']:.0f}", f"{case['of_copy']:.0%}"
+        reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
+        times = f"{case['us']:.1f}", reference, f"{case['of_copy']:.0%}"
         rows.append([name, *times])
     head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth"]
     return markdown(head, rows)
