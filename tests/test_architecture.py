@@ -33,6 +33,8 @@ TESTED_ELSEWHERE = {
     "proposers/base.py": "test_laws.py",
     "models/base.py": "models/test_qwen3_5.py",
     "models/cache.py": "models/test_cache.py",
+    "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
+    "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
 }
 
 

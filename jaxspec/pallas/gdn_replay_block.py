@@ -44,14 +44,14 @@ class Block(Products):
         betas = [refs.beta[self.row, t, self.head] for t in range(width)]
         self.round_keys()
         self.meet(refs.ring_ready)
-        self.multiply_tokens()
+        self.multiply_tokens(self.length)
         self.meet(refs.overlap_ready)
         self.plgpu.barrier_wait(refs.state_came.at[self.part])
         if sizes.on_tensor_cores:
             read = self.multiply_state_by_tensor_cores()
         else:
             read = self.multiply_state()
-        read = [decay * x + y for x, y in zip(read, self.replay(), strict=True)]
+        read = [decay * x + y for x, y in zip(read, self.replay(self.length), strict=True)]
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
 

@@ -1,8 +1,8 @@
 """`gdn_replay` on a Hopper GPU.
 
 A block has one value head of one row, a thread one of its values; where there are few blocks, two
-threads have it. With `S_0` the checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys,
-the state before this step gives
+threads have it. With `S_0` the checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's
+queries and keys, the state before this step gives
 
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
 

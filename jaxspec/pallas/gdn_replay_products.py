@@ -50,11 +50,11 @@ class Products:
         """Column `x`."""
         return jnp.sum(self.load(ref.at[:, self.pl.ds(x, 1)], self.column), axis=1)
 
-    def multiply_tokens(self):
-        """Products of keys, this step's and then the ring's, with this step's queries and keys."""
+    def multiply_tokens(self, length):
+        """This step's keys, and then the ring's, times each of this step's queries and keys."""
         refs, pl, sizes, width = self.refs, self.pl, self.sizes, self.sizes.width
         # Up to a full group of 4 ring tokens, as `replay` reads them.
-        needed = lax.div(width + lax.div(self.length + 3, 4) * 4 + 15, 16)
+        needed = lax.div(width + lax.div(length + 3, 4) * 4 + 15, 16)
         trips = lax.div(needed - self.part + sizes.parts - 1, sizes.parts)
         for first in range(0, 2 * width, 4):
             columns = range(first, min(first + 4, 2 * width))
@@ -110,7 +110,7 @@ class Products:
         plgpu.commit_smem()
         return lines
 
-    def replay(self):
+    def replay(self, length):
         """What the ring adds to each of these lines."""
         refs, sizes = self.refs, self.sizes
         shape = (sizes.values, sizes.columns)
@@ -125,7 +125,7 @@ class Products:
             return sums
 
         nothing = self.plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.products)
-        sums = lax.fori_loop(0, lax.div(self.length + 3, 4), four, nothing)
+        sums = lax.fori_loop(0, lax.div(length + 3, 4), four, nothing)
         turned = refs.turned.at[self.part]
         self.store(turned.at[:, self.pl.ds(0, sizes.columns)], sums)
         self.plgpu.commit_smem()
