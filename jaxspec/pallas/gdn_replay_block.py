@@ -108,30 +108,36 @@ class Block(Products):
         """
         refs, sizes, parts = self.refs, self.sizes, self.sizes.parts
 
-        def place(j):
-            # Beyond the length the newest stands in, which no block writes.
-            at = self.begin - jnp.maximum(self.length - j, 1)
-            return jnp.where(at < 0, at + sizes.rows, at)
+        def counted(j, read, nothing):
+            """What `read` finds at the ring's row of token `j`, if that token counts."""
+            at = self.begin - (self.length - j)
+            at = jnp.where(at < 0, at + sizes.rows, at)
+            return lax.cond(j < self.length, lambda: read(at), lambda: nothing)
 
-        def counted(j, x):
-            x = x.astype(jnp.float32)
-            return jnp.where(jnp.broadcast_to(j < self.length, x.shape), x, jnp.zeros_like(x))
+        def key(at):
+            return self.load(refs.ring_k.at[self.key_row(at)], self.every)
 
-        gates = [refs.ring_g[self.update_row(place(j))] for j in some]
+        def update(at):
+            return self.load(refs.ring_u.at[self.update_row(at)], self.every)
+
+        nothing = self.plgpu.layout_cast(jnp.zeros(HEAD, sizes.dtype), self.every)
         mine = [j + self.part for j in some[::parts]]
-        keys = [self.load(refs.ring_k.at[self.key_row(place(j))], self.every) for j in mine]
-        updates = [self.load(refs.ring_u.at[self.update_row(place(j))], self.every) for j in mine]
+        gates = [
+            counted(j, lambda at: refs.ring_g[self.update_row(at)], jnp.float32(0)) for j in some
+        ]
+        keys = [counted(j, key, nothing) for j in mine]
+        updates = [counted(j, update, nothing) for j in mine]
         afters = []
-        for j, gate in reversed(list(zip(some, gates, strict=True))):
+        for gate in reversed(gates):
             afters.append(after)
-            after = after + jnp.where(j < self.length, gate, jnp.float32(0))
+            after = after + gate
         afters = afters[::-1]
         for i, j in enumerate(mine):
             since = afters[i * parts]
             if parts == 2:
                 since = jnp.where(self.part == 0, since, afters[i * parts + 1])
-            self.store(refs.tokens.at[2 * sizes.width + j], counted(j, keys[i]))
-            self.store(refs.updates.at[j], counted(j, updates[i]) * jnp.exp(since))
+            self.store(refs.tokens.at[2 * sizes.width + j], keys[i].astype(jnp.float32))
+            self.store(refs.updates.at[j], updates[i].astype(jnp.float32) * jnp.exp(since))
         return after
 
     def round_keys(self):
