@@ -17,9 +17,11 @@ import numpy as np
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
+from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
 from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
 from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.replay import must_fold, ring_rows
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
@@ -60,17 +62,11 @@ def gdn_step_cases() -> Iterator[Case]:
 
 def _gdn_step_case(model, shape, dtype, rows, width):
     rng = np.random.default_rng(0)
-    key = (rows, width, shape.key_heads, shape.key_dim)
-    value = (rows, width, shape.value_heads, shape.value_dim)
-    q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=value).astype(np.float32)
-    g = -rng.exponential(size=value[:3]).astype(np.float32)
-    beta = rng.random(size=value[:3]).astype(np.float32)
+    tokens = _gdn_tokens(rng, shape, rows, width)
     slots = 1 + rng.permutation(rows).astype(np.int32)
     offset = rng.integers(0, width, size=rows).astype(np.int32)
     length = np.full(rows, width, np.int32)
-    operands = (q, k, v, g, beta, slots, offset, length)
+    operands = (*tokens, slots, offset, length)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
 
     def pool(layers):
@@ -96,7 +92,81 @@ def _gdn_step_case(model, shape, dtype, rows, width):
         pool=pool,
         layer_bytes=state_bytes * width,
         operands=tuple(jnp.asarray(x) for x in operands),
-        total_bytes=state_bytes * (1 + width) + sum(x.nbytes for x in operands) + v.nbytes,
+        total_bytes=state_bytes * (1 + width) + sum(x.nbytes for x in operands) + tokens[2].nbytes,
+    )
+
+
+def _gdn_tokens(rng, shape, rows, width):
+    """q, k, v, g, beta as a layer makes them."""
+    key = (rows, width, shape.key_heads, shape.key_dim)
+    value = (rows, width, shape.value_heads, shape.value_dim)
+    q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=value).astype(np.float32)
+    g = -rng.exponential(size=value[:3]).astype(np.float32)
+    return q, k, v, g, rng.random(size=value[:3]).astype(np.float32)
+
+
+def gdn_replay_cases() -> Iterator[Case]:
+    """Rings as full as chance would have them; the results say how many rows fold."""
+    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
+    for model, shape in GDN.items():
+        for dtype, rows, width in sizes:
+            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
+                yield _gdn_replay_case(model, shape, jnp.dtype(dtype), rows, width)
+
+
+def _gdn_replay_case(model, shape, dtype, rows, width):
+    rng, in_ring = np.random.default_rng(0), ring_rows(width, dtype.itemsize)
+    tokens = _gdn_tokens(rng, shape, rows, width)
+    window = in_ring - width
+    # Every length as often as the others; of one row, the middle one.
+    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
+    computed = rng.integers(window, 10**4, rows).astype(np.int32)
+    slots = 1 + rng.permutation(rows).astype(np.int32)
+    operands = (*tokens, slots, computed, length, np.full(rows, width, np.int32))
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def pool(layers):
+        def filled(*one, dtype=dtype):
+            one = jax.random.normal(jax.random.key(0), one).astype(dtype)
+            return jnp.broadcast_to(one, (layers, 1 + rows, *one.shape)) + jnp.zeros((), dtype)
+
+        return filled(1, *state), GdnRing(
+            k=filled(in_ring, shape.key_heads, shape.key_dim),
+            u=filled(in_ring, *state[:2]),
+            g=-jnp.abs(filled(in_ring, shape.value_heads, dtype=jnp.float32)),
+        )
+
+    def run(op, pool, layer, q, k, v, g, beta, *index):
+        out, *pool = op(q, k, v, g, beta, *pool, layer, *index)
+        return out, tuple(pool)
+
+    folds = int(np.sum(must_fold(length, width, in_ring)))
+    state_bytes = math.prod(state) * dtype.itemsize
+    factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
+    token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
+    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    return Case(
+        op="gdn_replay",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "width": width,
+            "ring": float(length.mean()),
+            "folds": round(folds / rows, 3),
+        },
+        run=functools.partial(run, gdn_replay),
+        reference=functools.partial(run, gdn_replay_reference),
+        pool=pool,
+        layer_bytes=rows * state_bytes + ring_bytes,
+        operands=tuple(jnp.asarray(x) for x in operands),
+        total_bytes=(rows + folds) * state_bytes
+        + ring_bytes
+        + sum(x.nbytes for x in operands)
+        + tokens[2].nbytes,
     )
 
 
@@ -373,6 +443,7 @@ def _index(rows, width):
 OPS = {
     "gdn_step": gdn_step_cases,
     "gdn_prefill": gdn_prefill_cases,
+    "gdn_replay": gdn_replay_cases,
     "conv_update": conv_update_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

@@ -4,6 +4,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.replay import must_fold
 
 _States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
@@ -55,9 +56,14 @@ def gdn_replay(
             f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
             f"has {rows_in_ring}. Build the cache with ring_rows >= {2 * width}."
         )
-    return gdn_replay_reference(
-        q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len
-    )
+    tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
+    if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
+        from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
+
+        # On the device, so that all layers share one kernel.
+        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        return gdn_replay_kernel(*tokens, states, ring, on_device, *index)
+    return gdn_replay_reference(*tokens, states, ring, layer, *index)
 
 
 def gdn_replay_reference(
@@ -123,3 +129,19 @@ def _replayed(
     checkpoint = states[layer, slot, 0].astype(jnp.float32)
     added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
     return whole * checkpoint + added
+
+
+def _unsupported(width, states, ring):
+    """Why `gdn_replay_kernel` does not take these operands, or None."""
+    value_dim, key_dim = states.shape[4:]
+    if width > 8:
+        return f"{width} tokens a row, more than 8"
+    if ring.k.shape[2] - width > 64:
+        return f"a ring that holds {ring.k.shape[2] - width} tokens, more than 64"
+    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"states in {states.dtype}"
+    if not states.dtype == ring.k.dtype == ring.u.dtype:
+        return f"a ring in {ring.k.dtype} for states in {states.dtype}"
+    if (value_dim, key_dim) != (128, 128):
+        return f"heads of {value_dim} x {key_dim}, not 128 x 128"
+    return None

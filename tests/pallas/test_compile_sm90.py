@@ -17,8 +17,11 @@ from shapes import ATTENTION, GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
+from jaxspec.pallas.gdn_replay import GdnRing
+from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
 from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.state_select import _state_select_kernel
 
@@ -66,7 +69,9 @@ def compile_for(h200, monkeypatch, step, operands, donated=()):
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     sharding = SingleDeviceSharding(h200)
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
+    operands = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands
+    )
     device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
@@ -83,7 +88,7 @@ def array(*dims, dtype=jnp.float32):
 
 
 def assert_lean(compiled, report, pool=None):
-    """No spills, and the donated pool, if any, written in place."""
+    """No spills, and the donated pool or pools, if any, written in place."""
     assert "for 'sm_90a'" in report
     stores, loads = (
         set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
@@ -94,7 +99,7 @@ def assert_lean(compiled, report, pool=None):
     if pool is None:
         assert memory.temp_size_in_bytes < 65536
         return
-    size = pool.size * pool.dtype.itemsize
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 8
 
@@ -167,6 +172,35 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
     operands = (queries, pool, tables, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("rows", [4, 16])  # with two warpgroups a block and with one
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
+    def step(q, k, v, g, beta, states, ring, *index):
+        for layer in range(2):
+            v, states, ring = gdn_replay_kernel(
+                *(q, k, v, g, beta, states, ring, jnp.int32(layer), *index)
+            )
+        return v, states, ring
+
+    key = array(rows, width, shape.key_heads, shape.key_dim)
+    value = array(rows, width, shape.value_heads, shape.value_dim)
+    gate = array(rows, width, shape.value_heads)
+    lead = 2, 33
+    states = array(*lead, 1, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
+    lead = *lead, ring_rows(width, jnp.dtype(dtype).itemsize)
+    ring = GdnRing(
+        array(*lead, *key.shape[2:], dtype=dtype),
+        array(*lead, *value.shape[2:], dtype=dtype),
+        array(*lead, shape.value_heads),
+    )
+    index = [array(rows, dtype=jnp.int32)] * 4
+    operands = (key, key, value, gate, gate, states, ring, *index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=(5, 6))
+    assert_lean(compiled, capfd.readouterr().out, (states, ring))
 
 
 @pytest.mark.parametrize("width", [1, 4, 9])

@@ -1,0 +1,171 @@
+"""The kernel of gdn_replay against its reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gated_delta import int32, operands, oracle
+from shapes import GDN, GdnShape
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
+from jaxspec.pallas.replay import must_fold, next_ring_length, ring_rows
+
+LAYERS, SLOTS = 2, 7
+reference = jax.jit(gdn_replay_reference, static_argnums=7)
+
+
+def case(shape, dtype, width, rows=None, seed=0):
+    """Operands. NaN: in padding, in all that no row may read, and in live row 2's keys.
+
+    Rows: an empty ring; one that folds, of all the tokens it may have; live with NaN, one that
+    just does not fold; padding by slot, by length, by slots that are not there; a length and a
+    ring's length out of range.
+    """
+    rng = np.random.default_rng(seed)
+    rows = rows or ring_rows(width, jnp.dtype(dtype).itemsize)
+    full, edge, large = rows - width, rows - 2 * width, 2**31 - 1
+    index = {
+        "slots": [2, 4, 6, 0, 3, 9, -1, 1],
+        "num_computed": [rows + 5, 7 * rows + 3, rows - 1, -(2**31), large, -7, 5, 10**9 + 1],
+        "ring_length": [0, full, edge, large, -5, 3, -(2**31), large],
+        "query_len": [width, max(1, width - 1), width, width, 0, width, 2, 99],
+    }
+    real = [width, max(1, width - 1), width, 0, 0, 0, 0, width]
+    tokens = operands(rng, len(real), width, shape=shape)
+    tokens[3] *= 0.1  # so that the ring's oldest tokens still count
+    for x in tokens:
+        for row, count in enumerate(real):
+            x[row, count:] = np.nan
+    tokens[1][2] = np.nan
+
+    def filled(*dims, scale):
+        return (scale * rng.normal(size=(LAYERS, SLOTS, *dims))).astype(np.float32)
+
+    states = filled(1, shape.value_heads, shape.value_dim, shape.key_dim, scale=0.3)
+    k = filled(rows, shape.key_heads, shape.key_dim, scale=0.1)
+    u = filled(rows, shape.value_heads, shape.value_dim, scale=0.5)
+    g = -0.1 * np.abs(filled(rows, shape.value_heads, scale=1.0))
+    for slot, computed, length in zip(*list(index.values())[:3], strict=True):
+        if not 0 < slot < SLOTS:
+            continue
+        counted = [(computed - 1 - i) % rows for i in range(min(max(length, 0), full))]
+        for x in (k, u, g):
+            x[1, slot, np.setdiff1d(range(rows), counted)] = np.nan
+    ring = GdnRing(jnp.asarray(k, dtype), jnp.asarray(u, dtype), jnp.asarray(g))
+    index = [int32(*x) for x in index.values()]
+    index[2] = jnp.clip(index[2], -5, large)
+    return tokens, jnp.asarray(states, dtype), ring, index, real
+
+
+def check(run, shape, dtype, width, rows=None, seed=0):
+    """`run` is the reference in what it puts out and in every element of the pools."""
+    tokens, states, ring, index, real = case(shape, dtype, width, rows, seed)
+    bounded = [*index[:2], jnp.clip(index[2], 0, ring.k.shape[2] - width), index[3]]
+    want, *expected = reference(*tokens, states, ring, 1, *bounded)
+    out, *after = run(*tokens, states, ring, 1, *index)
+    eps = float(jnp.finfo(dtype).eps)
+    # An update may round the other way, and then so do those that follow.
+    loose = 1e-5 if dtype == jnp.float32 else 4 * eps
+    for row, count in enumerate(real):
+        np.testing.assert_allclose(out[row, :count], want[row, :count], rtol=0, atol=loose)
+        assert count or not np.any(out[row])  # no uninitialised memory comes out
+    assert np.isnan(out[2]).any() and np.isfinite(out[1, : real[1]]).all()
+    for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=8 * eps, atol=loose)
+    before = np.asarray(states, np.float32)
+    changed = (np.asarray(after[0], np.float32) != before).any(axis=(2, 3, 4, 5))
+    folds = must_fold(bounded[2], width, ring.k.shape[2]) & (jnp.asarray(real) > 0)
+    assert set(np.argwhere(changed)[:, 1]) == {
+        int(slot) for slot, folded in zip(index[0], folds, strict=True) if folded
+    }
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "width", "rows", "parts"),
+    [
+        (jnp.float32, 1, None, 1),
+        (jnp.float32, 3, 12, 2),
+        (jnp.float32, 4, None, 2),
+        (jnp.float16, 4, None, 1),
+        (jnp.bfloat16, 1, 9, 2),
+        (jnp.bfloat16, 8, None, 1),
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, parts):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(*args):
+        return gdn_replay_kernel(
+            *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, parts=parts
+        )
+
+    check(run, GdnShape(1, 2), dtype, width, rows)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "width", "rows"),
+    [
+        (GDN["qwen3.5-9b"], jnp.float32, 4, None),
+        (GDN["qwen3.5-9b"], jnp.float16, 4, None),
+        (GDN["qwen3.5-27b"], jnp.bfloat16, 8, None),
+        (GdnShape(2, 6), jnp.float32, 1, None),
+        (GdnShape(2, 6), jnp.float16, 3, 12),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width, rows):
+    """With one warpgroup a block, and, of the smaller shape, with two."""
+    dispatch._chosen.pop("gdn_replay", None)
+    check(jax.jit(gdn_replay, static_argnums=7), shape, dtype, width, rows, seed=width)
+    assert dispatch.implementations()["gdn_replay"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
+def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
+    """4,000 tokens with random acceptance, in one program; against float64 in every quarter."""
+    width, shape, steps = 4, GdnShape(1, 2), 1600
+    rng, rows = np.random.default_rng(1), ring_rows(width, jnp.dtype(dtype).itemsize)
+    tokens = operands(rng, steps, 1, width, shape=shape)
+    tokens[3] *= 0.05
+    kept = rng.integers(1, width + 1, size=steps)
+
+    def step(carry, x):
+        states, ring, computed, length = carry
+        *tokens, kept = x
+        index = int32(1), computed[None], length[None], int32(width)
+        out, states, ring = gdn_replay(*tokens, states, ring, 0, *index)
+        length = next_ring_length(length, kept, width, rows).astype(jnp.int32)
+        return (states, ring, computed + kept, length), out[0]
+
+    heads = shape.value_heads
+    start = (
+        jnp.zeros((1, 2, 1, heads, 128, 128), dtype),
+        GdnRing(
+            jnp.zeros((1, 2, rows, 1, 128), dtype),
+            jnp.zeros((1, 2, rows, heads, 128), dtype),
+            jnp.zeros((1, 2, rows, heads)),
+        ),
+        jnp.int32(0),
+        jnp.int32(0),
+    )
+    outs = jax.jit(lambda *xs: jax.lax.scan(step, start, xs)[1])(*tokens, int32(*kept))
+    exact, wrong, right = np.zeros((heads, 128, 128)), [], []
+    for out, *x, stand in zip(np.asarray(outs, np.float64), *tokens, kept, strict=True):
+        expected, after = oracle(exact, *(y[0] for y in x))
+        wrong.append(np.linalg.norm(out - expected))
+        right.append(np.linalg.norm(expected))
+        exact = after[stand - 1]
+    quarters = [np.sqrt(np.mean(np.square(x))) for x in np.array_split(wrong, 4)]
+    assert max(quarters) < error * np.sqrt(np.mean(np.square(right)))
+    assert quarters[-1] < 1.5 * quarters[0]
