@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.replay import must_fold
+from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 
@@ -72,6 +73,16 @@ def gdn_replay_reference(
     """The specification of `gdn_replay`: fold for itself, then one token after the other."""
     width, group = q.shape[1], states.shape[3] // q.shape[2]
     num_slots, rows_in_ring = states.shape[1], ring.k.shape[2]
+    real = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    token = jnp.arange(width, dtype=jnp.int32)[None, :]
+    place = (num_computed[:, None] + token) % rows_in_ring
+    target = jnp.where(real[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
+
+    def append(pool, new):
+        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
+
+    # Before the ring is read, where these rows do not count: XLA need not copy it then.
+    ring = ring.replace(k=append(ring.k, k), g=append(ring.g, g))
     slot = jnp.clip(slots, 0, num_slots - 1)
     start = _replayed(states, ring, layer, slot, num_computed, ring_length)
 
@@ -87,18 +98,10 @@ def gdn_replay_reference(
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
         written.append(u_t)
 
-    real = (slots > 0) & (slots < num_slots) & (query_len > 0)
     folds = real & must_fold(ring_length, width, rows_in_ring)
-    target = jnp.where(folds, slots, num_slots)
-    states = states.at[layer, target, 0].set(start.astype(states.dtype), mode="drop")
-    token = jnp.arange(width, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] + token) % rows_in_ring
-    target = jnp.where(real[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
-
-    def append(pool, new):
-        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
-
-    ring = GdnRing(append(ring.k, k), append(ring.u, jnp.stack(written, 1)), append(ring.g, g))
+    target_slot = jnp.where(folds, slots, num_slots)
+    states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
+    ring = ring.replace(u=append(ring.u, jnp.stack(written, axis=1)))
     return jnp.stack(outputs, axis=1), states, ring
 
 
@@ -117,8 +120,11 @@ def _replayed(
     place = (num_computed[:, None] - age) % rows_in_ring
     counts = age <= ring_length[:, None]
 
+    # A row more, for the reason that `state_select_reference` gives.
+    slot_and_null, place = jnp.pad(slot, (0, 1))[:, None], jnp.pad(place, ((0, 1), (0, 0)))
+
     def take(pool):
-        taken = pool[layer, slot[:, None], place].astype(jnp.float32)
+        taken = pool[layer, slot_and_null, place][:-1].astype(jnp.float32)
         return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
 
     k, u, g = jnp.repeat(take(ring.k), group, axis=2), take(ring.u), take(ring.g)
@@ -126,7 +132,8 @@ def _replayed(
     after = jnp.pad(g[:, 1:], ((0, 0), (0, 1), (0, 0)))
     after = jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
     whole = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
-    checkpoint = states[layer, slot, 0].astype(jnp.float32)
+    checkpoint = state_select_reference(states, layer, slot, jnp.zeros_like(slot))
+    checkpoint = checkpoint.astype(jnp.float32)
     added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
     return whole * checkpoint + added
 
