@@ -117,14 +117,19 @@ def step_gap(figures: Figures) -> str:
 
 
 def kernels(figures: Figures) -> str:
-    """The shapes of one model, at two batch sizes and two widths; the file has the others."""
+    """The shapes of one model, at two batch sizes and two widths; the file has the others.
+
+    Of a prefill: prompts, and tokens of each.
+    """
     rows = []
     for case in figures["results"]:
-        width = case.get("width", 1)
-        shown = case.get("rows") in (1, 64) and width in (1, 4)
+        number, width = case.get("rows"), case.get("width", 1)
+        shown = number in (1, 64) and width in (1, 4)
+        if "seqs" in case:
+            number, width, shown = case["seqs"], case["length"], True
         if case.get("model", MODEL) != MODEL or not shown:
             continue
-        name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {case['rows']} x {width}"
+        name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {number} x {width}"
         if "context" in case:
             name += f", context {case['context']}"
         reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
