@@ -48,7 +48,7 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     after = vars(engine.metrics)
     llm._forget([[sample] for sample in list(llm._samples.values())])
 
-    runner.state = start
+    runner._state = start
     # On the device beforehand: a transfer would make a deep queue wait for the host's staging.
     plans = [dataclasses.replace(plan, packed=jnp.asarray(plan.packed)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])
@@ -99,7 +99,7 @@ def main() -> None:
                 }
                 results.append(result)
                 print(json.dumps(result), flush=True)
-    record.write(args.json, {"results": results})
+    record.write(args.json, {"repeats": args.repeats, "results": results})
 
 
 if __name__ == "__main__":

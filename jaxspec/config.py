@@ -95,13 +95,15 @@ class Buckets:
         **others: Any,
     ) -> "Buckets":
         """Buckets where None is: pages for `max_num_seqs` requests of `max_model_len`; a budget of
-        512 tokens, or twice what a full verify takes; 1, 4, 16, ... rows; 64 tokens of prompt for
-        the short ones, and the whole budget.
+        512 tokens, or twice what a full verify takes in full 64s; 1, 4, 16, ... rows; 64 tokens of
+        prompt for the short ones, and the whole budget.
         """
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
-        budget = max_num_batched_tokens or max(512, 2 * max_num_seqs * (1 + num_drafts))
+        budget = max_num_batched_tokens
+        if budget is None:
+            budget = max(512, -(-max_num_seqs * (1 + num_drafts) // 32) * 64)
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         return Buckets(
@@ -111,7 +113,9 @@ class Buckets:
             num_pages=num_pages,
             num_drafts=num_drafts,
             decode_rows=tuple(decode_rows),
-            prefill_tokens=tuple(prefill_tokens or sorted({min(64, budget), budget})),
+            prefill_tokens=tuple(sorted({min(64, budget), budget}))
+            if prefill_tokens is None
+            else tuple(prefill_tokens),
             max_num_batched_tokens=budget,
             **others,
         )
@@ -169,10 +173,10 @@ class StateConfig:
     """How recurrent states survive a verify.
 
     `policy`: "snapshot" keeps the state after each token of a step, "replay" one checkpoint and a
-    ring of what each token since then added: the same tokens, at less memory and memory traffic.
-    `dtype`: of what is kept, whatever that of the weights. In 16 bits replay rounds the state far
-    less often than a snapshot, and float16 keeps three bits more than bfloat16. `window`: tokens
-    the ring keeps between steps; None: 32 in float32, 16 in 16 bits.
+    ring of what each token since then added: the same tokens, and from one draft on less memory and
+    memory traffic. `dtype`: of what is kept. In 16 bits states are rounded, by snapshots each token
+    and by replay where it folds: tokens may then differ. float16 keeps three bits more than
+    bfloat16. `window`: tokens the ring keeps between steps; None: 32 in float32, 16 in 16 bits.
     """
 
     policy: Literal["snapshot", "replay"] = "snapshot"
@@ -187,6 +191,8 @@ class StateConfig:
             raise ValueError(
                 f"state_dtype must be 'float32', 'float16' or 'bfloat16', got {self.dtype!r}."
             )
+        if self.window is not None:
+            check_sizes(window=self.window)
 
 
 @dataclasses.dataclass(frozen=True)

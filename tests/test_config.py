@@ -99,15 +99,24 @@ def test_what_is_given_is_no_default():
     buckets = Buckets.of(**DEFAULTS | given)
     assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
     many = Buckets.of(**DEFAULTS | {"max_num_seqs": 100})
-    assert many.max_num_batched_tokens == 2 * 100 * 4
-    with pytest.raises(ValueError, match="decode_rows buckets must ascend"):
-        Buckets.of(**DEFAULTS | {"decode_rows": []})
+    assert many.max_num_batched_tokens == 2 * 100 * 4 + 32  # in full 64s
+    for name in ("decode_rows", "prefill_tokens"):
+        with pytest.raises(ValueError, match=f"{name} buckets must ascend"):
+            Buckets.of(**DEFAULTS | {name: []})
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        Buckets.of(**DEFAULTS | {"max_num_batched_tokens": 0})
 
 
 @pytest.mark.parametrize("field", ["policy", "dtype"])
 def test_an_unknown_state_policy_or_dtype_is_refused(field):
     with pytest.raises(ValueError, match=f"state_{field} must be .*, got 'float8'"):
         StateConfig(**{field: "float8"})
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5])
+def test_a_window_is_a_number_of_tokens(window):
+    with pytest.raises(ValueError, match=f"window must be an integer of at least 1, got {window}"):
+        StateConfig("replay", window=window)
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,9 @@ def true_states(state, row):
         return np.asarray(cache.states[:, slot, offset])
     where = [x[row : row + 1] for x in (rows.slot, rows.num_computed, rows.ring_length)]
     layers = range(cache.states.shape[0])
-    return np.stack([_replayed(cache.states, cache.ring, layer, *where)[0] for layer in layers])
+    return np.stack(
+        [_replayed(cache.states, cache.ring, layer, *where, width=4)[0] for layer in layers]
+    )
 
 
 @POLICIES

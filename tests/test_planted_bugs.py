@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from harness import GREEDY
+from harness import GREEDY, REPLAY
 from walk import PROMPTS, random_walk, walk_harness
 
 from jaxspec.models.layers import gated_delta_net
@@ -46,6 +46,12 @@ def optimistic_length_for_the_next_token(rows, acceptance, finish, prefill_lens,
 def state_slot_off_by_one(rows, acceptance, finish, prefill_lens, ring_rows):
     after = real_update(rows, acceptance, finish, prefill_lens, ring_rows)
     return after.with_fields(state_offset=jnp.maximum(after.state_offset - 1, 0))
+
+
+def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_rows):
+    after = real_update(rows, acceptance, finish, prefill_lens, ring_rows)
+    rejects = (acceptance.num_emitted > 0) & (acceptance.num_accepted < rows.num_drafts)
+    return after.with_fields(ring_length=after.ring_length + rejects)
 
 
 def conv_offset_ignored(x, weight, pool, layer, slots, state_offset, query_len):
@@ -96,6 +102,14 @@ def fresh_programs():
     jitted_step.cache_clear()
     yield
     jitted_step.cache_clear()
+
+
+def test_the_laws_see_a_ring_that_counts_a_rejected_draft(monkeypatch, fresh_programs):
+    monkeypatch.setattr(step_module, "update", ring_counts_a_rejected_draft)
+    engine = walk_harness((0.7, 0.6, 0.5), variants=("greedy",), states=REPLAY)
+    random_walk(engine, 60, seed=1, params=[dataclasses.replace(GREEDY, max_tokens=14)])
+    with pytest.raises(AssertionError):
+        engine.check()
 
 
 def test_without_a_bug_the_laws_hold():

@@ -1,18 +1,24 @@
 """Laws 1, 3, 4, 5 and 7 together, over walks of thousands of steps."""
 
 import pytest
+from harness import REPLAY
 from walk import random_walk, walk_harness
 
 SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 
 
 @pytest.mark.parametrize(
-    "depth, chunk, num_pages, buckets",
-    [(2, None, 40, SMALL), (0, 3, 40, SMALL), (3, 7, 24, {})],
-    ids=["several programs", "synchronous", "deep and short of pages"],
+    "depth, chunk, num_pages, options",
+    [
+        (2, None, 40, SMALL),
+        (0, 3, 40, SMALL),
+        (3, 7, 24, {}),
+        (1, 5, 24, {"states": REPLAY}),
+    ],
+    ids=["several programs", "synchronous", "deep and short of pages", "replay"],
 )
 def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
-    depth, chunk, num_pages, buckets
+    depth, chunk, num_pages, options
 ):
     """Admit, accept, reject, zero drafts, placeholders, finish, preempt, abort, fork, permute."""
     engine = walk_harness(
@@ -21,7 +27,7 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
         max_in_flight=depth,
         chunk=chunk,
         num_pages=num_pages,
-        **buckets,
+        **options,
     )
     happened = random_walk(engine, 1000, seed=depth)
     ties = engine.check()

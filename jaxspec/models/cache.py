@@ -95,8 +95,8 @@ def fork_slots(
 ) -> HybridCache:
     """Copy recurrent states, convolution windows and one page each from source to target.
 
-    Target 0 means no copy: writes to the null slot and null page are dropped. A fork follows a
-    prefill, which leaves nothing in the ring.
+    Target 0 means no copy: writes to the null slot and null page are dropped. A fork comes
+    before its leader decodes: the prefill left nothing in the ring.
     """
     num_slots, num_pages = cache.states.shape[1], cache.kv.shape[2]
     slots = jnp.where(target_slots > 0, target_slots, num_slots)

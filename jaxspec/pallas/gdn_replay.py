@@ -84,7 +84,7 @@ def gdn_replay_reference(
     # Before the ring is read, where these rows do not count: XLA need not copy it then.
     ring = ring.replace(k=append(ring.k, k), g=append(ring.g, g))
     slot = jnp.clip(slots, 0, num_slots - 1)
-    start = _replayed(states, ring, layer, slot, num_computed, ring_length)
+    start = _replayed(states, ring, layer, slot, num_computed, ring_length, width)
 
     state, outputs, written = start, [], []
     for t in range(width):
@@ -112,13 +112,15 @@ def _replayed(
     slot: Int[Array, " rows"],
     num_computed: Int[Array, " rows"],
     ring_length: Int[Array, " rows"],
+    width: int,
 ) -> Float[Array, "rows value_heads value_dim key_dim"]:
     """Each row's state: its checkpoint, and the ring's tokens added, in float32."""
     group, rows_in_ring = states.shape[3] // ring.k.shape[3], ring.k.shape[2]
     # By age, the newest last; what lies beyond `ring_length` may hold anything.
     age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
     place = (num_computed[:, None] - age) % rows_in_ring
-    counts = age <= ring_length[:, None]
+    # More would be rows that this step writes.
+    counts = age <= jnp.minimum(ring_length, rows_in_ring - width)[:, None]
 
     # A row more, for the reason that `state_select_reference` gives.
     slot_and_null, place = jnp.pad(slot, (0, 1))[:, None], jnp.pad(place, ((0, 1), (0, 0)))

@@ -6,14 +6,14 @@ tokens before `num_computed` the last `ring_length` are not in the checkpoint ye
 is counting them in; what was rejected is not counted, hence never read, and overwritten by whatever
 comes to stand at its position.
 
-A step that might leave too little room for the next one folds first: it adds the ring's tokens to
+A step whose tokens might not fit into the ring's window folds first: it adds the ring's tokens to
 the checkpoint. Every row decides that for itself on the device, so the host need not know. With 8
 rows and 3 tokens a step:
 
     num_computed  ring_length  folds       writes rows  kept
     10            0            no          2, 3, 4      2
     12            2            no          4, 5, 6      3
-    15            5            12 .. 14 …  7, 0, 1      1
+    15            5            10 .. 14    7, 0, 1      1
     16            1            no          0, 1, 2      …
 
 "ReplaySSM" (Dao AI Lab and NVIDIA, 2026) does so for Mamba2, with a host that knows the counts.
@@ -31,11 +31,11 @@ def ring_rows(width: int, itemsize: int, window: int | None = None) -> int:
     The usual window balances what every step reads of the ring against how often it writes the
     state. Behind it, `width` rows that a step can write while other blocks still read the window.
     """
-    return (window or _WINDOWS[itemsize]) + width
+    return (_WINDOWS[itemsize] if window is None else window) + width
 
 
 def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Array, "..."]:
-    """Whether a step of `width` tokens folds: appended to the ring they could fill its window."""
+    """Whether a step of `width` tokens folds: behind the ring's they might not fit its window."""
     return ring_length > rows - 2 * width
 
 

@@ -30,6 +30,15 @@ def test_a_ring_takes_the_place_of_all_candidates_but_one():
     assert {cache.states.dtype, cache.ring.k.dtype, cache.ring.u.dtype} == {dtypes[1]}
 
 
+def test_a_fork_needs_nothing_of_the_ring():
+    sizes = dataclasses.replace(SIZES, ring_rows=20)
+    cache = init_cache(SHAPE, sizes, jnp.dtype("float32"), jnp.dtype("float32"))
+    one = jnp.ones(1, jnp.int32)
+    full = jax.tree.map(jnp.ones_like, cache)
+    forked = fork_slots(full.replace(ring=cache.ring), one, 2 * one, one, 2 * one)
+    chex.assert_trees_all_equal(forked.ring, cache.ring)
+
+
 def test_a_fork_copies_states_windows_and_one_page():
     cache = filled_cache()
     want = {name: np.array(getattr(cache, name)) for name in ("kv", "conv", "states")}
@@ -40,4 +49,5 @@ def test_a_fork_copies_states_windows_and_one_page():
             want["kv"][:, :, target_page] = want["kv"][:, :, source_page]
     index = [jnp.array(x, jnp.int32) for x in ([1, 1, 0], [3, 4, 0], [2, 0, 0], [5, 0, 0])]
     forked = fork_slots(cache, *index)
+    assert forked.ring is None
     chex.assert_trees_all_equal({name: getattr(forked, name) for name in want}, want)

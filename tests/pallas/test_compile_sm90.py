@@ -128,7 +128,7 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
 
 @pytest.mark.parametrize(
     ("dtype", "states_dtype"),
-    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32)],
+    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.float16), (jnp.float16, jnp.float32)],
 )
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
