@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import ATTENTION, GDN, GdnShape
+from shapes import ATTENTION, GDN, MAMBA2, GdnShape, Mamba2Shape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
@@ -20,6 +20,7 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
@@ -201,6 +202,35 @@ def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
     operands = (key, key, value, gate, gate, states, ring, *index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(5, 6))
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, width):
+    def step(x, dt, a, b, c, d, states, slots, offset, query_len):
+        for layer in range(2):
+            tokens = (x.astype(dtype), dt, a, b, c, d)
+            x, states = _mamba2_step_kernel(
+                *tokens, states, jnp.int32(layer), slots, offset, query_len
+            )
+        return x, states
+
+    pool = array(2, 9, 8, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)
+    index = array(4, dtype=jnp.int32)
+    operands = (*mamba2_tokens(shape, 4, width, dtype), pool, index, index, index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=6)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+def mamba2_tokens(shape, rows, width, dtype):
+    """x, dt, A, B, C, D."""
+    heads, shared = (
+        array(shape.heads),
+        array(rows, width, shape.groups, shape.state_dim, dtype=dtype),
+    )
+    x = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    return x, array(rows, width, shape.heads), heads, shared, shared, heads
 
 
 @pytest.mark.parametrize("width", [1, 4, 9])
