@@ -1,16 +1,14 @@
 """One verify step of Mamba2 that keeps no state a token, but what replays it."""
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2_step import advance, unsupported
 from jaxspec.pallas.replay import must_fold
 from jaxspec.pallas.state_select import state_select_reference
 
-_LONGEST_RING = 48  # that a block of the kernel keeps in shared memory while it folds
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
 
 
@@ -77,13 +75,17 @@ def mamba2_replay_reference(
 ):
     """The specification of `mamba2_replay`: fold for itself, then one token after the other."""
     width, num_slots, rows_in_ring = x.shape[1], states.shape[1], ring.x.shape[2]
-    slot = jnp.clip(slots, 0, num_slots - 1)
-    # By age, the newest last: first come the rows that this step's tokens will take.
-    age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] - age) % rows_in_ring
-    old = jax.tree.map(lambda pool: pool[layer, slot[:, None], place], ring)
-    checkpoint = state_select_reference(states, layer, slots, jnp.zeros_like(slots))
-    start = _replayed(checkpoint, old, a, age <= ring_length[:, None])
+    live = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    token = jnp.arange(width, dtype=jnp.int32)[None, :]
+    place = (num_computed[:, None] + token) % rows_in_ring
+    target = jnp.where(live[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
+
+    def append(pool, new):
+        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
+
+    # Before the ring is read, which only this step's rows do not matter to: XLA would copy it.
+    ring = Mamba2Ring(append(ring.x, x), append(ring.b, b), append(ring.dt, dt))
+    start = _replayed(states, ring, a, layer, slots, num_computed, ring_length)
 
     state, outputs, stored = start, [], (x.astype(ring.x.dtype), b.astype(ring.b.dtype))
     for t in range(width):
@@ -91,52 +93,47 @@ def mamba2_replay_reference(
         state, y = advance(state, x_t, dt[:, t], a, b_t, c[:, t])
         outputs.append(y + d[None, :, None] * x[:, t].astype(jnp.float32))
 
-    live = (slots > 0) & (slots < num_slots) & (query_len > 0)
     folds = live & must_fold(ring_length, width, rows_in_ring)
-    target = jnp.where(folds, slots, num_slots)
-    states = states.at[layer, target, 0].set(start.astype(states.dtype), mode="drop")
-    real = jnp.arange(width, dtype=jnp.int32)[None, :] < query_len[:, None]
-    target = jnp.where(live, slots, num_slots)[:, None]
-
-    def append(pool, new, old):
-        # Padding tokens write what was there: what is written hangs on what was read, so that it
-        # is read before and XLA need not copy the ring.
-        new = jnp.where(_like(real, new), new.astype(pool.dtype), old[:, :width])
-        return pool.at[layer, target, place[:, :width]].set(new, mode="drop")
-
-    ring = jax.tree.map(append, ring, Mamba2Ring(x, b, dt), old)
+    target_slot = jnp.where(folds, slots, num_slots)
+    states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
     return jnp.stack(outputs, axis=1), states, ring
 
 
 def _replayed(
-    checkpoint: Float[Array, "rows heads head_dim state_dim"],
-    tokens: Mamba2Ring,
+    states: _States,
+    ring: Mamba2Ring,
     a: Float[Array, " heads"],
-    counts: Bool[Array, "rows tokens"],
+    layer: int,
+    slots: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
+    ring_length: Int[Array, " rows"],
 ) -> Float[Array, "rows heads head_dim state_dim"]:
-    """Each row's checkpoint with the tokens that count added, in float32."""
+    """Each row's state: its checkpoint, and the ring's tokens added, in float32."""
+    group, rows_in_ring = ring.x.shape[3] // ring.b.shape[3], ring.x.shape[2]
+    slot = jnp.clip(slots, 0, states.shape[1] - 1)
+    # By age, the newest last; what lies beyond `ring_length` may hold anything.
+    age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
+    place = (num_computed[:, None] - age) % rows_in_ring
+    counts = age <= ring_length[:, None]
 
-    def take(y):
-        return jnp.where(_like(counts, y), y.astype(jnp.float32), 0.0)
+    def take(pool):
+        taken = pool[layer, slot[:, None], place].astype(jnp.float32)
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
 
-    x, b, dt = take(tokens.x), take(tokens.b), take(tokens.dt)
-    b = jnp.repeat(b, x.shape[2] // b.shape[2], axis=2)
+    x, b, dt = take(ring.x), jnp.repeat(take(ring.b), group, axis=2), take(ring.dt)
     # Sums of what comes after each token, not differences: those lose what follows a strong decay.
     after = jnp.pad(dt[:, 1:], ((0, 0), (0, 1), (0, 0)))
     after = jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
     whole = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]
     weight = jnp.exp(a[None, None] * after) * dt
+    checkpoint = state_select_reference(states, layer, slots, jnp.zeros_like(slots))
     added = jnp.einsum("rwh,rwhp,rwhn->rhpn", weight, x, b, precision="highest")
     return whole * checkpoint.astype(jnp.float32) + added
 
 
-def _like(mask, y):
-    """`mask` with as many dimensions as `y`."""
-    return mask.reshape(*mask.shape, *(1,) * (y.ndim - mask.ndim))
-
-
 def _unsupported(x, states, ring):
     """Why the kernel does not take these operands, or None."""
-    if ring.x.shape[2] > _LONGEST_RING:
-        return f"a ring of {ring.x.shape[2]} rows, more than {_LONGEST_RING}"
+    window = ring.x.shape[2] - x.shape[1]
+    if window > 64:
+        return f"a ring that holds {window} tokens, more than 64"
     return unsupported(x, states)

@@ -63,6 +63,8 @@ def replay(
             # no row of the ring that it or another writes, and its checkpoint before it writes.
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,  # no sum crosses warps
+            # Every layout is named here; to have them inferred takes three times as long.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -205,7 +207,7 @@ def _body(
 
             for t in range(sizes.width):
                 c_t = _load(reads.at[t], tile.reduce(0)).astype(jnp.float32)
-                y = jnp.sum(start * lax.broadcast_in_dim(c_t, start.shape, (1,)), axis=1) * kept[t]
+                y = jnp.sum(start * _spread(c_t, start.shape, 1, tile), axis=1) * kept[t]
                 x_t = _load(x.at[row, t, head, some], tile.reduce(1)).astype(jnp.float32)
                 y = y + _load(total.at[t, some], tile.reduce(1)) + d[head] * x_t
                 _store(out.at[row, t, head, some], y)
@@ -242,15 +244,15 @@ def _sum_tokens(sizes, new, ring, chunks, decay, reads, total_out, kept_out):
 
     def add(total, elapsed, x, b, dt):
         x, b = x.astype(jnp.float32), b.astype(jnp.float32)
-        overlap = jnp.sum(c * lax.broadcast_in_dim(b, c.shape, (1,)), axis=1)
+        overlap = jnp.sum(c * _spread(b, c.shape, 1, by_b), axis=1)
         weight = jnp.exp2(decay * elapsed) * dt * overlap
-        weight = lax.broadcast_in_dim(weight, total.shape, (0,))
-        return total + weight * lax.broadcast_in_dim(x, total.shape, (1,))
+        weight, x = (_spread(y, total.shape, axis, by_x) for axis, y in enumerate((weight, x)))
+        return total + weight * x
 
     for t, (x, b, dt) in reversed(list(enumerate(new))):
         # Not a weight of 0: a token that overflows must not harm those before it.
         more, later = add(total, elapsed, x, b, dt), reader >= t
-        total = jnp.where(lax.broadcast_in_dim(later, total.shape, (0,)), more, total)
+        total = jnp.where(_spread(later, total.shape, 0, by_x), more, total)
         elapsed = jnp.where(later, elapsed + dt, elapsed)
 
     def from_ring(chunk, carry):
@@ -279,6 +281,10 @@ def _fold(tile, folded_x, folded_b, i, state):
     for j in range(_FOLD):
         x = _load(folded_x.at[i * _FOLD + j], tile.reduce(1))
         b = _load(folded_b.at[i * _FOLD + j], tile.reduce(0)).astype(jnp.float32)
-        x = lax.broadcast_in_dim(x, state.shape, (0,))
-        state = state + x * lax.broadcast_in_dim(b, state.shape, (1,))
+        state = state + _spread(x, state.shape, 0, tile) * _spread(b, state.shape, 1, tile)
     return state
+
+
+def _spread(x, shape, axis, layout):
+    """`x` along `axis` of a matrix, the same everywhere else."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)

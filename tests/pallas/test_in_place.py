@@ -64,15 +64,9 @@ def mamba2(pool, layer, x, start):
 
 
 def _mamba2_tokens(rows, x):
-    heads, shared = jnp.ones(2), jnp.ones((rows, WIDTH, 1, 4))
-    return (
-        jnp.ones((rows, WIDTH, 2, 4)) + x,
-        jnp.ones((rows, WIDTH, 2)),
-        heads,
-        shared,
-        shared,
-        heads,
-    )
+    heads, shared = jnp.ones(2), jnp.ones((rows, WIDTH, 1, 4)) + x
+    steps = jnp.ones((rows, WIDTH, 2)) + x
+    return jnp.ones((rows, WIDTH, 2, 4)) + x, steps, heads, shared, shared, heads
 
 
 def replay(pools, layer, x, start):
