@@ -49,3 +49,22 @@ ATTENTION = {
     "nemotron-3-nano": AttentionShape(32, 2, 128),
     "llama-3.2-1b": AttentionShape(32, 8, 64),
 }
+
+
+@dataclass(frozen=True)
+class Mamba2Shape:
+    """Heads of a Mamba2 layer, and the groups that share `B` and `C`."""
+
+    heads: int
+    groups: int = 8
+    head_dim: int = 64
+    state_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.groups}/{self.heads}x{self.head_dim}x{self.state_dim}"
+
+
+MAMBA2 = {
+    "nemotron-3-nano": Mamba2Shape(64),
+    "nemotron-h-8b": Mamba2Shape(128),
+}

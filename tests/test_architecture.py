@@ -43,6 +43,7 @@ TESTED_ELSEWHERE = {
     "pallas/paged_attention_tiles.py": "pallas/test_paged_attention.py",
     "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
+    "pallas/mamba2_replay_kernel.py": "pallas/test_mamba2_replay.py",
 }
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.state_select import state_select_reference
+from jaxspec.pallas.state_select import state_select_reference, state_write_reference
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 
@@ -69,22 +69,8 @@ def gdn_step_reference(q, k, v, g, beta, states, layer, slots, state_offset, que
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_t, precision="highest"))
         after.append(state)
 
-    states = _write(states, layer, slots, query_len, jnp.stack(after, axis=1))
+    states = state_write_reference(states, layer, slots, query_len, jnp.stack(after, axis=1))
     return jnp.stack(outputs, axis=1), states
-
-
-def _write(
-    states: _States,
-    layer: int,
-    slots: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-    after: Float[Array, "rows width value_heads value_dim key_dim"],
-) -> _States:
-    """The pool with each live token's state as its candidate."""
-    token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
-    real = (token < query_len[:, None]) & (slots > 0)[:, None]
-    target = jnp.where(real, slots[:, None], states.shape[1])
-    return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
 
 
 def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len):
@@ -101,7 +87,7 @@ def _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, que
     outputs, after = _all_tokens(q, k, v, g, beta, state)
     outputs = jnp.where(sound[..., None], outputs, jnp.nan)
     after = jnp.where(sound[..., None, None], after, jnp.nan)
-    states = _write(states, layer, slots, query_len, jnp.moveaxis(after, 2, 1))
+    states = state_write_reference(states, layer, slots, query_len, jnp.moveaxis(after, 2, 1))
     return jnp.moveaxis(outputs, 2, 1), states
 
 

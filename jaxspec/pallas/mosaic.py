@@ -28,13 +28,13 @@ def vectors(plgpu, vector: int):
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
 
 
-def row_layout(plgpu, size: int, itemsize: int):
+def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
     """Register layout of rows of `size`, each over up to 16 lanes, by accesses of 16 bytes.
 
     A warp's access is then 256 to 512 bytes in one piece, and sums over a row are shuffles.
     """
     vector = 16 // itemsize
-    lanes = min(16, size // vector)
+    lanes = min(most_lanes, size // vector)
     rows = 32 // lanes
     return plgpu.Layout.TILED(
         plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),

@@ -54,6 +54,20 @@ def state_select_reference(
     return states[layer, row, candidate][:-1]
 
 
+def state_write_reference(
+    states: Float[Array, "layers slots candidates ..."],
+    layer: int,
+    slots: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+    after: Float[Array, "rows width ..."],
+) -> Float[Array, "layers slots candidates ..."]:
+    """The pool with the state after each live token as that candidate."""
+    token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
+    real = (token < query_len[:, None]) & (slots > 0)[:, None]
+    target = jnp.where(real, slots[:, None], states.shape[1])
+    return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
+
+
 def _declined(states):
     """Why `_state_select_kernel` does not take these operands, or should not; None: it does."""
     if states.dtype == jnp.float32:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import ATTENTION, GDN, GdnShape
+from shapes import ATTENTION, GDN, MAMBA2, GdnShape, Mamba2Shape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import conv_update
@@ -20,6 +20,8 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.mamba2_replay import Mamba2Ring
+from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
@@ -200,6 +202,63 @@ def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
     index = [array(rows, dtype=jnp.int32)] * 4
     operands = (key, key, value, gate, gate, states, ring, *index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(5, 6))
+    assert_lean(compiled, capfd.readouterr().out, (states, ring))
+
+
+MAMBA2_DTYPES = [  # of states and of tokens
+    (jnp.float32, jnp.float32),
+    (jnp.float32, jnp.bfloat16),
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.float16, jnp.bfloat16),
+]
+
+
+def mamba2_tokens(shape, rows, width, dtype):
+    """x, dt, A, B, C, D."""
+    x = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    b = array(rows, width, shape.groups, shape.state_dim, dtype=dtype)
+    a = array(shape.heads)
+    return x, array(rows, width, shape.heads), a, b, b, a
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(("dtype", "x_dtype"), MAMBA2_DTYPES)
+@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
+    def step(x, dt, a, b, c, d, states, *index):
+        for layer in range(2):
+            tokens = (x.astype(x_dtype), dt, a, b, c, d)
+            x, states = _mamba2_step_kernel(*tokens, states, jnp.int32(layer), *index)
+        return x, states
+
+    pool = array(2, 9, 8, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)
+    operands = (*mamba2_tokens(shape, 4, width, x_dtype), pool, *[array(4, dtype=jnp.int32)] * 3)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=6)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(("dtype", "x_dtype"), MAMBA2_DTYPES)
+@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
+    from jaxspec.pallas.mamba2_replay_kernel import replay
+
+    def step(x, dt, a, b, c, d, states, ring, *index):
+        for layer in range(2):
+            tokens = (x.astype(x_dtype), dt, a, b, c, d)
+            x, states, ring = replay(*tokens, states, ring, jnp.int32(layer), *index)
+        return x, states, ring
+
+    states = array(2, 33, 1, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)
+    lead = 2, 33, ring_rows(width, jnp.dtype(dtype).itemsize)
+    ring = Mamba2Ring(
+        array(*lead, shape.heads, shape.head_dim, dtype=dtype),
+        array(*lead, shape.groups, shape.state_dim, dtype=dtype),
+        array(*lead, shape.heads),
+    )
+    index = [array(4, dtype=jnp.int32)] * 4
+    operands = (*mamba2_tokens(shape, 4, width, x_dtype), states, ring, *index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=(6, 7))
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
 
 

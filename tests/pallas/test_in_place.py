@@ -11,6 +11,8 @@ import pytest
 from jaxspec.pallas.conv_update import conv_prefill, conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay
+from jaxspec.pallas.mamba2_step import mamba2_step
 from jaxspec.pallas.paged_attention import kv_write, paged_attention
 from jaxspec.pallas.prefill_attention import prefill_attention
 
@@ -51,10 +53,39 @@ def _recurrence(pool, layer, x, rows, start):
     return y.sum() + z.sum(), pool
 
 
+def mamba2(pool, layer, x, start):
+    del start
+    for rows in (1, ROWS):
+        y, pool = mamba2_step(
+            *_mamba2_tokens(rows, x), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows]
+        )
+        x = y.sum()
+    return x, pool
+
+
+def _mamba2_tokens(rows, x):
+    heads, shared = jnp.ones(2), jnp.ones((rows, WIDTH, 1, 4)) + x
+    steps = jnp.ones((rows, WIDTH, 2)) + x
+    return jnp.ones((rows, WIDTH, 2, 4)) + x, steps, heads, shared, shared, heads
+
+
+def replay(pools, layer, x, start):
+    for rows in (1, ROWS):
+        index = [start[:rows]] * 4  # as an argument: whether a row folds must not be known
+        y, *pools = mamba2_replay(*_mamba2_tokens(rows, x), *pools, layer, *index)
+        x = y.sum()
+    return x, tuple(pools)
+
+
 POOLS = {
     attention: (LAYERS, 2, 8192, 8, 1, 4),
     convolution: (LAYERS, 65536, 5, 4),
     recurrence: (LAYERS, 8192, 3, 2, 4, 4),
+    mamba2: (LAYERS, 8192, 3, 2, 4, 4),
+    replay: (
+        (LAYERS, 8192, 1, 2, 4, 4),
+        Mamba2Ring((LAYERS, 8192, 8, 2, 4), (LAYERS, 8192, 8, 1, 4), (LAYERS, 8192, 8, 2)),
+    ),
 }
 
 
@@ -67,10 +98,14 @@ def test_a_donated_pool_is_written_in_place(layer_step):
             total = total + out
         return total, pool
 
-    pool = jax.ShapeDtypeStruct(POOLS[layer_step], jnp.float32)
+    pool = jax.tree.map(
+        lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32),
+        POOLS[layer_step],
+        is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+    )
     # An argument, as in a step: XLA's GPU compiler fails on loops whose bounds are constants.
     start = jax.ShapeDtypeStruct((1 + ROWS,), jnp.int32)
     memory = jax.jit(step, donate_argnums=0).lower(pool, start).compile().memory_analysis()
-    size = 4 * pool.size
+    size = 4 * sum(x.size for x in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / LAYERS / 4
