@@ -7,8 +7,7 @@ from typing import Any, Literal
 Variant = Literal["greedy", "sampled", "full"]
 """What a program's sampling can do: argmax only, with temperature, with top-k and top-p too.
 
-A richer one gives the rows that do not need it the same tokens, so a step runs the richest that any
-of its rows needs, and no row notices its neighbours.
+A richer one gives rows that do not need it the same tokens: a step runs the richest any row needs.
 """
 VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "full")
 
@@ -94,10 +93,8 @@ class Buckets:
         max_num_batched_tokens: int | None,
         **others: Any,
     ) -> "Buckets":
-        """Buckets where None is: pages for `max_num_seqs` requests of `max_model_len`; a budget of
-        512 tokens, or twice what a full verify takes in full 64s; 1, 4, 16, ... rows; 64 tokens of
-        prompt for the short ones, and the whole budget.
-        """
+        """None is: all the pages that may be needed; 512 tokens a step, or twice a full verify in
+        full 64s; 1, 4, 16, ... rows; 64 tokens of prompt, and the whole budget."""
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
@@ -106,6 +103,8 @@ class Buckets:
             budget = max(512, -(-max_num_seqs * (1 + num_drafts) // 32) * 64)
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
+        if prefill_tokens is None:
+            prefill_tokens = sorted({min(64, budget), budget})
         return Buckets(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -113,9 +112,7 @@ class Buckets:
             num_pages=num_pages,
             num_drafts=num_drafts,
             decode_rows=tuple(decode_rows),
-            prefill_tokens=tuple(sorted({min(64, budget), budget}))
-            if prefill_tokens is None
-            else tuple(prefill_tokens),
+            prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
             **others,
         )
@@ -173,10 +170,9 @@ class StateConfig:
     """How recurrent states survive a verify.
 
     `policy`: "snapshot" keeps the state after each token of a step, "replay" one checkpoint and a
-    ring of what each token since then added: the same tokens, and from one draft on less memory and
-    memory traffic. `dtype`: of what is kept. In 16 bits states are rounded, by snapshots each token
-    and by replay where it folds: tokens may then differ. float16 keeps three bits more than
-    bfloat16. `window`: tokens the ring keeps between steps; None: 32 in float32, 16 in 16 bits.
+    ring of what each token since then added: the same tokens, with drafts from less memory.
+    `dtype`: of what is kept; 16 bits round (snapshots each token, replay where it folds), so tokens
+    may differ. `window`: tokens of the ring between steps; None: 32 in float32, 16 in 16 bits.
     """
 
     policy: Literal["snapshot", "replay"] = "snapshot"
@@ -188,9 +184,8 @@ class StateConfig:
         if self.policy not in ("snapshot", "replay"):
             raise ValueError(f"state_policy must be 'snapshot' or 'replay', got {self.policy!r}.")
         if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(
-                f"state_dtype must be 'float32', 'float16' or 'bfloat16', got {self.dtype!r}."
-            )
+            words = "'float32', 'float16' or 'bfloat16'"
+            raise ValueError(f"state_dtype must be {words}, got {self.dtype!r}.")
         if self.window is not None:
             check_sizes(window=self.window)
 
@@ -204,8 +199,7 @@ class SpeculativeConfig:
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
     says. Lossy: for speed benchmarks only.
-    `continuations`, `draft_accuracy`, `vary_num_drafts`, `draft_seed`: of the oracle, see
-    `jaxspec.proposers.oracle`.
+    The other fields are the oracle's: see `jaxspec.proposers.oracle`.
     """
 
     method: Literal["mtp", "oracle"] = "mtp"

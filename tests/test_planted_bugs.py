@@ -51,7 +51,7 @@ def state_slot_off_by_one(rows, acceptance, finish, prefill_lens, ring_rows):
 def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_rows):
     after = real_update(rows, acceptance, finish, prefill_lens, ring_rows)
     rejects = (acceptance.num_emitted > 0) & (acceptance.num_accepted < rows.num_drafts)
-    return after.with_fields(ring_length=after.ring_length + rejects)
+    return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
 def conv_offset_ignored(x, weight, pool, layer, slots, state_offset, query_len):

@@ -147,13 +147,17 @@ def _recur(operands, dtype, inputs, cache, layer):
 
 def _verify(operands, decode, cache, layer):
     """The rectangle's outputs; its states are kept, or what it takes to replay them."""
+    q, k, v, g, beta = operands
+    where = decode.slots, decode.state_offset, decode.query_len
     if cache.ring is None:
-        out, states = gdn_step(
-            *operands, cache.states, layer, decode.slots, decode.state_offset, decode.query_len
-        )
+        out, states = gdn_step(q, k, v, g, beta, cache.states, layer, *where)
         return out, dataclasses.replace(cache, states=states)
     out, states, ring = gdn_replay(
-        *operands,
+        q,
+        k,
+        v,
+        g,
+        beta,
         cache.states,
         cache.ring,
         layer,
