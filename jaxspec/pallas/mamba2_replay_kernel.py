@@ -151,12 +151,13 @@ class _Ring:
 
             @pl.when(t < count)
             def _(x=x, b=b, dt=dt, at=at):
-                _store(self.x.at[at, self.head], x)
+                _store(self.x.at[at, self.head], x.astype(self.x.dtype))
                 self.dt[at, self.head] = dt
 
                 @pl.when(lax.rem(self.head, self.sizes.group) == 0)
                 def _():
-                    _store(self.b.at[at, lax.div(self.head, self.sizes.group)], b)
+                    group = lax.div(self.head, self.sizes.group)
+                    _store(self.b.at[at, group], b.astype(self.b.dtype))
 
 
 def _body(
@@ -164,29 +165,30 @@ def _body(
     pool, ring_x, ring_b, ring_dt, out, *, state, reads, total, kept, folded_x, folded_b, arrived,
 ):  # fmt: skip
     row, head = lax.axis_index("row"), lax.axis_index("head")
+    tile = mosaic.row_layout(plgpu, sizes.state_dim, state.dtype.itemsize, most_lanes=8)
+    # What this step's tokens bring first: their addresses do not wait for an index.
+    new_reads = reads.at[pl.ds(0, sizes.width)]
+    plgpu.copy_gmem_to_smem(c.at[row, :, lax.div(head, sizes.group)], new_reads, arrived.at[1])
+    new = _new_tokens(sizes, x.at[row], dt.at[row], b.at[row], head)
     slot, count = slots[row], query_len[row]
     live = (slot > 0) & (slot < sizes.num_slots) & (count > 0)
-    tile = mosaic.row_layout(plgpu, sizes.state_dim, state.dtype.itemsize, most_lanes=8)
 
     @pl.when(live)
     def _():
-        place, group = layer[0] * sizes.num_slots + slot, lax.div(head, sizes.group)
+        place = layer[0] * sizes.num_slots + slot
         checkpoint = pool.at[place, pl.ds(head * sizes.head_dim, sizes.head_dim)]
         plgpu.copy_gmem_to_smem(checkpoint, state, arrived.at[0])
-        new_reads = reads.at[pl.ds(0, sizes.width)]
-        plgpu.copy_gmem_to_smem(c.at[row, :, group], new_reads, arrived.at[1])
-
         length = jnp.clip(ring_length[row], 0, sizes.ring - sizes.width)
         cursor = lax.rem(jnp.maximum(num_computed[row], 0), sizes.ring)
         ring = _Ring(
             sizes, ring_x.at[place], ring_b.at[place], ring_dt.at[place], head, cursor, length
         )
-        new = _new_tokens(sizes, x.at[row], dt.at[row], b.at[row], head, ring)
         ring.append(new, count)
         folds = must_fold(length, sizes.width, sizes.ring)
         decay = a[head] * math.log2(math.e)  # a power of 2 costs half of what one of e does
         plgpu.barrier_wait(arrived.at[1])
-        _sum_tokens(sizes, new, ring, jnp.where(folds, 0, ring.chunks), decay, reads, total, kept)
+        unfolded = jnp.where(folds, 0, ring.chunks)
+        _sum_tokens(sizes, new, ring, unfolded, decay, d[head], reads, total, kept)
         chunks = jnp.where(folds, ring.chunks, 0)
         elapsed = lax.fori_loop(
             0, chunks, functools.partial(_stage, ring, decay, folded_x, folded_b), jnp.float32(0)
@@ -208,33 +210,28 @@ def _body(
             for t in range(sizes.width):
                 c_t = _load(reads.at[t], tile.reduce(0)).astype(jnp.float32)
                 y = jnp.sum(start * _spread(c_t, start.shape, 1, tile), axis=1) * kept[t]
-                x_t = _load(x.at[row, t, head, some], tile.reduce(1)).astype(jnp.float32)
-                y = y + _load(total.at[t, some], tile.reduce(1)) + d[head] * x_t
-                _store(out.at[row, t, head, some], y)
+                _store(out.at[row, t, head, some], y + _load(total.at[t, some], tile.reduce(1)))
 
     @pl.when(jnp.logical_not(live))
     def _():
+        plgpu.barrier_wait(arrived.at[1])  # a block must not end while a copy into it is under way
         nothing = plgpu.layout_cast(jnp.zeros(sizes.head_dim, jnp.float32), tile.reduce(1))
         for t in range(sizes.width):
             _store(out.at[row, t, head], nothing)
 
 
-def _new_tokens(sizes, x, dt, b, head, ring):
-    """`x, B, dt` of the step's tokens, as the ring will hold them."""
+def _new_tokens(sizes, x, dt, b, head):
+    """`x, B, dt` of the step's tokens, as they come."""
     by_x, by_b = sizes.layouts
     group = lax.div(head, sizes.group)
     return [
-        (
-            _load(x.at[t, head], by_x.reduce(0)).astype(ring.x.dtype),
-            _load(b.at[t, group], by_b.reduce(0)).astype(ring.b.dtype),
-            dt[t, head],
-        )
+        (_load(x.at[t, head], by_x.reduce(0)), _load(b.at[t, group], by_b.reduce(0)), dt[t, head])
         for t in range(sizes.width)
     ]
 
 
-def _sum_tokens(sizes, new, ring, chunks, decay, reads, total_out, kept_out):
-    """The sum over the new tokens and so many chunks of the ring, and `exp(A T_t)`."""
+def _sum_tokens(sizes, new, ring, chunks, decay, skip, reads, total_out, kept_out):
+    """`D x_t` and the sum over new tokens and so many chunks of the ring, and `exp(A T_t)`."""
     by_x, by_b = sizes.layouts
     c = _load(reads, by_b).astype(jnp.float32)
     total = jnp.zeros((sizes.readers, sizes.head_dim), jnp.float32)
@@ -251,6 +248,9 @@ def _sum_tokens(sizes, new, ring, chunks, decay, reads, total_out, kept_out):
 
     for t, (x, b, dt) in reversed(list(enumerate(new))):
         # Not a weight of 0: a token that overflows must not harm those before it.
+        itself = total + skip * _spread(x.astype(jnp.float32), total.shape, 1, by_x)
+        total = jnp.where(_spread(reader == t, total.shape, 0, by_x), itself, total)
+        x, b = x.astype(ring.x.dtype), b.astype(ring.b.dtype)
         more, later = add(total, elapsed, x, b, dt), reader >= t
         total = jnp.where(_spread(later, total.shape, 0, by_x), more, total)
         elapsed = jnp.where(later, elapsed + dt, elapsed)
