@@ -19,6 +19,8 @@ from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
+from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
+from jaxspec.pallas.mamba2_step import mamba2_step, mamba2_step_reference
 from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import must_fold, ring_rows
@@ -26,7 +28,7 @@ from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from shapes import ATTENTION, GDN  # noqa: E402
+from shapes import ATTENTION, GDN, MAMBA2  # noqa: E402
 
 INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
 FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
@@ -167,6 +169,122 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
         + ring_bytes
         + sum(x.nbytes for x in operands)
         + tokens[2].nbytes,
+    )
+
+
+def mamba2_step_cases() -> Iterator[Case]:
+    """Sizes of the decode rectangle for Nemotron-3-Nano, and Nemotron-H-8B at one size."""
+    sizes = [("float32", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
+    sizes += [("float32", 64, 8), ("float16", 64, 4), ("float16", 64, 1)]
+    for dtype, rows, width in sizes:
+        yield _mamba2_step_case("nemotron-3-nano", jnp.dtype(dtype), rows, width)
+    yield _mamba2_step_case("nemotron-h-8b", jnp.dtype("float32"), 64, 4)
+
+
+def _mamba2_step_case(model, dtype, rows, width):
+    shape = MAMBA2[model]
+    operands = *_mamba2_tokens(shape, rows, width), *_index(rows, width)
+    state = (shape.heads, shape.head_dim, shape.state_dim)
+
+    def run(op, pool, layer, x, dt, a, b, c, d, *index):
+        return op(x, dt, a, b, c, d, pool, layer, *index)
+
+    state_bytes = rows * math.prod(state) * dtype.itemsize
+    return Case(
+        op="mamba2_step",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "width": width,
+        },
+        run=functools.partial(run, mamba2_step),
+        reference=functools.partial(run, mamba2_step_reference),
+        pool=lambda layers: _filled(layers, rows, width, *state, dtype=dtype),
+        layer_bytes=state_bytes * width,
+        operands=operands,
+        total_bytes=state_bytes * (1 + width)
+        + sum(y.nbytes for y in operands)
+        + 4 * operands[0].size,
+    )
+
+
+def _mamba2_tokens(shape, rows, width):
+    """x, dt, A, B, C, D as a layer makes them."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (rows, width, shape.heads, shape.head_dim), jnp.bfloat16)
+    dt = 0.1 * jax.random.uniform(keys[1], (rows, width, shape.heads))
+    a = -16 * jax.random.uniform(keys[2], (shape.heads,))
+    shared = (rows, width, shape.groups, shape.state_dim)
+    b, c = (jax.random.normal(key, shared, jnp.bfloat16) for key in keys[3:])
+    return x, dt, a, b, c, jnp.ones(shape.heads)
+
+
+def _filled(layers, rows, *one, dtype):
+    """A slot's values, the same in every slot: the speed does not depend on them."""
+    one = jax.random.normal(jax.random.key(0), one).astype(dtype)
+    return jnp.broadcast_to(one, (layers, 1 + rows, *one.shape)) + jnp.zeros((), dtype)
+
+
+def mamba2_replay_cases() -> Iterator[Case]:
+    """As for `gdn_replay`; in float32 also with the shorter window, which costs less to go over."""
+    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
+    for dtype, rows, width in [*sizes, ("float32", 8, 4), ("float32", 64, 8)]:
+        for window in (None, 16) if dtype == "float32" else (None,):
+            yield _mamba2_replay_case("nemotron-3-nano", jnp.dtype(dtype), rows, width, window)
+    yield _mamba2_replay_case("nemotron-h-8b", jnp.dtype("float32"), 64, 4, None)
+
+
+def _mamba2_replay_case(model, dtype, rows, width, window):
+    rng, shape = np.random.default_rng(0), MAMBA2[model]
+    in_ring = ring_rows(width, dtype.itemsize, window)
+    window = in_ring - width
+    # Every length as often as the others; of one row, the middle one.
+    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
+    index = 1 + rng.permutation(rows), rng.integers(window, 10**4, rows), length
+    index = (jnp.asarray(y, jnp.int32) for y in (*index, np.full(rows, width)))
+    tokens = _mamba2_tokens(shape, rows, width)
+    state = (shape.heads, shape.head_dim, shape.state_dim)
+
+    def pool(layers):
+        fill = functools.partial(_filled, layers, rows)
+        return fill(1, *state, dtype=dtype), Mamba2Ring(
+            x=fill(in_ring, *state[:2], dtype=dtype),
+            b=fill(in_ring, shape.groups, shape.state_dim, dtype=dtype),
+            dt=0.1 * jnp.abs(fill(in_ring, shape.heads, dtype=jnp.float32)),
+        )
+
+    def run(op, pool, layer, x, dt, a, b, c, d, *index):
+        out, *pool = op(x, dt, a, b, c, d, *pool, layer, *index)
+        return out, tuple(pool)
+
+    folds = int(np.sum(must_fold(length, width, in_ring)))
+    state_bytes = math.prod(state) * dtype.itemsize
+    factors = math.prod(state[:2]) + shape.groups * shape.state_dim
+    token_bytes = factors * dtype.itemsize + 4 * shape.heads
+    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    return Case(
+        op="mamba2_replay",
+        about={
+            "model": model,
+            "heads": str(shape),
+            "dtype": dtype.name,
+            "rows": rows,
+            "width": width,
+            "window": window,
+            "ring": float(length.mean()),
+            "folds": round(folds / rows, 3),
+        },
+        run=functools.partial(run, mamba2_replay),
+        reference=functools.partial(run, mamba2_replay_reference),
+        pool=pool,
+        layer_bytes=rows * state_bytes + ring_bytes,
+        operands=(*tokens, *index),
+        total_bytes=(rows + folds) * state_bytes
+        + ring_bytes
+        + sum(y.nbytes for y in tokens)
+        + 4 * tokens[0].size,
     )
 
 
@@ -444,6 +562,8 @@ OPS = {
     "gdn_step": gdn_step_cases,
     "gdn_prefill": gdn_prefill_cases,
     "gdn_replay": gdn_replay_cases,
+    "mamba2_step": mamba2_step_cases,
+    "mamba2_replay": mamba2_replay_cases,
     "conv_update": conv_update_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

@@ -121,14 +121,13 @@ def main() -> None:
             results.append(measure(case, args.reference))
             print(json.dumps(results[-1]), flush=True)
     copies.append(copy_bandwidth())
+    about = {**record.machine(), "runtime": jax.devices()[0].client.platform_version}
     for result in results:
+        # Of its own run: a file gathers several.
         result["of_copy"] = round(result["tb_per_s"] * 1e12 / max(copies), 3)
-    about = {
-        **record.machine(),
-        "runtime": jax.devices()[0].client.platform_version,
-        "copy_tb_per_s": [round(copy / 1e12, 3) for copy in copies],
-        "implementations": dispatch.implementations(),
-    }
+        result["copy_tb_per_s"] = round(max(copies) / 1e12, 3)
+        result["commit"] = about["commit"]
+    about["implementations"] = dispatch.implementations()
     print(json.dumps(about), flush=True)
     if args.json:
         if args.json.exists():

@@ -205,11 +205,19 @@ def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
 
 
-MAMBA2_DTYPES = [  # of states and of tokens
-    (jnp.float32, jnp.float32),
-    (jnp.float32, jnp.bfloat16),
-    (jnp.bfloat16, jnp.bfloat16),
-    (jnp.float16, jnp.bfloat16),
+MAMBA2_CASES = [  # shape, dtypes of states and of tokens, width
+    (MAMBA2["nemotron-3-nano"], dtype, x_dtype, width)
+    for dtype, x_dtype in (
+        (jnp.float32, jnp.float32),
+        (jnp.float32, jnp.bfloat16),
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.bfloat16),
+    )
+    for width in (1, 4, 8)
+] + [
+    (MAMBA2["nemotron-h-8b"], jnp.float32, jnp.bfloat16, 4),
+    (Mamba2Shape(4, 2, 128, 64), jnp.float32, jnp.bfloat16, 8),
+    (Mamba2Shape(4, 2, 128, 64), jnp.float16, jnp.float32, 1),
 ]
 
 
@@ -221,9 +229,7 @@ def mamba2_tokens(shape, rows, width, dtype):
     return x, array(rows, width, shape.heads), a, b, b, a
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
-@pytest.mark.parametrize(("dtype", "x_dtype"), MAMBA2_DTYPES)
-@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
 def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     def step(x, dt, a, b, c, d, states, *index):
         for layer in range(2):
@@ -237,9 +243,7 @@ def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
-@pytest.mark.parametrize(("dtype", "x_dtype"), MAMBA2_DTYPES)
-@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
 def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     from jaxspec.pallas.mamba2_replay_kernel import replay
 

@@ -259,3 +259,26 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, x_
     dispatch._chosen.pop("mamba2_replay", None)
     check(*kernel_case(shape, dtype, x_dtype, width, seed=width), replay)
     assert dispatch.implementations()["mamba2_replay"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
+def test_on_a_gpu_many_steps_equal_float64(dtype, error):
+    """Random acceptance and folds for 800 tokens, two rows, of which one is checked."""
+    rng, shape = np.random.default_rng(4), Mamba2Shape(4, 2)
+    rows = ring_rows(WIDTH, jnp.dtype(dtype).itemsize)
+    states, ring = pools(np.zeros, shape, dtype, rows)
+    heads, computed, length = operands(rng, shape=shape)[2::3], 0, 0
+    exact, wrong, right = np.zeros(states.shape[3:]), [], []
+    while computed < 800:
+        new = operands(rng, 2, WIDTH, shape=shape)
+        new[2::3] = heads
+        index = int32(3, 1), int32(computed, 7), int32(length, 5), int32(WIDTH, 2)
+        out, states, ring = replay(*new, states, ring, 1, *index)
+        expected, after = oracle(exact, *one_row(new, 0))
+        wrong.append(np.linalg.norm(out[0] - expected))
+        right.append(np.linalg.norm(expected))
+        kept = int(rng.integers(1, WIDTH + 1))
+        exact, computed = after[kept - 1], computed + kept
+        length = int(next_ring_length(length, kept, WIDTH, rows))
+    assert np.linalg.norm(wrong) < error * np.linalg.norm(right)
