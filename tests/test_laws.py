@@ -79,8 +79,14 @@ METHODS = [("mtp", 0), *itertools.product(RATES, (1, 3))]
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method, drafts", METHODS, ids=lambda value: str(value))
 def test_speculation_never_changes_output(method, drafts, params):
-    """Laws 1, 3 and 4 on one hybrid: every depth of flight and chunk size, random arrivals."""
-    for number, (depth, chunk) in enumerate(itertools.product((0, 1, 2, 3), (1, 7, 64))):
+    """Laws 1, 3 and 4 on one hybrid: every depth of flight and chunk size, random arrivals.
+
+    Every pair of them for 3 greedy drafts, else each of both with some of the other.
+    """
+    pairs = list(itertools.product((0, 1, 2, 3), (1, 7, 64)))
+    if params is not GREEDY or drafts != 3:
+        pairs = [(0, 1), (1, 7), (2, 64), (3, 7)]
+    for number, (depth, chunk) in enumerate(pairs):
         engine = harness("qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk)
         run_with_arrivals(engine, params, number)
         assert engine.check() <= 1
@@ -103,7 +109,7 @@ def test_speculation_never_changes_output(method, drafts, params):
 )
 def test_speculation_never_changes_output_where_states_are_replayed(method, drafts, params):
     """The same, with folds every few tokens, each row's its own."""
-    for depth, chunk in ((0, 7), (1, 64), (2, 1), (3, 7)):
+    for depth, chunk in ((0, 7), (3, 1), (2, 64))[: 2 + (method == "oracle-mixed")]:
         engine = harness(
             "qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk, states=REPLAY
         )

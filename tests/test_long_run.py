@@ -38,7 +38,7 @@ def assert_tie(oracle, prompt, want, got, temperature, seed):
     assert gap < TIE, f"{prompt}: token {place} differs by {gap:.2g}"
 
 
-@pytest.mark.parametrize(("temperature", "rounds"), [(0.0, 1), (0.8, 5)])
+@pytest.mark.parametrize(("temperature", "rounds"), [(0.0, 1), (0.8, 3)])
 def test_64_prompts_of_8_samples_are_the_same_with_and_without_drafts(engines, temperature, rounds):
     """No token differs but at a tie, and no completion stops where plain decoding does not.
 
