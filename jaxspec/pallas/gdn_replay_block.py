@@ -3,14 +3,12 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.pallas.gdn_replay_products import HEAD, Products
+from jaxspec.pallas.gdn_replay_products import ACROSS, HEAD, TOGETHER, Products
 from jaxspec.pallas.replay import must_fold
-
-_TOGETHER = 16  # tokens of the ring on their way into one thread's registers
 
 
 class Block(Products):
-    """One value head of one row, or the half of it that is one warpgroup's."""
+    """Some values of one head of one row."""
 
     def run(self):
         """All there is to do: nothing but zeros where a row is padding."""
@@ -31,27 +29,26 @@ class Block(Products):
 
     def step(self):
         """A live row."""
-        refs, sizes, width = self.refs, self.sizes, self.sizes.width
-        self.fetch()
+        refs, sizes, width, wait = self.refs, self.sizes, self.sizes.width, self.plgpu.barrier_wait
         self.length = jnp.clip(refs.ring_length[self.row], 0, sizes.rows - width)
         self.begin = lax.rem(jnp.maximum(refs.num_computed[self.row], 0), sizes.rows)
-        decay = self.read_ring()
+        self.groups = lax.div(self.length + TOGETHER - 1, TOGETHER)
+        ring_gates = [refs.ring_g[self.update_row(self.ring_row(j))] for j in range(sizes.window)]
+        self.fetch()
+        decay = self.decay(ring_gates)
         new = [
             self.load(refs.v.at[self.row, t, self.head, self.values], self.line)
             for t in range(width)
         ]
         gates = [refs.g[self.row, t, self.head] for t in range(width)]
         betas = [refs.beta[self.row, t, self.head] for t in range(width)]
+        wait(refs.tokens_came)
         self.round_keys()
-        self.meet(refs.ring_ready)
-        self.multiply_tokens(self.length)
-        self.meet(refs.overlap_ready)
-        self.plgpu.barrier_wait(refs.state_came.at[self.part])
-        if sizes.on_tensor_cores:
-            read = self.multiply_state_by_tensor_cores()
-        else:
-            read = self.multiply_state()
-        read = [decay * x + y for x, y in zip(read, self.replay(self.length), strict=True)]
+        lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
+        self.multiply_tokens()
+        wait(refs.state_came)
+        self.multiply_state()
+        read = self.replay(decay)
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
 
@@ -59,21 +56,25 @@ class Block(Products):
         def _():
             self.fold(decay)
 
-    def meet(self, barrier):
-        """All that the block's threads wrote to shared memory is there for all of them."""
-        self.plgpu.barrier_arrive(barrier)
-        self.plgpu.barrier_wait(barrier)
-
     def fetch(self):
-        """Begin to copy the checkpoint, and this step's queries and keys."""
-        refs, pl, width, copy = self.refs, self.pl, self.sizes.width, self.plgpu.copy_gmem_to_smem
-        copy(self.checkpoint(), refs.state.at[self.part], refs.state_came.at[self.part])
+        """Begin to copy all that comes to shared memory: of the ring what counts, by age."""
+        refs, width, copy = self.refs, self.sizes.width, self.plgpu.copy_gmem_to_smem
+        copy(self.checkpoint(), refs.state, refs.state_came)
         for i, x in enumerate((refs.q, refs.k)):
+            to = refs.tokens.at[self.pl.ds(i * width, width)]
+            copy(x.at[self.row, :, self.key_head], to, refs.tokens_came)
 
-            @pl.when(self.part == i % self.sizes.parts)
-            def _(i=i, x=x):
-                to = refs.tokens.at[pl.ds(i * width, width)]
-                copy(x.at[self.row, :, self.key_head], to, refs.tokens_came)
+        def one(j, _):
+            at, came = self.ring_row(j), refs.ring_came.at[lax.div(j, TOGETHER)]
+            copy(refs.ring_k.at[self.key_row(at)], self.keys.at[width + j], came)
+            copy(refs.ring_u.at[self.update_row(at), self.values], refs.updates.at[j], came)
+
+        lax.fori_loop(0, self.groups * TOGETHER, one, None)
+
+    def ring_row(self, j):
+        """The ring's row of token `j` by age; of what is younger than all, that of the newest."""
+        at = self.begin - jnp.maximum(self.length - j, 1)
+        return jnp.where(at < 0, at + self.sizes.rows, at)
 
     def checkpoint(self):
         """In the pool."""
@@ -92,72 +93,44 @@ class Block(Products):
         at = self.begin + t
         return jnp.where(at >= self.sizes.rows, at - self.sizes.rows, at)
 
-    def read_ring(self):
-        """Keys, and decayed updates, to shared memory by age; returns the decay of them all."""
-        after = jnp.float32(0)
-        # From the newest on: sums of what came after each, no differences.
-        for start in reversed(range(0, self.sizes.window, _TOGETHER)):
-            some = range(start, min(start + _TOGETHER, self.sizes.window))
-            after = self.read_some(some, after)
-        return jnp.exp(after)
+    def decay(self, gates):
+        """Of all the ring's tokens, given theirs; that since each goes to shared memory."""
+        refs = self.refs
+        for j, gate in enumerate(gates):
+            refs.gates[j] = gate
+        self.meet()
+        # A thread has a token. Sums of what came after it, no differences.
+        token = self.plgpu.broadcasted_iota(jnp.int32, (HEAD,), 0, layout=self.every)
 
-    def read_some(self, some, after):
-        """Of these tokens, given the sum of the gates after them; returns it with theirs.
+        def add(i, sums):
+            after, total = sums
+            gate = refs.gates[i]
+            return after + jnp.where(token < i, gate, 0.0), total + gate
 
-        Warpgroups take turns, one a token.
-        """
-        refs, sizes, parts = self.refs, self.sizes, self.sizes.parts
-
-        def counted(j, read, nothing):
-            """What `read` finds at the ring's row of token `j`, if that token counts."""
-            at = self.begin - (self.length - j)
-            at = jnp.where(at < 0, at + sizes.rows, at)
-            return lax.cond(j < self.length, lambda: read(at), lambda: nothing)
-
-        def key(at):
-            return self.load(refs.ring_k.at[self.key_row(at)], self.every)
-
-        def update(at):
-            return self.load(refs.ring_u.at[self.update_row(at)], self.every)
-
-        nothing = self.plgpu.layout_cast(jnp.zeros(HEAD, sizes.dtype), self.every)
-        mine = [j + self.part for j in some[::parts]]
-        gates = [
-            counted(j, lambda at: refs.ring_g[self.update_row(at)], jnp.float32(0)) for j in some
-        ]
-        keys = [counted(j, key, nothing) for j in mine]
-        updates = [counted(j, update, nothing) for j in mine]
-        afters = []
-        for gate in reversed(gates):
-            afters.append(after)
-            after = after + gate
-        afters = afters[::-1]
-        for i, j in enumerate(mine):
-            since = afters[i * parts]
-            if parts == 2:
-                since = jnp.where(self.part == 0, since, afters[i * parts + 1])
-            self.store(refs.tokens.at[2 * sizes.width + j], keys[i].astype(jnp.float32))
-            self.store(refs.updates.at[j], updates[i].astype(jnp.float32) * jnp.exp(since))
-        return after
+        nothing = self.plgpu.layout_cast(jnp.zeros(HEAD, jnp.float32), self.every)
+        after, total = lax.fori_loop(0, self.length, add, (nothing, jnp.float32(0)))
+        since = jnp.where(token < self.length, jnp.exp(after), 0.0)
+        self.store(refs.since, since)
+        return jnp.exp(total)
 
     def round_keys(self):
-        """This step's keys as the ring will hold them; into it, by one head of each group."""
+        """This step's keys as the ring will hold them; into it, by one block of each group."""
         refs, sizes, pl = self.refs, self.sizes, self.pl
         first = lax.rem(self.head, sizes.heads // sizes.key_heads) == 0
-        self.plgpu.barrier_wait(refs.tokens_came)
-        for i in range(-(-sizes.width // sizes.parts)):
-            t = i * sizes.parts + self.part
 
-            @pl.when(t < sizes.width)
-            def _(t=t):
-                row = refs.tokens.at[sizes.width + t]
-                key = self.load(row, self.every).astype(sizes.dtype)
-                if sizes.on_tensor_cores:
-                    self.store(row, key.astype(jnp.float32))
+        def one(t, _):
+            row = refs.tokens.at[sizes.width + t]
+            key = self.load(row, self.every).astype(sizes.dtype)
+            if sizes.on_tensor_cores:
+                self.store(row, key.astype(jnp.float32))
+                self.store(self.keys.at[t], key)
 
-                @pl.when(first & (t < self.count))
-                def _():
-                    self.store(refs.ring_k.at[self.key_row(self.next(t))], key)
+            @pl.when(first & (self.split == 0) & (t < self.count))
+            def _():
+                self.store(refs.ring_k.at[self.key_row(self.next(t))], key)
+
+        lax.fori_loop(0, sizes.width, one, None)
+        self.meet()
 
     def solve(self, read, new, gates, betas):
         """This step's updates and outputs, one token after the other."""
@@ -191,27 +164,30 @@ class Block(Products):
                 update = update.astype(self.sizes.dtype)
                 self.store(refs.ring_u.at[row, self.values], update)
 
-                @self.pl.when(self.part == 0)
+                @self.pl.when(self.split == 0)
                 def _():
                     refs.ring_g[row] = gates[t]
 
     def fold(self, decay):
         """The ring's tokens into the checkpoint."""
-        refs, sizes, plgpu = self.refs, self.sizes, self.plgpu
-        across = 128 // sizes.dtype.itemsize
+        refs, width = self.refs, self.sizes.width
+        across = ACROSS * self.sizes.dtype.itemsize // 2
         for start in range(0, HEAD, across):
             columns = self.pl.ds(start, across)
-            tile = refs.state.at[self.part, :, columns]
+            tile = refs.state.at[:, columns]
 
             def add(j, state, columns=columns):
-                update = self.load(refs.updates.at[j, self.values], self.line)
-                key = self.load(refs.tokens.at[2 * sizes.width + j, columns], self.tile.reduce(0))
-                update = self.spread(update, state.shape, 0, self.tile)
-                return state + update * self.spread(key, state.shape, 1, self.tile)
+                update = self.load(refs.updates.at[j], self.square.reduce(1))
+                key = self.load(self.keys.at[width + j, columns], self.square.reduce(0))
+                update = update.astype(jnp.float32) * refs.since[j]
+                update = self.spread(update, state.shape, 0, self.square)
+                return state + update * self.spread(
+                    key.astype(jnp.float32), state.shape, 1, self.square
+                )
 
-            state = decay * self.load(tile, self.tile).astype(jnp.float32)
+            state = decay * self.load(tile, self.square).astype(jnp.float32)
             state = lax.fori_loop(0, self.length, add, state)
-            self.store(tile, state.astype(sizes.dtype))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.state.at[self.part], self.checkpoint())
-        plgpu.wait_smem_to_gmem(0)
+            self.store(tile, state.astype(self.sizes.dtype))
+        self.plgpu.commit_smem()
+        self.plgpu.copy_smem_to_gmem(refs.state, self.checkpoint())
+        self.plgpu.wait_smem_to_gmem(0)

@@ -1,14 +1,14 @@
 """`gdn_replay` on a Hopper GPU.
 
-A block has one value head of one row, a thread one of its values; where there are few blocks, two
-threads have it. With `S_0` the checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's
-queries and keys, the state before this step gives
+A block has one head of one row, or where there are few, some of its values. With `S_0` the
+checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys, the state
+before this step gives
 
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
 
-so a checkpoint is read once, for all `x` together, and written only by rows that fold. It comes
-into shared memory while the ring's tokens are read and their products with every `x` computed.
-What then is left to do for one value, by one thread, needs nothing of the others.
+so a checkpoint is read once, for all `x` together, and written only by rows that fold. All there
+is to read is on its way to shared memory at once, then come the products, and what is left for one
+value, by one thread, needs nothing of the others.
 """
 
 import dataclasses
@@ -20,26 +20,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.pallas.gdn_replay_block import Block
-from jaxspec.pallas.gdn_replay_products import HEAD
+from jaxspec.pallas.gdn_replay_products import HEAD, TOGETHER
 
-_FEW = 132  # heads of all rows, one an SM: each then gets two warpgroups; more work, sooner done
+_MULTIPROCESSORS = 132  # with a block each, more blocks do not help
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "parts"))
+@functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_replay_kernel(
     q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len, *,
-    interpret=None, parts=None,
+    interpret=None, splits=None,
 ):  # fmt: skip
     """`gdn_replay` with `layer` on the device.
 
-    `interpret`: parameters of Mosaic's interpreter. `parts`: warpgroups of a block, 1 or 2.
+    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     heads = states.shape[3]
-    parts = parts or (2 if q.shape[0] * heads <= _FEW else 1)
+    splits = splits or _splits(q.shape[0] * heads, states.dtype)
     sizes = _Sizes(
-        parts, q.shape[1], ring.k.shape[2], heads, q.shape[2], ring.k.shape[1], states.dtype
+        HEAD // splits,
+        q.shape[1],
+        ring.k.shape[2],
+        heads,
+        q.shape[2],
+        ring.k.shape[1],
+        states.dtype,
     )
 
     def body(*refs, **scratch):
@@ -50,14 +56,13 @@ def gdn_replay_kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
         scratch_types=_scratch(plgpu, sizes),
-        grid=(q.shape[0], heads),
-        grid_names=("row", "head"),
-        num_threads=parts,
-        thread_name="part",
+        grid=(q.shape[0], heads, splits),
+        grid_names=("row", "head", "split"),
         compiler_params=plgpu.CompilerParams(
             # Barriers stand where one thread reads what another wrote.
             unsafe_no_auto_barriers=True,
             approx_math=True,
+            reduction_scratch_bytes=0,  # no sum crosses warps
             # Every layout is named here; to have them inferred takes ten times as long, and fails.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
@@ -82,28 +87,42 @@ _OPERANDS = (
 )
 
 
+def _splits(heads, dtype):
+    """How many blocks share a head, given the heads of all rows."""
+    fewest_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
+    splits = 1
+    while 2 * splits * heads <= _MULTIPROCESSORS and HEAD // splits > fewest_values:
+        splits *= 2
+    return splits
+
+
 def _scratch(plgpu, sizes):
     """A block's shared memory and barriers."""
-    parts, values = sizes.parts, sizes.values
-    # How tensor cores want a matrix; without bank conflicts for a thread that has a row, too.
+    # How tensor cores want a matrix; without bank conflicts for threads that have rows, too.
     tiles = (
         plgpu.TilingTransform((8, 128 // sizes.dtype.itemsize)),
         plgpu.SwizzleTransform(128),
     )
     scratch = {
-        "state": plgpu.SMEM((parts, values, HEAD), sizes.dtype, transforms=tiles),
+        "state": plgpu.SMEM((sizes.values, HEAD), sizes.dtype, transforms=tiles),
         "tokens": plgpu.SMEM((sizes.tokens, HEAD), jnp.float32),
-        "updates": plgpu.SMEM((sizes.window, HEAD), jnp.float32),
-        "overlap": plgpu.SMEM((sizes.tokens, sizes.columns), jnp.float32),
-        "turned": plgpu.SMEM((parts, values, sizes.turned), jnp.float32),
-        "state_came": plgpu.Barrier(num_barriers=parts),
+        "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
+        "gates": plgpu.SMEM((sizes.window,), jnp.float32),
+        "since": plgpu.SMEM((HEAD,), jnp.float32),
+        "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
+        "products": plgpu.SMEM((sizes.values, sizes.padded), jnp.float32),
+        "met": plgpu.Barrier(),
+        "state_came": plgpu.Barrier(),
         "tokens_came": plgpu.Barrier(num_arrivals=2),
-        "ring_ready": plgpu.Barrier(num_arrivals=parts),
-        "overlap_ready": plgpu.Barrier(num_arrivals=parts),
+        "ring_came": plgpu.Barrier(
+            num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
+        ),
     }
     if sizes.on_tensor_cores:
-        shape = (parts, 2 * sizes.padded, HEAD)
-        scratch["factors"] = plgpu.SMEM(shape, sizes.dtype, transforms=tiles)
+        scratch["keys"] = plgpu.SMEM((sizes.keys, HEAD), sizes.dtype)
+        factors = plgpu.SMEM((2 * sizes.padded, HEAD), sizes.dtype, transforms=tiles)
+        # Products are written when their factors have been read.
+        scratch["products"] = plgpu.RefUnion(factors, scratch["products"])
     return scratch
 
 
@@ -111,7 +130,7 @@ def _scratch(plgpu, sizes):
 class _Sizes:
     """Of one call, and the shared memory that takes."""
 
-    parts: int  # warpgroups of a block
+    values: int  # of a block
     width: int
     rows: int  # of the ring
     heads: int
@@ -120,18 +139,13 @@ class _Sizes:
     dtype: Any  # of checkpoint and ring
 
     @property
-    def values(self) -> int:
-        """Of a warpgroup."""
-        return HEAD // self.parts
-
-    @property
     def on_tensor_cores(self) -> bool:
         return self.dtype.itemsize == 2
 
     @property
     def window(self) -> int:
-        """Ring tokens that a step reads at most, in full groups of 8."""
-        return -(-(self.rows - self.width) // 8) * 8
+        """Ring tokens that a step reads at most, in full groups of 16."""
+        return -(-(self.rows - self.width) // 16) * 16
 
     @property
     def columns(self) -> int:
@@ -140,18 +154,15 @@ class _Sizes:
 
     @property
     def padded(self) -> int:
-        """Columns in full groups of 8."""
-        return max(8, self.columns)
+        """Columns in full groups of 8 where tensor cores make them."""
+        return max(8, self.columns) if self.on_tensor_cores else self.columns
+
+    @property
+    def keys(self) -> int:
+        """This step's and the ring's, in full groups of 8."""
+        return -(-(self.width + self.window) // 8) * 8
 
     @property
     def tokens(self) -> int:
-        """Rows of queries, of keys and of the ring's keys, in groups of 16 from the first key."""
-        return max(self.width + -(-(self.width + self.window) // 16) * 16, self.padded)
-
-    @property
-    def turned(self) -> int:
-        """Columns of results that change layout; on tensor cores some more to spread the banks.
-
-        Without them two blocks of 4 tokens and a float32 state fit on one SM.
-        """
-        return 2 * self.padded + 4 if self.on_tensor_cores else self.columns
+        """Rows of queries and of keys."""
+        return max(2 * self.width, self.padded) if self.on_tensor_cores else self.width + self.keys

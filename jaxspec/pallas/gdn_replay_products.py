@@ -8,10 +8,13 @@ from jax import lax
 from jaxspec.pallas import mosaic
 
 HEAD = 128  # values, and keys, of a head
+TOGETHER = 4  # tokens of the ring that are handled at once; those too many weigh nothing
+ACROSS = 64  # keys of a state that are folded at once, of 16 bits
+FACTORS = 2  # queries and keys in registers at once
 
 
 class Products:
-    """Of one warpgroup."""
+    """Of one block, a warpgroup."""
 
     def __init__(self, plgpu, sizes, refs):
         """`refs`: everything in memory, by name."""
@@ -20,129 +23,155 @@ class Products:
         self.pl, self.plgpu, self.sizes, self.refs = pl, plgpu, sizes, refs
         self.load = functools.partial(mosaic.load, plgpu)
         self.store = functools.partial(mosaic.store, plgpu)
-        self.row, self.head, self.part = (lax.axis_index(x) for x in ("row", "head", "part"))
+        self.row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
         self.key_head = lax.div(self.head, sizes.heads // sizes.key_heads)
-        self.values = pl.ds(self.part * sizes.values, sizes.values)
-        self.tile = _rows(plgpu, sizes, 16 // sizes.dtype.itemsize)
-        self.products = _rows(plgpu, sizes, min(4, sizes.columns // sizes.parts))
-        self.line, self.every = self.tile.reduce(1), mosaic.vectors(plgpu, 1)
-        # Of tokens: 8 lanes each, which read 128 bytes in one piece.
-        self.sixteen = plgpu.Layout.TILED(
-            plgpu.Tiling(((16, 32), (4, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+        # Keys, this step's and behind them the ring's, as the ring has them.
+        if sizes.on_tensor_cores:
+            self.keys, (self.factors, self.turned) = refs.keys, refs.products
+        else:
+            self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
+            self.turned = refs.products
+        self.values = pl.ds(self.split * sizes.values, sizes.values)
+        self.every = mosaic.vectors(plgpu, 1)
+        self.square = _square(plgpu, sizes.dtype.itemsize)
+        lanes = HEAD // sizes.values
+        self.products = _rows(plgpu, sizes.values, lanes, min(4, sizes.columns // lanes))
+        self.line = self.products.reduce(1)
+        # Vectors as matrices of one column, since with a stride Mosaic takes none.
+        self.column = _rows(plgpu, sizes.values, lanes, 1, columns=1)
+        self.column_of_square = plgpu.Layout.TILED(
+            plgpu.Tiling(((32, 1), (8, 1))),
+            warp_dims=(-4,),
+            lane_dims=(-2, plgpu.Replicated(4)),
+            vector_dim=-1,
         )
+        # Of tokens: 16 lanes each, which read 256 bytes in one piece.
         self.eight = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 64), (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
         )
-        # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.column = _rows(plgpu, sizes, 1, columns=1)
-        self.column_of_sixteen = plgpu.Layout.TILED(
-            plgpu.Tiling(((16, 1), (4, 1))),
+        self.column_of_eight = plgpu.Layout.TILED(
+            plgpu.Tiling(((8, 1), (2, 1))),
             warp_dims=(-4,),
-            lane_dims=(-2, plgpu.Replicated(8)),
+            lane_dims=(-2, plgpu.Replicated(16)),
             vector_dim=-1,
         )
+
+    def meet(self):
+        """All that the block's threads wrote to shared memory is there for all of them."""
+        self.plgpu.barrier_arrive(self.refs.met)
+        self.plgpu.barrier_wait(self.refs.met)
 
     def spread(self, x, shape, axis, layout):
         """`x` along `axis` of a matrix, the same everywhere else."""
         return self.plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
 
-    def line_of(self, ref, x):
-        """Column `x`."""
-        return jnp.sum(self.load(ref.at[:, self.pl.ds(x, 1)], self.column), axis=1)
+    def times(self, matrix, factors, layout):
+        """Each row of `matrix` times each of these queries and keys: loads first, to overlap."""
+        factors = [self.load(self.refs.tokens.at[x], layout.reduce(0)) for x in factors]
+        factors = [self.spread(factor, matrix.shape, 1, layout) for factor in factors]
+        return [jnp.sum(matrix * factor, axis=1) for factor in factors]
 
-    def multiply_tokens(self, length):
-        """This step's keys, and then the ring's, times each of this step's queries and keys."""
-        refs, pl, sizes, width = self.refs, self.pl, self.sizes, self.sizes.width
-        # Up to a full group of 4 ring tokens, as `replay` reads them.
-        needed = lax.div(width + lax.div(length + 3, 4) * 4 + 15, 16)
-        trips = lax.div(needed - self.part + sizes.parts - 1, sizes.parts)
-        for first in range(0, 2 * width, 4):
-            columns = range(first, min(first + 4, 2 * width))
-            factors = [self.load(refs.tokens.at[x], self.sixteen.reduce(0)) for x in columns]
+    def multiply_tokens(self):
+        """This step's keys, and the ring's, times each of this step's queries and keys.
 
-            def some(i, _, columns=columns, factors=factors):
-                start = (i * sizes.parts + self.part) * 16
-                keys = self.load(refs.tokens.at[pl.ds(width + start, 16)], self.sixteen)
-                for x, factor in zip(columns, factors, strict=True):
-                    product = keys * self.spread(factor, keys.shape, 1, self.sixteen)
-                    product = jnp.sum(product, axis=1)
-                    product = self.spread(product, (16, 1), 0, self.column_of_sixteen)
-                    self.store(refs.overlap.at[pl.ds(start, 16), pl.ds(x, 1)], product)
+        The ring's are decayed.
+        """
+        refs, pl, width = self.refs, self.pl, self.sizes.width
 
-            lax.fori_loop(0, trips, some, None)
+        def some(i, _):
+            rows = pl.ds(i * 8, 8)
+            keys = self.load(self.keys.at[rows], self.eight).astype(jnp.float32)
+            products = self.times(keys, range(2 * width), self.eight)
+            for x, product in enumerate(products):
+                product = self.spread(product, (8, 1), 0, self.column_of_eight)
+                self.store(refs.overlap.at[rows, pl.ds(x, 1)], product)
+
+        lax.fori_loop(0, lax.div(width + self.length + 7, 8), some, None)
 
     def multiply_state(self):
-        """The checkpoint times each query and key, a line of values each."""
-        refs, lines = self.refs, [0.0] * (2 * self.sizes.width)
-        for start in range(0, HEAD, HEAD // 2):
-            columns = self.pl.ds(start, HEAD // 2)
-            state = self.load(refs.state.at[self.part, :, columns], self.tile)
-            for x in range(len(lines)):
-                factor = self.load(refs.tokens.at[x, columns], self.tile.reduce(0))
-                product = state * self.spread(factor, state.shape, 1, self.tile)
-                lines[x] += jnp.sum(product, axis=1)
-        return lines
+        """The checkpoint times each query and key, into `turned`, values by factors."""
+        refs, pl, sizes = self.refs, self.pl, self.sizes
+        if sizes.on_tensor_cores:
+            self.store(self.turned, self.multiply_by_tensor_cores())
+        else:
+            state = self.load(refs.state, self.square)
 
-    def multiply_state_by_tensor_cores(self):
+            def factors(first, _):
+                columns = [first * FACTORS + x for x in range(FACTORS)]
+                products = self.times(state, columns, self.square)
+                for x, product in zip(columns, products, strict=True):
+                    product = self.spread(product, (sizes.values, 1), 0, self.column_of_square)
+                    self.store(self.turned.at[:, pl.ds(x, 1)], product)
+
+            lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
+        self.meet()
+
+    def multiply_by_tensor_cores(self):
         """So too; what 16 bits lose of a factor is another one."""
         refs, sizes, plgpu, pl = self.refs, self.sizes, self.plgpu, self.pl
-        factors, padded = refs.factors.at[self.part], sizes.padded
+        padded = sizes.padded
         for start in range(0, padded, 8):
             exact = self.load(refs.tokens.at[pl.ds(start, 8)], self.eight)
             most = exact.astype(sizes.dtype)
             rest = (exact - most.astype(jnp.float32)).astype(sizes.dtype)
-            self.store(factors.at[pl.ds(start, 8)], most)
-            self.store(factors.at[pl.ds(padded + start, 8)], rest)
+            self.store(self.factors.at[pl.ds(start, 8)], most)
+            self.store(self.factors.at[pl.ds(padded + start, 8)], rest)
         plgpu.commit_smem()
 
         def multiply(sums):
-            plgpu.wgmma(sums, refs.state.at[self.part], factors.transpose((1, 0)))
+            for start in (0, padded):
+                factors = self.factors.at[pl.ds(start, padded)]
+                plgpu.wgmma(sums, refs.state, factors.transpose((1, 0)))
             return sums[...]
 
-        sums = pl.run_scoped(multiply, plgpu.ACC((sizes.values, 2 * padded), jnp.float32))
-        turned = refs.turned.at[self.part]
-        self.store(turned.at[:, pl.ds(0, 2 * padded)], sums)
-        plgpu.commit_smem()
-        lines = [
-            self.line_of(turned, x) + self.line_of(turned, padded + x)
-            for x in range(2 * sizes.width)
-        ]
-        plgpu.commit_smem()
-        return lines
+        return pl.run_scoped(multiply, plgpu.ACC((sizes.values, padded), jnp.float32))
 
-    def replay(self, length):
-        """What the ring adds to each of these lines."""
+    def replay(self, decay):
+        """The state before this step times each query and key, a line of values each."""
         refs, sizes = self.refs, self.sizes
         shape = (sizes.values, sizes.columns)
+        turned = self.turned.at[:, self.pl.ds(0, sizes.columns)]
 
-        def four(i, sums):
-            for j in range(4):
-                update = self.load(refs.updates.at[i * 4 + j, self.values], self.line)
-                overlap = refs.overlap.at[sizes.width + i * 4 + j]
+        def group(i, sums):
+            for j in range(TOGETHER):
+                update = self.load(refs.updates.at[i * TOGETHER + j], self.line)
+                overlap = refs.overlap.at[sizes.width + i * TOGETHER + j]
                 overlap = self.load(overlap, self.products.reduce(0))
+                update = update.astype(jnp.float32) * refs.since[i * TOGETHER + j]
                 update = self.spread(update, shape, 0, self.products)
                 sums += update * self.spread(overlap, shape, 1, self.products)
             return sums
 
-        nothing = self.plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.products)
-        sums = lax.fori_loop(0, lax.div(length + 3, 4), four, nothing)
-        turned = refs.turned.at[self.part]
-        self.store(turned.at[:, self.pl.ds(0, sizes.columns)], sums)
-        self.plgpu.commit_smem()
-        return [self.line_of(turned, x) for x in range(2 * sizes.width)]
+        sums = decay * self.load(turned, self.products)
+        self.store(turned, lax.fori_loop(0, self.groups, group, sums))
+        self.meet()
+        columns = (turned.at[:, self.pl.ds(x, 1)] for x in range(2 * sizes.width))
+        return [jnp.sum(self.load(column, self.column), axis=1) for column in columns]
 
 
-def _rows(plgpu, sizes, vector, columns=None):
-    """Register layout of a matrix with a row a value, over `parts` lanes: neighbours have others.
+def _rows(plgpu, values, lanes, vector, columns=None):
+    """Register layout of a matrix with a row a value, over `lanes`: neighbours have others.
 
     `columns=1`: of a matrix of one column, which these lanes then share.
     """
-    values, parts = sizes.values, sizes.parts
-    width = columns or parts * vector
-    lanes = {1: (-2,), 2: (plgpu.Replicated(2) if columns == 1 else -3, -2)}[parts]
+    width = columns or lanes * vector
+    between = plgpu.Replicated(lanes) if columns == 1 else -3
     return plgpu.Layout.TILED(
         plgpu.Tiling(((values, width), (values // 4, vector))),
         warp_dims=(-4,),
-        lane_dims=lanes,
+        lane_dims=(-2,) if lanes == 1 else (between, -2),
         vector_dim=-1,
+    )
+
+
+def _square(plgpu, itemsize):
+    """Register layout of a state: of every 32 values a thread has one, and a quarter of its keys.
+
+    32 bytes of each 128, in two vectors: with the swizzle the 8 threads that are served at once
+    find them in different banks.
+    """
+    vector = 16 // itemsize
+    tiles = (32, 8 * vector), (8, 8 * vector), (2 * vector,), (vector,)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1
     )

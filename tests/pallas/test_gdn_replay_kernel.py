@@ -84,17 +84,17 @@ def check(run, shape, dtype, width, rows=None, seed=0):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("dtype", "width", "rows", "parts"),
+    ("dtype", "width", "rows", "splits"),
     [
         (jnp.float32, 1, None, 1),
-        (jnp.float32, 3, 12, 2),
+        (jnp.float32, 3, 12, 4),
         (jnp.float32, 4, None, 2),
         (jnp.float16, 4, None, 1),
         (jnp.bfloat16, 1, 9, 2),
         (jnp.bfloat16, 8, None, 1),
     ],
 )
-def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, parts):
+def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, splits):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -104,7 +104,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, parts
 
     def run(*args):
         return gdn_replay_kernel(
-            *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, parts=parts
+            *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, splits=splits
         )
 
     check(run, GdnShape(1, 2), dtype, width, rows)
@@ -124,7 +124,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, parts
     ids=str,
 )
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width, rows):
-    """With one warpgroup a block, and, of the smaller shape, with two."""
+    """With one block a head, and, of the smaller shape, with several."""
     dispatch._chosen.pop("gdn_replay", None)
     check(jax.jit(gdn_replay, static_argnums=7), shape, dtype, width, rows, seed=width)
     assert dispatch.implementations()["gdn_replay"] == ("kernel",)
