@@ -36,6 +36,7 @@ TESTED_ELSEWHERE = {
     "pallas/gdn_prefill_kernel.py": "pallas/test_gdn_prefill.py",
     "models/cache.py": "models/test_cache.py",
     "pallas/flash.py": "pallas/test_paged_attention.py",
+    "pallas/wgmma.py": "pallas/test_gdn_prefill.py",
     "pallas/page_tiles.py": "pallas/test_paged_attention.py",
     "pallas/prefill_attention_kernel.py": "pallas/test_prefill_attention.py",
     "pallas/paged_attention_kernel.py": "pallas/test_paged_attention.py",

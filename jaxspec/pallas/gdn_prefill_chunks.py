@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 
 CHUNK = 64  # tokens solved at once
 ALIGN = 8  # a chunk starts at a multiple, which tiled copies need: with others' tokens in front
@@ -37,50 +37,6 @@ class Sizes:
         return self.value_heads // self.key_heads
 
 
-def swizzled(*shape, dtype):
-    """Shared memory of a tile that wgmma reads."""
-    tiling = plgpu.TilingTransform((8, 64))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
-
-
-def operand(x, spare) -> Any:
-    """What wgmma takes for `x` in registers.
-
-    That is `x`, but the interpreter wants it in `spare`, which is shared memory there, else None.
-    """
-    if spare is None:
-        return x
-    part = spare.at[:, pl.ds(0, x.shape[1])]
-    part[...] = x
-    plgpu.commit_smem()
-    return part
-
-
-def times(a, b) -> Any:
-    """`a @ b` in float32, both in shared memory."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def accumulate(spare, *sums) -> Any:
-    """`onto + a @ b` for each `(onto, a, b)`, all at once; `a` is in registers.
-
-    `spare` as for `operand`: the interpreter's wgmma cannot begin with `onto` either.
-    """
-    if spare is not None:
-        return [onto + times(operand(a, spare), b) for onto, a, b in sums]
-
-    def run(accs):
-        for acc, (_, a, b) in zip(accs, sums, strict=True):
-            plgpu.wgmma(acc, a, b)
-
-    return pl.run_state(run)([plgpu.WGMMAAccumulatorRef.init(onto) for onto, _, _ in sums])
-
-
 def prepare(sizes, q, k, g, beta, chunks, params):
     """For each chunk and value head, two matrices on top of each other, and the sums of `g`.
 
@@ -92,16 +48,16 @@ def prepare(sizes, q, k, g, beta, chunks, params):
     # The last chunk may reach beyond the tokens, where copies to shared memory give zeros.
     g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (g, beta))
     scratch = {
-        "queries": swizzled(CHUNK, sizes.key_dim, dtype=dtype),
-        "keys": swizzled(CHUNK, sizes.key_dim, dtype=dtype),
-        "matrices": swizzled(2 * CHUNK, CHUNK, dtype=dtype),
-        "coupling": swizzled(CHUNK, CHUNK, dtype=jnp.float16),
-        "inverse": swizzled(CHUNK, CHUNK, dtype=jnp.float16),
+        "queries": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "keys": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "matrices": wgmma.tile(2 * CHUNK, CHUNK, dtype=dtype),
+        "coupling": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
+        "inverse": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
         "lines": plgpu.SMEM((3, CHUNK), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
     if params:
-        scratch["spare"] = swizzled(CHUNK, CHUNK, dtype=jnp.float16)
+        scratch["spare"] = wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16)
     return plgpu.kernel(
         functools.partial(_chunk, sizes),
         out_type=[
@@ -147,9 +103,9 @@ def _chunk(
 
         # Selected, not multiplied: what stands around the tokens may be NaN.
         keys_across, ours = keys.transpose((1, 0)), (low <= i) & (t < high)
-        among_queries = jnp.where(ours & (i <= t), decay * times(queries, keys_across), 0.0)
+        among_queries = jnp.where(ours & (i <= t), decay * wgmma.product(queries, keys_across), 0.0)
         matrices[pl.ds(CHUNK, CHUNK), :] = among_queries.astype(sizes.dtype)
-        among_keys = beta_t * decay * times(keys, keys_across)
+        among_keys = beta_t * decay * wgmma.product(keys, keys_across)
         among_keys = jnp.where(ours & (i < t), among_keys, 0.0)
         solved = _inverse(among_keys, t ^ i, coupling, inverse, spare)
         solved = jnp.where(real, solved * beta_i, 0.0)
@@ -196,8 +152,8 @@ def _inverse(strictly_lower, apart, coupling, inverse, spare):
     while size < CHUNK:
         inverse[...] = solved.astype(jnp.float16)
         plgpu.commit_smem()
-        joining = times(inverse, coupling)
+        joining = wgmma.product(inverse, coupling)
         joining = jnp.where((apart >= size) & (apart < 2 * size), -joining, 0.0)
-        (solved,) = accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
+        (solved,) = wgmma.accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
         size *= 2
     return solved

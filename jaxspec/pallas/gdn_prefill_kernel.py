@@ -17,16 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
-from jaxspec.pallas.gdn_prefill_chunks import (
-    ALIGN,
-    CHUNK,
-    Sizes,
-    accumulate,
-    operand,
-    prepare,
-    swizzled,
-)
+from jaxspec.pallas import mosaic, wgmma
+from jaxspec.pallas.gdn_prefill_chunks import ALIGN, CHUNK, Sizes, prepare
 
 VALUES = 64  # rows of a state in one block, what wgmma takes
 # Chunks in shared memory. With two, two blocks fit on a multiprocessor, with 1 KB to spare: that
@@ -86,14 +78,14 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
     """Outputs of all tokens; the final states go into `pool`."""
     dim, dtype = sizes.key_dim, sizes.dtype
     scratch = {
-        "queries": swizzled(_STAGES, CHUNK, dim, dtype=dtype),
-        "keys": swizzled(_STAGES, CHUNK, dim, dtype=dtype),
-        "values": swizzled(_STAGES, CHUNK, VALUES, dtype=dtype),
-        "matrices": swizzled(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
+        "queries": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
+        "keys": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
+        "values": wgmma.tile(_STAGES, CHUNK, VALUES, dtype=dtype),
+        "matrices": wgmma.tile(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
         "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
     }
     if params:
-        scratch["spare"] = swizzled(VALUES, dim, dtype=dtype)
+        scratch["spare"] = wgmma.tile(VALUES, dim, dtype=dtype)
     kernel = plgpu.kernel(
         functools.partial(_begin, sizes),
         out_type=jax.ShapeDtypeStruct(
@@ -123,7 +115,7 @@ class _Walk:
     ring: tuple  # of queries, keys, values, matrices, arrived
     sums: Callable  # (chunk) -> where those of `g` are
     out: Any  # of this block's values: [tokens, VALUES]
-    spare: Any  # as for `operand`
+    spare: Any  # as for `wgmma.operand`
 
 
 def _begin(
@@ -187,8 +179,8 @@ def _step(sizes, walk, j, state):
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        _clear(keys, low, high)
-        _clear(values, low, high)
+        wgmma.clear(keys, low, high)
+        wgmma.clear(values, low, high)
 
     def factor(log):
         return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
@@ -197,7 +189,7 @@ def _step(sizes, walk, j, state):
         *(state.astype(sizes.dtype), queries, keys, values, coupling),
         *(lambda: factor(total), lambda: factor(last - total), walk.spare),
     )
-    state, out = accumulate(
+    state, out = wgmma.accumulate(
         walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
     _store(walk.out, start, low, high, out)
@@ -215,12 +207,12 @@ def _against_state(state, queries, keys, values, coupling, from_start, to_end, s
     """
 
     def run(recalled, written, read):
-        plgpu.wgmma(recalled, operand(state, spare), keys.transpose((1, 0)))
+        plgpu.wgmma(recalled, wgmma.operand(state, spare), keys.transpose((1, 0)))
         plgpu.wgmma(written, values.transpose((1, 0)), coupling)
         kept = from_start()
         wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -kept
-        plgpu.wgmma(written, operand(wrong.astype(state.dtype), spare), coupling)
-        plgpu.wgmma(read, operand(state, spare), queries.transpose((1, 0)))
+        plgpu.wgmma(written, wgmma.operand(wrong.astype(state.dtype), spare), coupling)
+        plgpu.wgmma(read, wgmma.operand(state, spare), queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
         rounded, decayed = new.astype(state.dtype), (new * to_end()).astype(state.dtype)
         return rounded, decayed, read[...] * kept
@@ -247,13 +239,3 @@ def _store(ref, start, low, high, out):
             mosaic.store(plgpu, ref.at[start + t], row)
 
         lax.fori_loop(low, high, one, None)
-
-
-def _clear(tile, low, high):
-    """Zero but from row `low` to `high`: others' may be NaN, and 0 * NaN is NaN."""
-    place = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=plgpu.Layout.WGMMA)
-    real = (low <= place) & (place < high)
-    for column in range(0, tile.shape[1], 64):
-        part = tile.at[:, pl.ds(column, 64)]
-        part[...] = jnp.where(real, part[...], jnp.zeros((), tile.dtype))
-    plgpu.commit_smem()
