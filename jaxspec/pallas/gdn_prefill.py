@@ -46,8 +46,7 @@ def gdn_prefill(
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gdn_prefill_kernel import prefill
 
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         index = (slots, state_offset, num_computed, query_start)
         return prefill(q, k, v, g, beta, states, on_device, *index)
     return _gdn_prefill_chunked(
