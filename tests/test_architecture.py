@@ -45,6 +45,10 @@ TESTED_ELSEWHERE = {
     "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/mamba2_replay_kernel.py": "pallas/test_mamba2_replay.py",
+    "pallas/mamba2_prefill_kernel.py": "pallas/test_mamba2_prefill.py",
+    "pallas/mamba2_prefill_tiles.py": "pallas/test_mamba2_prefill.py",
+    "pallas/prefill.py": "pallas/test_gdn_prefill.py",
+    "pallas/prefill_blocks.py": "pallas/test_gdn_prefill.py",
 }
 
 

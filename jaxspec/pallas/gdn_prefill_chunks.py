@@ -11,10 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
-
-CHUNK = 64  # tokens solved at once
-ALIGN = 8  # a chunk starts at a multiple, which tiled copies need: with others' tokens in front
-_LEAST = -120.0  # a log decay below it is 0 in float32 as well
+from jaxspec.pallas.prefill import CHUNK
+from jaxspec.pallas.prefill_blocks import ALIGN, along, iota, limited, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +84,7 @@ def _chunk(
         columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
         plgpu.copy_gmem_to_smem(q.at[here, columns], queries, arrived)
         plgpu.copy_gmem_to_smem(k.at[here, columns], keys, arrived)
-        t, i = _iota(0), _iota(1)
+        t, i = iota(0), iota(1)
         real = (low <= i) & (i < high)
 
         def column(x):
@@ -94,10 +92,9 @@ def _chunk(
 
         _, g_i = _both(column(g), lines.at[0])
         beta_t, beta_i = _both(column(beta), lines.at[1])
-        sums = _sums(g_i, t, i, real)
-        mosaic.store(plgpu, sums_out.at[chunk, head], sums)
-        # A difference of sums loses what follows a strong decay; `_LEAST` keeps that below 1e-3.
-        sums_t, sums_i = _both(sums, lines.at[2])
+        of_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
+        mosaic.store(plgpu, sums_out.at[chunk, head], of_g)
+        sums_t, sums_i = _both(of_g, lines.at[2])
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
         plgpu.barrier_wait(arrived)
 
@@ -115,27 +112,10 @@ def _chunk(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _iota(dimension):
-    shape = (CHUNK, CHUNK)
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
-
-
-def _along(x, axis):
-    """A vector over `axis` of a `[CHUNK, CHUNK]` matrix."""
-    x = lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-
-
 def _both(x, line):
     """A vector over rows, and over columns; the way there is shared memory."""
     line[...] = x
-    return _along(x, 0), _along(mosaic.load(plgpu, line, plgpu.Layout.WGMMA.reduce(0)), 1)
-
-
-def _sums(g, t, i, real):
-    """The sums of `g` up to each token, limited to what decays all there is."""
-    g = jnp.where(real, jnp.where(g < _LEAST, _LEAST, g), 0.0)
-    return jnp.sum(jnp.where(i <= t, g, 0.0), axis=1)
+    return along(x, 0), along(mosaic.load(plgpu, line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
 def _inverse(strictly_lower, apart, coupling, inverse, spare):

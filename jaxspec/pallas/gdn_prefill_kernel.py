@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
-from jaxspec.pallas.gdn_prefill_chunks import ALIGN, CHUNK, Sizes, prepare
+from jaxspec.pallas.gdn_prefill_chunks import Sizes, prepare
+from jaxspec.pallas.prefill import CHUNK
+from jaxspec.pallas.prefill_blocks import ALIGN, VALUES, sequences, store, store_nothing
 
-VALUES = 64  # rows of a state in one block, what wgmma takes
 # Chunks in shared memory. With two, two blocks fit on a multiprocessor, with 1 KB to spare: that
 # is why the sums of `g` do not come that way.
 _STAGES = 2
@@ -38,10 +39,8 @@ def prefill(
     """
     tokens, key_heads, key_dim = k.shape
     sizes = Sizes(*states.shape, key_heads=key_heads, tokens=tokens, dtype=v.dtype)
-    # Tokens of no sequence become sequences of the null slot, which the kernel fills with zeros.
-    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), query_start, jnp.full(1, tokens, jnp.int32)])
-    edges = jnp.clip(edges, 0, tokens)
-    slots, offset, computed = (jnp.pad(x, 1) for x in (slots, state_offset, num_computed))
+    seqs = sequences(tokens, query_start, slots, state_offset, num_computed)
+    edges, slots, offset, computed = seqs
     live = (slots > 0) & (slots < sizes.num_slots)
     first, chunks = _chunks(edges[:-1], edges[1:], live, tokens)
 
@@ -160,8 +159,7 @@ def _begin(
 
     @pl.when(jnp.logical_not(live))
     def _():
-        nothing = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        lax.fori_loop(begin, end, lambda t, _: mosaic.store(plgpu, mine.at[t], nothing), None)
+        store_nothing(mine, begin, end)
 
 
 def _step(sizes, walk, j, state):
@@ -192,7 +190,7 @@ def _step(sizes, walk, j, state):
     state, out = wgmma.accumulate(
         walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
-    _store(walk.out, start, low, high, out)
+    store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
     again = j + _STAGES
     pl.when(again < walk.number)(lambda: walk.fetch(again, stage))
@@ -218,24 +216,3 @@ def _against_state(state, queries, keys, values, coupling, from_start, to_end, s
         return rounded, decayed, read[...] * kept
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)
-
-
-def _store(ref, start, low, high, out):
-    """The outputs `[values, tokens]` of a chunk's tokens from `low` to `high`, and no others."""
-    whole = high - low == CHUNK
-
-    @pl.when(whole)
-    def _():
-        # Values are neighbours in memory, and in this layout a thread has two.
-        turned = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        mosaic.store(plgpu, ref.at[pl.ds(start, CHUNK)].transpose((1, 0)), turned)
-
-    @pl.when(jnp.logical_not(whole))
-    def _():
-        place = plgpu.broadcasted_iota(jnp.int32, out.shape, 1, layout=plgpu.Layout.WGMMA)
-
-        def one(t, _):
-            row = jnp.sum(jnp.where(place == t, out, 0.0), axis=1)
-            mosaic.store(plgpu, ref.at[start + t], row)
-
-        lax.fori_loop(low, high, one, None)
