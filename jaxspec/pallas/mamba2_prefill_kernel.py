@@ -46,8 +46,8 @@ def prefill(
     tokens, groups, state_dim = b.shape
     dtype = x.dtype
     if tile is None:
-        blocks = x.shape[1] * x.shape[2] // VALUES
-        tile = max(_LEAST_TILE, -(-tokens * blocks // (_BLOCKS * CHUNK)) * CHUNK)
+        wanted = max(1, _BLOCKS // (x.shape[1] * x.shape[2] // VALUES))
+        tile = max(_LEAST_TILE, -(-tokens // (wanted * CHUNK)) * CHUNK)
     sizes = tiles.Sizes(*states.shape, groups=groups, tokens=tokens, tile=tile, dtype=dtype)
     seqs = sequences(tokens, query_start, slots, state_offset, num_computed)
     work = _schedule(sizes, *seqs)

@@ -191,6 +191,36 @@ def test_the_kernels_equal_their_reference_without_races(dtype, states_dtype, sh
     assert not get_races().races_found
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11")
+def test_tiles_hold_every_token_once_and_begin_where_copies_may():
+    from jaxspec.pallas.mamba2_prefill_kernel import _schedule
+    from jaxspec.pallas.mamba2_prefill_tiles import Sizes
+    from jaxspec.pallas.prefill_blocks import ALIGN, sequences
+
+    rng, tokens = np.random.default_rng(4), 1000
+    schedule = jax.jit(_schedule, static_argnums=0)
+    for tile in (64, 192, 1024):
+        sizes = Sizes(1, 9, 2, 1, 64, 64, groups=1, tokens=tokens, tile=tile, dtype=jnp.bfloat16)
+        for _ in range(10):
+            edges = np.sort(rng.integers(0, tokens + 1, size=9))
+            slots, computed = rng.integers(-1, 11, size=8), rng.integers(0, 2, size=8)
+            seqs = sequences(tokens, *(int32(*y) for y in (edges, slots, computed, computed)))
+            held, before = np.zeros(tokens, int), None
+            for row in np.asarray(schedule(sizes, *seqs)):
+                slot, source, begin, end, index, number = row
+                if begin >= end:
+                    continue
+                held[begin:end] += 1
+                owner = np.searchsorted(edges, begin, side="right") - 1
+                real = 0 <= owner < 8 and 0 < slots[owner] < 9
+                assert slot == (slots[owner] if real else 0)
+                assert not real or source == (1 if computed[owner] else -1)
+                assert end - begin // ALIGN * ALIGN <= tile and 0 <= index < number
+                assert index == 0 or (begin % ALIGN == 0 and before == index - 1)
+                before = index
+            assert (held == 1).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("states_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
