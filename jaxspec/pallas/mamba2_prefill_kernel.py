@@ -158,32 +158,35 @@ def _sum(sizes, before, tile, rows):
 
 def _step(walk, weights, skip, out, chunk, done, state):
     """One chunk: its outputs, and the state `[values, state_dim]` after it."""
-    read = _against_state(walk, weights, chunk, state.astype(chunk.keys.dtype))
-    values, written, left, last = walk.left_of(chunk)
+    kept, written, left, last = _start_outputs(walk, weights, skip, chunk, state)
     result, state = wgmma.accumulate(
         walk.spare,
-        (read + skip * values, written, weights.transpose((1, 0))),
-        (state * jnp.exp(last), left, chunk.keys),
+        (kept, written, weights.transpose((1, 0))),
+        (state * jnp.exp2(last), left, chunk.keys),
     )
     done()
     store(out, chunk.start, chunk.low, chunk.high, result)
     return state
 
 
-def _against_state(walk, weights, chunk, state):
-    """What the tokens read of the state; and `weights`, of what each writes in each output.
+def _start_outputs(walk, weights, skip, chunk, state):
+    """The outputs but for what the chunk writes, that, and how much that is in each, in `weights`.
 
-    Those are found while both products are under way.
+    Then what is left of it at the end, and the log2 of the whole decay. While a product is under
+    way, what does not need it is found.
     """
     queries, keys = chunk.queries, chunk.keys
 
     def run(alike, read):
         plgpu.wgmma(alike, queries, keys.transpose((1, 0)))
-        plgpu.wgmma(read, wgmma.operand(state, walk.spare), queries.transpose((1, 0)))
-        decay = jnp.exp(along(walk.sum_up(chunk), 0) - along(walk.sums(), 1))
-        weight = plgpu.wgmma_accumulator_load(alike, wait_n=1) * decay
-        weights[...] = jnp.where(iota(1) <= iota(0), weight, 0.0).astype(weights.dtype)
+        log = along(walk.sum_up(chunk), 0) - along(walk.sums(), 1)
+        decay = jnp.exp2(jnp.where(iota(1) <= iota(0), log, -jnp.inf))
+        weights[...] = (alike[...] * decay).astype(weights.dtype)
         plgpu.commit_smem()
-        return read[...] * along(jnp.exp(walk.sums()), 1)
+        rounded = wgmma.operand(state.astype(keys.dtype), walk.spare)
+        plgpu.wgmma(read, rounded, queries.transpose((1, 0)))
+        values, written, left, last = walk.left_of(chunk)
+        kept = read[...] * along(jnp.exp2(walk.sums()), 1) + skip * values
+        return kept, written, left, last
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 2)

@@ -5,6 +5,7 @@ Import only where kernels run.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxspec.pallas.prefill_blocks import ALIGN, VALUES, along, iota, limited, s
 
 # Chunks in shared memory: with two, two blocks fit on a multiprocessor.
 _STAGES = 2
+_LOG2E = math.log2(math.e)
 _OVER = plgpu.Layout.WGMMA.reduce(0)  # of vectors over a matrix's columns
 
 
@@ -126,10 +128,10 @@ class Walk:
 
         @pl.when(high - low < CHUNK)
         def _():
-            place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_OVER)
-            new = mosaic.load(plgpu, chunk.steps, _OVER)
+            by_rows = plgpu.Layout.WGMMA.reduce(1)
+            place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=by_rows)
+            new = mosaic.load(plgpu, chunk.steps, by_rows)
             new = jnp.where((low <= place) & (place < high), new, 0.0)
-            plgpu.commit_smem()
             mosaic.store(plgpu, chunk.steps, new)
             wgmma.clear(chunk.keys, low, high)
             wgmma.clear(chunk.values, low, high)
@@ -137,9 +139,12 @@ class Walk:
         return chunk
 
     def sum_up(self, chunk):
-        """The sums of `A dt` up to each token, over a matrix's rows; over its columns in `line`."""
+        """The logs of decays up to each token, over a matrix's rows; over its columns in `line`.
+
+        In units of log2, which exp2 takes as they are.
+        """
         new = mosaic.load(plgpu, chunk.steps, _OVER)
-        by_rows = sums(along(limited(new * self.rate), 1), iota(0), iota(1))
+        by_rows = sums(along(limited(new * self.rate), 1), iota(0), iota(1)) * _LOG2E
         mosaic.store(plgpu, self.line, by_rows)
         plgpu.commit_smem()
         return by_rows
@@ -151,12 +156,12 @@ class Walk:
     def left_of(self, chunk):
         """`[values, tokens]`: what there is, what is written, and what is left of that at the end.
 
-        The last two rounded, for products. And the log of the whole chunk's decay.
+        The last two rounded, for products. And the log2 of the whole chunk's decay.
         """
         there = mosaic.load(plgpu, chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
         dtype, there, last = there.dtype, there.astype(jnp.float32), self.line[CHUNK - 1]
         written = there * along(mosaic.load(plgpu, chunk.steps, _OVER), 1)
-        left = written * along(jnp.exp(last - self.sums()), 1)
+        left = written * along(jnp.exp2(last - self.sums()), 1)
         return there, written.astype(dtype), left.astype(dtype), last
 
 
@@ -249,7 +254,7 @@ def _add_tile(
         state, log = carry
         walk.sum_up(chunk)
         _, _, left, last = walk.left_of(chunk)
-        (state,) = wgmma.accumulate(spare, (state * jnp.exp(last), left, chunk.keys))
+        (state,) = wgmma.accumulate(spare, (state * jnp.exp2(last), left, chunk.keys))
         done()
         return state, log + last
 
@@ -273,4 +278,4 @@ def _add_tile(
         def _():
             state, log = walk.over(before.chunks, step, start)
             mosaic.store(plgpu, added.at[index, rows], state)
-            leave(jnp.exp(log))
+            leave(jnp.exp2(log))
