@@ -30,7 +30,7 @@ from jaxspec.pallas.prefill_blocks import (
     store_nothing,
 )
 
-_BLOCKS = 2 * 132  # that an H200 runs at once
+_BLOCKS = 2 * 132  # that an H200 runs at once: registers and shared memory are for two each
 _LEAST_TILE = 4 * CHUNK  # tokens worth a tile of their own
 
 
@@ -151,9 +151,7 @@ def _sum(sizes, before, tile, rows):
         new = mosaic.load(plgpu, added.at[i, rows], plgpu.Layout.WGMMA)
         return state * left[i, head] + new
 
-    zeros = jnp.zeros((VALUES, sizes.state_dim), jnp.float32)
-    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    return lax.fori_loop(index - tile.index, index + 1, one, zeros)
+    return lax.fori_loop(index - tile.index, index + 1, one, tiles.nothing(sizes))
 
 
 def _step(walk, weights, skip, out, chunk, done, state):
@@ -170,10 +168,10 @@ def _step(walk, weights, skip, out, chunk, done, state):
 
 
 def _start_outputs(walk, weights, skip, chunk, state):
-    """The outputs but for what the chunk writes, that, and how much that is in each, in `weights`.
+    """The outputs without what the chunk itself writes; that, for them and for its end; its decay.
 
-    Then what is left of it at the end, and the log2 of the whole decay. While a product is under
-    way, what does not need it is found.
+    `weights` then holds how much each output takes of what each token writes. While a product is
+    under way, what does not need it is found.
     """
     queries, keys = chunk.queries, chunk.keys
 

@@ -154,7 +154,7 @@ class Walk:
         return mosaic.load(plgpu, self.line, _OVER)
 
     def left_of(self, chunk):
-        """`[values, tokens]`: what there is, what is written, and what is left of that at the end.
+        """`[values, tokens]`: `x`, what of it is written, and what is left of that at the end.
 
         The last two rounded, for products. And the log2 of the whole chunk's decay.
         """
@@ -209,6 +209,12 @@ def place(sizes):
     return rows, pl.ds(group * sizes.state_dim, sizes.state_dim), head
 
 
+def nothing(sizes):
+    """A block's state of zeros."""
+    zeros = jnp.zeros((VALUES, sizes.state_dim), jnp.float32)
+    return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
 def initial(sizes, tile, pool, layer, rows):
     """The state that the tile's sequence starts from."""
     first = (layer[0] * sizes.num_slots + tile.slot) * sizes.candidates
@@ -259,8 +265,7 @@ def _add_tile(
         return state, log + last
 
     def start():
-        state = jnp.zeros((VALUES, sizes.state_dim), jnp.float32)
-        return plgpu.layout_cast(state, plgpu.Layout.WGMMA), jnp.float32(0.0)
+        return nothing(sizes), jnp.float32(0.0)
 
     def leave(factor):
         @pl.when(lax.axis_index("part") == 0)
