@@ -3,52 +3,33 @@
 To add an op, write a generator of `Case` and put it into `OPS`.
 """
 
-import dataclasses
 import functools
 import math
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from case import FEW, MANY, Case
+from kernel_cases_prefill import (
+    gdn_prefill_cases,
+    mamba2_prefill_cases,
+    mamba2_tokens,
+    prefill_attention_cases,
+)
+from shapes import ATTENTION, GDN, MAMBA2
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
-from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
 from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2_step import mamba2_step, mamba2_step_reference
 from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
-from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import must_fold, ring_rows
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from shapes import ATTENTION, GDN, MAMBA2  # noqa: E402
-
 INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
-FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
-
-
-@dataclasses.dataclass
-class Case:
-    """One op at one shape. `run(pool, layer, *operands)` gives its output and the new pool."""
-
-    op: str
-    about: dict  # what the results say of the shape
-    run: Callable
-    reference: Callable | None  # None: minutes, or the host waits in it
-    pool: Callable[[int], Any]  # arrays of so many layers
-    layer_bytes: int  # of the pool, that one call touches
-    operands: tuple
-    total_bytes: int
-    calls: int | None = None  # of a program, where the defaults do not suit
-    writes: bool = True  # the pool, so that one call waits for the other
-    flops: int = 0  # where they bound it, not the bytes
 
 
 def gdn_step_cases() -> Iterator[Case]:
@@ -183,7 +164,7 @@ def mamba2_step_cases() -> Iterator[Case]:
 
 def _mamba2_step_case(model, dtype, rows, width):
     shape = MAMBA2[model]
-    operands = *_mamba2_tokens(shape, rows, width), *_index(rows, width)
+    operands = *mamba2_tokens(shape, rows, width), *_index(rows, width)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
     def run(op, pool, layer, x, dt, a, b, c, d, *index):
@@ -210,17 +191,6 @@ def _mamba2_step_case(model, dtype, rows, width):
     )
 
 
-def _mamba2_tokens(shape, rows, width):
-    """x, dt, A, B, C, D as a layer makes them."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    x = jax.random.normal(keys[0], (rows, width, shape.heads, shape.head_dim), jnp.bfloat16)
-    dt = 0.1 * jax.random.uniform(keys[1], (rows, width, shape.heads))
-    a = -16 * jax.random.uniform(keys[2], (shape.heads,))
-    shared = (rows, width, shape.groups, shape.state_dim)
-    b, c = (jax.random.normal(key, shared, jnp.bfloat16) for key in keys[3:])
-    return x, dt, a, b, c, jnp.ones(shape.heads)
-
-
 def _filled(layers, rows, *one, dtype):
     """A slot's values, the same in every slot: the speed does not depend on them."""
     one = jax.random.normal(jax.random.key(0), one).astype(dtype)
@@ -244,7 +214,7 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
     length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
     index = 1 + rng.permutation(rows), rng.integers(window, 10**4, rows), length
     index = (jnp.asarray(y, jnp.int32) for y in (*index, np.full(rows, width)))
-    tokens = _mamba2_tokens(shape, rows, width)
+    tokens = mamba2_tokens(shape, rows, width)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
     def pool(layers):
@@ -285,56 +255,6 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
         + ring_bytes
         + sum(y.nbytes for y in tokens)
         + 4 * tokens[0].size,
-    )
-
-
-def gdn_prefill_cases() -> Iterator[Case]:
-    """Prompts of one length, as the published figures of other kernels have them."""
-    for model, shape in GDN.items():
-        for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
-            if model == "qwen3.5-9b" or length == 8192:
-                yield _gdn_prefill_case(model, shape, seqs, length)
-
-
-def _gdn_prefill_case(model, shape, seqs, length):
-    tokens, dtype = seqs * length, jnp.bfloat16
-    keys = jax.random.split(jax.random.key(0), 6)
-    key = (tokens, shape.key_heads, shape.key_dim)
-    value = (tokens, shape.value_heads, shape.value_dim)
-    q, k = (jax.random.normal(x, key) for x in keys[:2])
-    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    # In 16 bits already: in a model the rounding is part of what computes them.
-    q, k = (q * shape.key_dim**-0.5).astype(dtype), k.astype(dtype)
-    v = jax.random.normal(keys[2], value).astype(dtype)
-    g = -0.1 * jax.random.exponential(keys[3], value[:2])
-    beta = jax.random.uniform(keys[4], value[:2])
-    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
-    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
-    operands = (q, k, v, g, beta, slots, fresh, fresh, start)
-    state = (shape.value_heads, shape.value_dim, shape.key_dim)
-
-    def run(op, pool, layer, q, k, v, g, beta, *index):
-        return op(q, k, v, g, beta, pool, layer, *index)
-
-    return Case(
-        op="gdn_prefill",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": "bfloat16",
-            "seqs": seqs,
-            "length": length,
-        },
-        run=functools.partial(run, gdn_prefill),
-        # Token by token nobody would wait for.
-        reference=functools.partial(run, _gdn_prefill_chunked),
-        pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
-        layer_bytes=4 * seqs * math.prod(state),
-        operands=operands,
-        total_bytes=sum(x.nbytes for x in (q, k, v, g, beta))
-        + 4 * math.prod(value)
-        + 4 * seqs * math.prod(state),
-        calls=FEW,
     )
 
 
@@ -500,57 +420,6 @@ def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtyp
     )
 
 
-def prefill_attention_cases() -> Iterator[Case]:
-    """Chunks that begin their prompts, and chunks after 4096 tokens."""
-    for model in ("qwen3.5-9b", "qwen3-8b"):
-        for seqs, length in ((1, 8192), (8, 1024)):
-            for context in (0, 4096):
-                yield _prefill_attention_case(model, seqs, length, context)
-
-
-def _prefill_attention_case(model, seqs, length, context, page_size=16):
-    rng, shape = np.random.default_rng(0), ATTENTION[model]
-    pages = seqs * (context + length) // page_size
-    tables = 1 + rng.permutation(pages).reshape(seqs, -1)
-    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
-    slots, before = 1 + rng.permutation(seqs), np.full(seqs, context)
-    start = length * np.arange(seqs + 1)
-    tokens, heads, kv_heads, dim = seqs * length, shape.heads, shape.kv_heads, shape.head_dim
-    kv_bytes = 2 * pages * page_size * kv_heads * dim * 2
-
-    def pool(layers):
-        """The pool, and the queries: a call's output, so that the calls follow each other."""
-        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
-        kv = jax.random.normal(keys[0], (layers, 2, 1 + pages, page_size, kv_heads, dim), dtype)
-        return kv, jax.random.normal(keys[1], (tokens, heads, dim), dtype)
-
-    def run(pool, layer, *index):
-        kv, queries = pool
-        out = prefill_attention(queries, kv, layer, *index)
-        return out, (kv, out)
-
-    return Case(
-        op="prefill_attention",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": "bfloat16",
-            "seqs": seqs,
-            "tokens": length,
-            "context": context,
-            "page_size": page_size,
-        },
-        run=run,
-        reference=None,
-        pool=pool,
-        layer_bytes=kv_bytes,
-        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, before, start)),
-        total_bytes=kv_bytes + 2 * tokens * heads * dim * 2,
-        calls=FEW,
-        flops=4 * heads * dim * seqs * length * (2 * context + length + 1) // 2,
-    )
-
-
 def _index(rows, width):
     """Slots, offsets and lengths of rows that are all live."""
     rng = np.random.default_rng(0)
@@ -564,6 +433,7 @@ OPS = {
     "gdn_replay": gdn_replay_cases,
     "mamba2_step": mamba2_step_cases,
     "mamba2_replay": mamba2_replay_cases,
+    "mamba2_prefill": mamba2_prefill_cases,
     "conv_update": conv_update_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

@@ -7,7 +7,7 @@ layer i of so many layers that none finds its states in the L2 cache (60 MB). A 
 of many enqueued programs less that of a few, over the calls between: what Python, the first launch
 and the wait cost drops out. Bytes are those that must move, each input and output once; the
 yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after. A FILE
-that exists keeps what it says of other ops. The cases are in `kernel_cases.py`.
+that exists keeps what it says of other ops. The cases are in `kernel_cases*.py`.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import record
-from kernel_cases import OPS, Case
+from case import Case
+from kernel_cases import OPS
 
 from jaxspec.pallas import dispatch
 

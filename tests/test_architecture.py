@@ -36,6 +36,7 @@ TESTED_ELSEWHERE = {
     "pallas/gdn_prefill_kernel.py": "pallas/test_gdn_prefill.py",
     "models/cache.py": "models/test_cache.py",
     "pallas/flash.py": "pallas/test_paged_attention.py",
+    "pallas/wgmma.py": "pallas/test_gdn_prefill.py",
     "pallas/page_tiles.py": "pallas/test_paged_attention.py",
     "pallas/prefill_attention_kernel.py": "pallas/test_prefill_attention.py",
     "pallas/paged_attention_kernel.py": "pallas/test_paged_attention.py",
@@ -44,6 +45,10 @@ TESTED_ELSEWHERE = {
     "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/mamba2_replay_kernel.py": "pallas/test_mamba2_replay.py",
+    "pallas/mamba2_prefill_kernel.py": "pallas/test_mamba2_prefill.py",
+    "pallas/mamba2_prefill_tiles.py": "pallas/test_mamba2_prefill.py",
+    "pallas/prefill.py": "pallas/test_gdn_prefill.py",
+    "pallas/prefill_blocks.py": "pallas/test_gdn_prefill.py",
 }
 
 

@@ -35,8 +35,7 @@ def conv_update(
     """
     _check_window(x, weight, conv)
     if dispatch.runs_kernel("conv_update", _unsupported(x, weight, conv)):
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(conv.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(conv, layer)
         return _conv_update_kernel(x, weight.T, conv, on_device, slots, state_offset, query_len)
     return conv_update_reference(x, weight, conv, layer, slots, state_offset, query_len)
 

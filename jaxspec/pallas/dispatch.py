@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
@@ -30,6 +31,11 @@ def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) ->
         level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
         _log.log(level, "%s runs as %s", op, chosen)
     return why is None
+
+
+def layer_index(pool: jax.Array, layer: int) -> jax.Array:
+    """`layer` on the device, so that all layers share one kernel; IndexError if `pool` lacks it."""
+    return jnp.asarray(range(pool.shape[0])[layer], jnp.int32)
 
 
 def implementations() -> dict[str, tuple[str, ...]]:

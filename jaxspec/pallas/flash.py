@@ -9,17 +9,10 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # what wgmma takes
 LOG2E = math.log2(math.e)
-_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-
-def tile(*shape):
-    """Shared memory that wgmma reads."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
 
 
 def empty(head_dim):
@@ -30,16 +23,6 @@ def empty(head_dim):
         full((ROWS,), -jnp.inf, column),
         full((ROWS,), 0.0, column),
     )
-
-
-def product(a, b):
-    """`a @ b` in float32."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def weigh(state, scores, scale):
@@ -53,33 +36,10 @@ def weigh(state, scores, scale):
     return weight.astype(jnp.bfloat16), (acc, new, total * fade + weight.sum(axis=1))
 
 
-def accumulate(acc, weight, values, weights):
-    """`acc + weight @ values`; `weights` is shared memory where the interpreter runs.
-
-    It knows neither wgmma on a given accumulator nor an operand in registers.
-    """
-    if weights is not None:
-        weights[...] = weight
-        plgpu.commit_smem()
-        return acc + product(weights, values)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, weight, values))(
-        plgpu.WGMMAAccumulatorRef.init(acc)
-    )
-
-
 def result(state):
     """The attention's output, 0 where no position was seen."""
     acc, _, total = state
     return acc * lax.broadcast_in_dim(1 / jnp.where(total == 0, 1.0, total), acc.shape, (0,))
-
-
-def clear(values, live):
-    """Zero from row `live` on: what others left there may not be finite, and 0 * NaN is NaN."""
-    place = plgpu.broadcasted_iota(jnp.int32, (values.shape[0], 64), 0, layout=plgpu.Layout.WGMMA)
-    for column in range(0, values.shape[1], 64):
-        part = values.at[:, pl.ds(column, 64)]
-        part[...] = jnp.where(place < live, part[...], jnp.zeros((), values.dtype))
-    plgpu.commit_smem()
 
 
 def iota(keys, dimension):

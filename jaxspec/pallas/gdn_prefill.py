@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.state_select import state_select
-
-_CHUNK = 64  # tokens solved at once; a chunk never spans two sequences
+from jaxspec.pallas.prefill import chunk_by_chunk, product, token_by_token
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 
@@ -46,8 +44,7 @@ def gdn_prefill(
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gdn_prefill_kernel import prefill
 
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         index = (slots, state_offset, num_computed, query_start)
         return prefill(q, k, v, g, beta, states, on_device, *index)
     return _gdn_prefill_chunked(
@@ -73,108 +70,60 @@ def _gdn_prefill_chunked(
     q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
 ):
     """`gdn_prefill` for XLA: one chunk after the other, of all heads at once."""
-    num_tokens, seqs = q.shape[0], slots.shape[0]
-    num_slots = states.shape[1]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    length = jnp.where((slots > 0) & (slots < num_slots), query_start[1:] - query_start[:-1], 0)
-    chunks_end = jnp.cumsum((length + _CHUNK - 1) // _CHUNK, dtype=jnp.int32)
-    initial = _initial_states(states, layer, slots, state_offset, num_computed)
     group = v.shape[1] // k.shape[1]
-    # The last chunk may reach beyond the tokens.
-    padded = [jnp.pad(x, ((0, _CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in (q, k, v, g, beta)]
 
-    def take_chunk(chunk, carry):
-        state, out, final = carry
-        seq = jnp.searchsorted(chunks_end, chunk, side="right").astype(jnp.int32)
-        seq = jnp.minimum(seq, seqs - 1)
-        first = jnp.where(seq > 0, chunks_end[jnp.maximum(seq - 1, 0)], 0)
-        begin = (chunk - first) * _CHUNK
-        start = query_start[seq] + begin
-        real = jnp.arange(_CHUNK, dtype=jnp.int32) < length[seq] - begin
+    def step(state, *chunk):
+        # Heads first. A padding token is all zeros, and so changes nothing.
+        q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
+        q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+        state, out = _chunk(q, k, v, g, beta, state)
+        return state, out.swapaxes(0, 1)
 
-        def taken(x):
-            """The chunk, heads first; a padding token is all zeros, and so changes nothing."""
-            x = jax.lax.dynamic_slice_in_dim(x, start, _CHUNK)
-            return jnp.where(real.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0.0).swapaxes(0, 1)
-
-        q_c, k_c, v_c, g_c, beta_c = map(taken, padded)
-        q_c, k_c = (jnp.repeat(x, group, axis=0) for x in (q_c, k_c))
-        state = jnp.where(begin == 0, initial[seq], state)
-        new, state = _chunk(q_c, k_c, v_c, g_c, beta_c, state)
-        old = jax.lax.dynamic_slice_in_dim(out, start, _CHUNK)
-        new = jnp.where(real[:, None, None], new.swapaxes(0, 1), old)
-        out = jax.lax.dynamic_update_slice_in_dim(out, new, start, 0)
-        return state, out, final.at[seq].set(state)
-
-    carry = (jnp.zeros_like(initial[0]), jnp.zeros_like(padded[2]), initial)
-    _, out, final = jax.lax.fori_loop(0, chunks_end[-1], take_chunk, carry)
-    target = jnp.where(length > 0, slots, num_slots)
-    states = states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
-    return out[:num_tokens], states
-
-
-def _initial_states(states, layer, slots, state_offset, num_computed):
-    initial = state_select(states, layer, slots, state_offset)
-    fresh = (num_computed <= 0)[:, None, None, None]
-    return jnp.where(fresh, 0.0, initial.astype(jnp.float32))
+    return chunk_by_chunk(
+        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
+    )
 
 
 def _chunk(q, k, v, g, beta, state):
-    """One chunk, arrays `[heads, tokens, ...]`: its outputs and the state after it."""
+    """One chunk, arrays `[heads, tokens, ...]`: the state after it and its outputs."""
     size = g.shape[1]
     at_or_before = jnp.tril(jnp.ones((size, size), jnp.float32))
     before = jnp.tril(jnp.ones((size, size), jnp.float32), -1)
     # log_decay[t, i] = sum of g over i < j <= t, summed and not subtracted: terms of one sign lose
     # no digits, however fast the state decays. Zero above the diagonal, where it is masked below.
-    log_decay = _product("tj,hj,ji->hti", at_or_before, g, before)
+    log_decay = product("tj,hj,ji->hti", at_or_before, g, before)
     decay = jnp.exp(log_decay) * at_or_before[None]
-    from_start = jnp.exp(_product("tj,hj->ht", at_or_before, g))[..., None]
+    from_start = jnp.exp(product("tj,hj->ht", at_or_before, g))[..., None]
 
-    mixing = beta[..., None] * decay * _product("htk,hik->hti", k, k) * before[None]
-    wanted = beta[..., None] * (v - from_start * _product("htk,hvk->htv", k, state))
+    mixing = beta[..., None] * decay * product("htk,hik->hti", k, k) * before[None]
+    wanted = beta[..., None] * (v - from_start * product("htk,hvk->htv", k, state))
     system = mixing + jnp.eye(size, dtype=jnp.float32)[None]
     written = jax.lax.linalg.triangular_solve(
         system, wanted, left_side=True, lower=True, unit_diagonal=True
     )
-    attention = decay * _product("htk,hik->hti", q, k)
-    out = from_start * _product("htk,hvk->htv", q, state) + _product(
+    attention = decay * product("htk,hik->hti", q, k)
+    out = from_start * product("htk,hvk->htv", q, state) + product(
         "hti,hiv->htv", attention, written
     )
     to_end = decay[:, -1, :, None]
-    state = from_start[:, -1:, :] * state + _product("htv,htk->hvk", written, to_end * k)
-    return out, state
-
-
-def _product(equation, *operands):
-    return jnp.einsum(equation, *operands, precision="highest")
+    state = from_start[:, -1:, :] * state + product("htv,htk->hvk", written, to_end * k)
+    return state, out
 
 
 def gdn_prefill_reference(
     q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
 ):
     """The specification of `gdn_prefill`: one token after the other."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    num_tokens, seqs = q.shape[0], slots.shape[0]
-    num_slots, group = states.shape[1], v.shape[1] // k.shape[1]
-    length = query_start[1:] - query_start[:-1]
-    live = (slots > 0) & (slots < num_slots) & (length > 0)
-    initial = _initial_states(states, layer, slots, state_offset, num_computed)
+    group = v.shape[1] // k.shape[1]
 
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
-    owner = jnp.clip(owner, 0, seqs - 1)
-    real = (token >= query_start[0]) & (token < query_start[-1]) & live[owner]
+    def step(state, *token):
+        q, k, v, g, beta = (x.astype(jnp.float32) for x in token)
+        q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+        state = state * jnp.exp(g)[:, None, None]
+        delta = beta[:, None] * (v - product("hvk,hk->hv", state, k))
+        state = state + delta[:, :, None] * k[:, None, :]
+        return state, product("hvk,hk->hv", state, q)
 
-    def take_token(current, at):
-        q_t, k_t, v_t, g_t, beta_t, seq, is_real = at
-        q_t, k_t = jnp.repeat(q_t, group, axis=0), jnp.repeat(k_t, group, axis=0)
-        state = current[seq] * jnp.exp(g_t)[:, None, None]
-        delta = beta_t[:, None] * (v_t - _product("hvk,hk->hv", state, k_t))
-        state = state + delta[:, :, None] * k_t[:, None, :]
-        out = _product("hvk,hk->hv", state, q_t)
-        current = current.at[seq].set(jnp.where(is_real, state, current[seq]))
-        return current, jnp.where(is_real, out, 0.0)
-
-    final, out = jax.lax.scan(take_token, initial, (q, k, v, g, beta, owner, real))
-    target = jnp.where(live, slots, num_slots)
-    return out, states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
+    return token_by_token(
+        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
+    )

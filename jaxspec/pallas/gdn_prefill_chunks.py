@@ -10,11 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
-
-CHUNK = 64  # tokens solved at once
-ALIGN = 8  # a chunk starts at a multiple, which tiled copies need: with others' tokens in front
-_LEAST = -120.0  # a log decay below it is 0 in float32 as well
+from jaxspec.pallas import mosaic, wgmma
+from jaxspec.pallas.prefill import CHUNK
+from jaxspec.pallas.prefill_blocks import ALIGN, along, iota, limited, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,50 +35,6 @@ class Sizes:
         return self.value_heads // self.key_heads
 
 
-def swizzled(*shape, dtype):
-    """Shared memory of a tile that wgmma reads."""
-    tiling = plgpu.TilingTransform((8, 64))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
-
-
-def operand(x, spare) -> Any:
-    """What wgmma takes for `x` in registers.
-
-    That is `x`, but the interpreter wants it in `spare`, which is shared memory there, else None.
-    """
-    if spare is None:
-        return x
-    part = spare.at[:, pl.ds(0, x.shape[1])]
-    part[...] = x
-    plgpu.commit_smem()
-    return part
-
-
-def times(a, b) -> Any:
-    """`a @ b` in float32, both in shared memory."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def accumulate(spare, *sums) -> Any:
-    """`onto + a @ b` for each `(onto, a, b)`, all at once; `a` is in registers.
-
-    `spare` as for `operand`: the interpreter's wgmma cannot begin with `onto` either.
-    """
-    if spare is not None:
-        return [onto + times(operand(a, spare), b) for onto, a, b in sums]
-
-    def run(accs):
-        for acc, (_, a, b) in zip(accs, sums, strict=True):
-            plgpu.wgmma(acc, a, b)
-
-    return pl.run_state(run)([plgpu.WGMMAAccumulatorRef.init(onto) for onto, _, _ in sums])
-
-
 def prepare(sizes, q, k, g, beta, chunks, params):
     """For each chunk and value head, two matrices on top of each other, and the sums of `g`.
 
@@ -92,16 +46,16 @@ def prepare(sizes, q, k, g, beta, chunks, params):
     # The last chunk may reach beyond the tokens, where copies to shared memory give zeros.
     g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (g, beta))
     scratch = {
-        "queries": swizzled(CHUNK, sizes.key_dim, dtype=dtype),
-        "keys": swizzled(CHUNK, sizes.key_dim, dtype=dtype),
-        "matrices": swizzled(2 * CHUNK, CHUNK, dtype=dtype),
-        "coupling": swizzled(CHUNK, CHUNK, dtype=jnp.float16),
-        "inverse": swizzled(CHUNK, CHUNK, dtype=jnp.float16),
+        "queries": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "keys": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "matrices": wgmma.tile(2 * CHUNK, CHUNK, dtype=dtype),
+        "coupling": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
+        "inverse": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
         "lines": plgpu.SMEM((3, CHUNK), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
     if params:
-        scratch["spare"] = swizzled(CHUNK, CHUNK, dtype=jnp.float16)
+        scratch["spare"] = wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16)
     return plgpu.kernel(
         functools.partial(_chunk, sizes),
         out_type=[
@@ -130,7 +84,7 @@ def _chunk(
         columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
         plgpu.copy_gmem_to_smem(q.at[here, columns], queries, arrived)
         plgpu.copy_gmem_to_smem(k.at[here, columns], keys, arrived)
-        t, i = _iota(0), _iota(1)
+        t, i = iota(0), iota(1)
         real = (low <= i) & (i < high)
 
         def column(x):
@@ -138,18 +92,17 @@ def _chunk(
 
         _, g_i = _both(column(g), lines.at[0])
         beta_t, beta_i = _both(column(beta), lines.at[1])
-        sums = _sums(g_i, t, i, real)
-        mosaic.store(plgpu, sums_out.at[chunk, head], sums)
-        # A difference of sums loses what follows a strong decay; `_LEAST` keeps that below 1e-3.
-        sums_t, sums_i = _both(sums, lines.at[2])
+        of_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
+        mosaic.store(plgpu, sums_out.at[chunk, head], of_g)
+        sums_t, sums_i = _both(of_g, lines.at[2])
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
         plgpu.barrier_wait(arrived)
 
         # Selected, not multiplied: what stands around the tokens may be NaN.
         keys_across, ours = keys.transpose((1, 0)), (low <= i) & (t < high)
-        among_queries = jnp.where(ours & (i <= t), decay * times(queries, keys_across), 0.0)
+        among_queries = jnp.where(ours & (i <= t), decay * wgmma.product(queries, keys_across), 0.0)
         matrices[pl.ds(CHUNK, CHUNK), :] = among_queries.astype(sizes.dtype)
-        among_keys = beta_t * decay * times(keys, keys_across)
+        among_keys = beta_t * decay * wgmma.product(keys, keys_across)
         among_keys = jnp.where(ours & (i < t), among_keys, 0.0)
         solved = _inverse(among_keys, t ^ i, coupling, inverse, spare)
         solved = jnp.where(real, solved * beta_i, 0.0)
@@ -159,27 +112,10 @@ def _chunk(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _iota(dimension):
-    shape = (CHUNK, CHUNK)
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
-
-
-def _along(x, axis):
-    """A vector over `axis` of a `[CHUNK, CHUNK]` matrix."""
-    x = lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-
-
 def _both(x, line):
     """A vector over rows, and over columns; the way there is shared memory."""
     line[...] = x
-    return _along(x, 0), _along(mosaic.load(plgpu, line, plgpu.Layout.WGMMA.reduce(0)), 1)
-
-
-def _sums(g, t, i, real):
-    """The sums of `g` up to each token, limited to what decays all there is."""
-    g = jnp.where(real, jnp.where(g < _LEAST, _LEAST, g), 0.0)
-    return jnp.sum(jnp.where(i <= t, g, 0.0), axis=1)
+    return along(x, 0), along(mosaic.load(plgpu, line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
 def _inverse(strictly_lower, apart, coupling, inverse, spare):
@@ -196,8 +132,8 @@ def _inverse(strictly_lower, apart, coupling, inverse, spare):
     while size < CHUNK:
         inverse[...] = solved.astype(jnp.float16)
         plgpu.commit_smem()
-        joining = times(inverse, coupling)
+        joining = wgmma.product(inverse, coupling)
         joining = jnp.where((apart >= size) & (apart < 2 * size), -joining, 0.0)
-        (solved,) = accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
+        (solved,) = wgmma.accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
         size *= 2
     return solved

@@ -17,18 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
-from jaxspec.pallas.gdn_prefill_chunks import (
-    ALIGN,
-    CHUNK,
-    Sizes,
-    accumulate,
-    operand,
-    prepare,
-    swizzled,
-)
+from jaxspec.pallas import mosaic, wgmma
+from jaxspec.pallas.gdn_prefill_chunks import Sizes, prepare
+from jaxspec.pallas.prefill import CHUNK
+from jaxspec.pallas.prefill_blocks import ALIGN, VALUES, sequences, store, store_nothing
 
-VALUES = 64  # rows of a state in one block, what wgmma takes
 # Chunks in shared memory. With two, two blocks fit on a multiprocessor, with 1 KB to spare: that
 # is why the sums of `g` do not come that way.
 _STAGES = 2
@@ -46,10 +39,8 @@ def prefill(
     """
     tokens, key_heads, key_dim = k.shape
     sizes = Sizes(*states.shape, key_heads=key_heads, tokens=tokens, dtype=v.dtype)
-    # Tokens of no sequence become sequences of the null slot, which the kernel fills with zeros.
-    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), query_start, jnp.full(1, tokens, jnp.int32)])
-    edges = jnp.clip(edges, 0, tokens)
-    slots, offset, computed = (jnp.pad(x, 1) for x in (slots, state_offset, num_computed))
+    seqs = sequences(tokens, query_start, slots, state_offset, num_computed)
+    edges, slots, offset, computed = seqs
     live = (slots > 0) & (slots < sizes.num_slots)
     first, chunks = _chunks(edges[:-1], edges[1:], live, tokens)
 
@@ -86,14 +77,14 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
     """Outputs of all tokens; the final states go into `pool`."""
     dim, dtype = sizes.key_dim, sizes.dtype
     scratch = {
-        "queries": swizzled(_STAGES, CHUNK, dim, dtype=dtype),
-        "keys": swizzled(_STAGES, CHUNK, dim, dtype=dtype),
-        "values": swizzled(_STAGES, CHUNK, VALUES, dtype=dtype),
-        "matrices": swizzled(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
+        "queries": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
+        "keys": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
+        "values": wgmma.tile(_STAGES, CHUNK, VALUES, dtype=dtype),
+        "matrices": wgmma.tile(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
         "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
     }
     if params:
-        scratch["spare"] = swizzled(VALUES, dim, dtype=dtype)
+        scratch["spare"] = wgmma.tile(VALUES, dim, dtype=dtype)
     kernel = plgpu.kernel(
         functools.partial(_begin, sizes),
         out_type=jax.ShapeDtypeStruct(
@@ -123,7 +114,7 @@ class _Walk:
     ring: tuple  # of queries, keys, values, matrices, arrived
     sums: Callable  # (chunk) -> where those of `g` are
     out: Any  # of this block's values: [tokens, VALUES]
-    spare: Any  # as for `operand`
+    spare: Any  # as for `wgmma.operand`
 
 
 def _begin(
@@ -168,8 +159,7 @@ def _begin(
 
     @pl.when(jnp.logical_not(live))
     def _():
-        nothing = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        lax.fori_loop(begin, end, lambda t, _: mosaic.store(plgpu, mine.at[t], nothing), None)
+        store_nothing(mine, begin, end)
 
 
 def _step(sizes, walk, j, state):
@@ -187,8 +177,8 @@ def _step(sizes, walk, j, state):
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        _clear(keys, low, high)
-        _clear(values, low, high)
+        wgmma.clear(keys, low, high)
+        wgmma.clear(values, low, high)
 
     def factor(log):
         return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
@@ -197,10 +187,10 @@ def _step(sizes, walk, j, state):
         *(state.astype(sizes.dtype), queries, keys, values, coupling),
         *(lambda: factor(total), lambda: factor(last - total), walk.spare),
     )
-    state, out = accumulate(
+    state, out = wgmma.accumulate(
         walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
-    _store(walk.out, start, low, high, out)
+    store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
     again = j + _STAGES
     pl.when(again < walk.number)(lambda: walk.fetch(again, stage))
@@ -215,45 +205,14 @@ def _against_state(state, queries, keys, values, coupling, from_start, to_end, s
     """
 
     def run(recalled, written, read):
-        plgpu.wgmma(recalled, operand(state, spare), keys.transpose((1, 0)))
+        plgpu.wgmma(recalled, wgmma.operand(state, spare), keys.transpose((1, 0)))
         plgpu.wgmma(written, values.transpose((1, 0)), coupling)
         kept = from_start()
         wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -kept
-        plgpu.wgmma(written, operand(wrong.astype(state.dtype), spare), coupling)
-        plgpu.wgmma(read, operand(state, spare), queries.transpose((1, 0)))
+        plgpu.wgmma(written, wgmma.operand(wrong.astype(state.dtype), spare), coupling)
+        plgpu.wgmma(read, wgmma.operand(state, spare), queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
         rounded, decayed = new.astype(state.dtype), (new * to_end()).astype(state.dtype)
         return rounded, decayed, read[...] * kept
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)
-
-
-def _store(ref, start, low, high, out):
-    """The outputs `[values, tokens]` of a chunk's tokens from `low` to `high`, and no others."""
-    whole = high - low == CHUNK
-
-    @pl.when(whole)
-    def _():
-        # Values are neighbours in memory, and in this layout a thread has two.
-        turned = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        mosaic.store(plgpu, ref.at[pl.ds(start, CHUNK)].transpose((1, 0)), turned)
-
-    @pl.when(jnp.logical_not(whole))
-    def _():
-        place = plgpu.broadcasted_iota(jnp.int32, out.shape, 1, layout=plgpu.Layout.WGMMA)
-
-        def one(t, _):
-            row = jnp.sum(jnp.where(place == t, out, 0.0), axis=1)
-            mosaic.store(plgpu, ref.at[start + t], row)
-
-        lax.fori_loop(low, high, one, None)
-
-
-def _clear(tile, low, high):
-    """Zero but from row `low` to `high`: others' may be NaN, and 0 * NaN is NaN."""
-    place = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=plgpu.Layout.WGMMA)
-    real = (low <= place) & (place < high)
-    for column in range(0, tile.shape[1], 64):
-        part = tile.at[:, pl.ds(column, 64)]
-        part[...] = jnp.where(real, part[...], jnp.zeros((), tile.dtype))
-    plgpu.commit_smem()

@@ -61,8 +61,7 @@ def gdn_replay(
     if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
         from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         return gdn_replay_kernel(*tokens, states, ring, on_device, *index)
     return gdn_replay_reference(*tokens, states, ring, layer, *index)
 

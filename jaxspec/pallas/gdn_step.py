@@ -46,8 +46,7 @@ def gdn_step(
             f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
         )
     if dispatch.runs_kernel("gdn_step", _unsupported(width, states)):
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         return _gdn_step_kernel(q, k, v, g, beta, states, on_device, slots, state_offset, query_len)
     if width > 1:
         return _gdn_step_together(q, k, v, g, beta, states, layer, slots, state_offset, query_len)

@@ -64,8 +64,7 @@ def mamba2_replay(
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.mamba2_replay_kernel import replay
 
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         return replay(*tokens, states, ring, on_device, *index)
     return mamba2_replay_reference(*tokens, states, ring, layer, *index)
 

@@ -48,8 +48,7 @@ def mamba2_step(
         )
     tokens = (x, dt, a, b, c, d)
     if dispatch.runs_kernel("mamba2_step", unsupported(x, states)):
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         return _mamba2_step_kernel(*tokens, states, on_device, slots, state_offset, query_len)
     return mamba2_step_reference(*tokens, states, layer, slots, state_offset, query_len)
 

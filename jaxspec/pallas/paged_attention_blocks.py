@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import flash, mosaic
+from jaxspec.pallas import flash, mosaic, wgmma
 
 _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 
@@ -20,16 +20,16 @@ def query_rows(dtype, head_dim):
 def scratch(sizes, interpreted):
     """Shared memory and barriers of `bfloat16`."""
     plan, dim = sizes.plan, sizes.pages.head_dim
-    ring = flash.tile(plan.stages, plan.keys, dim)
+    ring = wgmma.tile(plan.stages, plan.keys, dim)
     scratch = {
-        "tile": flash.tile(flash.ROWS, dim),
+        "tile": wgmma.tile(flash.ROWS, dim),
         "keys": ring,
         "values": ring,
         "sums": plgpu.SMEM((flash.ROWS,), jnp.float32),
         "arrived": sizes.barriers(),
     }
     if interpreted:
-        scratch["weights"] = flash.tile(flash.ROWS, plan.keys)
+        scratch["weights"] = wgmma.tile(flash.ROWS, plan.keys)
     return scratch
 
 
@@ -47,15 +47,15 @@ def bfloat16(sizes, share, out, sums_out, tile, keys, values, arrived, sums, wei
         stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
         again = j + plan.stages
         plgpu.barrier_wait(keys_here.at[stage])
-        scores = flash.product(tile, keys.at[stage].transpose((1, 0)))
+        scores = wgmma.product(tile, keys.at[stage].transpose((1, 0)))
         pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
         scores = jnp.where(place <= sees - base, scores, -jnp.inf)
         weight, (acc, peak, total) = flash.weigh(state, scores, dim**-0.5 * flash.LOG2E)
         plgpu.barrier_wait(values_here.at[stage])
         pl.when(base + plan.keys > share.length)(
-            lambda: flash.clear(values.at[stage], share.length - base)
+            lambda: wgmma.clear(values.at[stage], 0, share.length - base)
         )
-        acc = flash.accumulate(acc, weight, values.at[stage], weights)
+        (acc,) = wgmma.accumulate(weights, (acc, weight, values.at[stage]))
         pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
         return (acc, peak, total), share.find(again + 1)
 

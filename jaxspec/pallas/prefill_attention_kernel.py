@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import flash, mosaic
+from jaxspec.pallas import flash, mosaic, wgmma
 from jaxspec.pallas.page_tiles import PageTiles
 
 _KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: registers bound it
@@ -120,17 +120,17 @@ def _schedule(sizes, slots, num_computed, query_start, num_tokens):
 def _scratch(sizes, interpreted):
     """Shared memory and barriers."""
     keys, dim = sizes.pages.keys, sizes.pages.head_dim
-    ring = flash.tile(_STAGES, keys, dim)
+    ring = wgmma.tile(_STAGES, keys, dim)
     free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
     scratch = {
-        "tile": flash.tile(_WARPGROUPS, flash.ROWS, dim),
+        "tile": wgmma.tile(_WARPGROUPS, flash.ROWS, dim),
         "ring": (ring, ring),
         "arrived": (sizes.pages.barriers(_STAGES),) * 2,
         "free": (free, free),
         "cleared": plgpu.Barrier(),
     }
     if interpreted:
-        scratch["weights"] = flash.tile(_WARPGROUPS, flash.ROWS, keys)
+        scratch["weights"] = wgmma.tile(_WARPGROUPS, flash.ROWS, keys)
     return scratch
 
 
@@ -203,7 +203,7 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
     def clear(tile, live):
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            flash.clear(tile, live)
+            wgmma.clear(tile, 0, live)
             plgpu.barrier_arrive(cleared)
 
         plgpu.barrier_wait(cleared)
@@ -212,14 +212,14 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
         stage = lax.rem(j, _STAGES)
         base, refilled = j * size, j + _STAGES < count
         plgpu.barrier_wait(arrived[0].at[stage])
-        scores = flash.product(queries, keys.at[stage].transpose((1, 0)))
+        scores = wgmma.product(queries, keys.at[stage].transpose((1, 0)))
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[0].at[stage]))
         # Tiles that all queries see whole need no mask.
         scores = lax.cond(base + size > position + 1, mask, lambda scores, j: scores, scores, j)
         weight, (acc, peak, total) = flash.weigh(state, scores, dim**-0.5 * flash.LOG2E)
         plgpu.barrier_wait(arrived[1].at[stage])
         pl.when(base + size > end)(lambda: clear(values.at[stage], end - base))
-        acc = flash.accumulate(acc, weight, values.at[stage], weights)
+        (acc,) = wgmma.accumulate(weights, (acc, weight, values.at[stage]))
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[1].at[stage]))
         return acc, peak, total
 

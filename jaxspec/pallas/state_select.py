@@ -25,8 +25,7 @@ def state_select(
     """
     by_choice = states.dtype == jnp.float32
     if dispatch.runs_kernel("state_select", _declined(states), by_choice=by_choice):
-        # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(states.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(states, layer)
         return _state_select_kernel(states, on_device, slots, state_offset)
     return state_select_reference(states, layer, slots, state_offset)
 

@@ -20,6 +20,7 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
 from jaxspec.pallas.prefill_attention import prefill_attention
@@ -269,6 +270,38 @@ def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     operands = (*mamba2_tokens(shape, 4, width, x_dtype), states, ring, *index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(6, 7))
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
+
+
+PREFILL_CASES = [  # shape, dtypes of tokens and of states, tokens: 256 are one tile a sequence
+    *((shape, jnp.bfloat16, jnp.float32, 2048) for shape in MAMBA2.values()),
+    (MAMBA2["nemotron-3-nano"], jnp.bfloat16, jnp.float32, 256),
+    (MAMBA2["nemotron-3-nano"], jnp.bfloat16, jnp.float16, 2048),
+    (MAMBA2["nemotron-3-nano"], jnp.float16, jnp.float32, 2048),
+    (Mamba2Shape(4, 2, 128, 64), jnp.bfloat16, jnp.bfloat16, 2048),
+    (Mamba2Shape(4, 2, 128, 128), jnp.bfloat16, jnp.float32, 2048),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "states_dtype", "tokens"), PREFILL_CASES, ids=str)
+def test_mamba2_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype, tokens):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(x, dt, a, b, c, d, states, *index):
+        for layer in range(2):
+            out, states = mamba2_prefill(x, dt, a, b, c, d, states, layer, *index)
+            x = out.astype(x.dtype)
+        return x, states
+
+    seqs = 3
+    flat = [array(*y.shape[1:], dtype=y.dtype) for y in mamba2_tokens(shape, 1, tokens, dtype)]
+    of_tokens = (*flat[:2], array(shape.heads), *flat[3:5], array(shape.heads))
+    pool = (2, 257, 4, shape.heads, shape.head_dim, shape.state_dim)
+    pool = array(*pool, dtype=states_dtype)
+    index, start = array(seqs, dtype=jnp.int32), array(seqs + 1, dtype=jnp.int32)
+    operands = (*of_tokens, pool, index, index, index, start)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=6)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    assert "while(" not in compiled.as_text()  # which the host would wait for
 
 
 @pytest.mark.parametrize("width", [1, 4, 9])

@@ -11,6 +11,7 @@ import pytest
 from jaxspec.pallas.conv_update import conv_prefill, conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay
 from jaxspec.pallas.mamba2_step import mamba2_step
 from jaxspec.pallas.paged_attention import kv_write, paged_attention
@@ -54,25 +55,25 @@ def _recurrence(pool, layer, x, rows, start):
 
 
 def mamba2(pool, layer, x, start):
-    del start
     for rows in (1, ROWS):
         y, pool = mamba2_step(
-            *_mamba2_tokens(rows, x), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows]
+            *_mamba2_tokens(x, rows, WIDTH), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows]
         )
         x = y.sum()
-    return x, pool
+    y, pool = mamba2_prefill(*_mamba2_tokens(x, TOKENS), pool, layer, SLOTS, ONE, ONE, start)
+    return y.sum(), pool
 
 
-def _mamba2_tokens(rows, x):
-    heads, shared = jnp.ones(2), jnp.ones((rows, WIDTH, 1, 4)) + x
-    steps = jnp.ones((rows, WIDTH, 2)) + x
-    return jnp.ones((rows, WIDTH, 2, 4)) + x, steps, heads, shared, shared, heads
+def _mamba2_tokens(x, *batch):
+    heads, shared = jnp.ones(2), jnp.ones((*batch, 1, 4)) + x
+    steps = jnp.ones((*batch, 2)) + x
+    return jnp.ones((*batch, 2, 4)) + x, steps, heads, shared, shared, heads
 
 
 def replay(pools, layer, x, start):
     for rows in (1, ROWS):
         index = [start[:rows]] * 4  # as an argument: whether a row folds must not be known
-        y, *pools = mamba2_replay(*_mamba2_tokens(rows, x), *pools, layer, *index)
+        y, *pools = mamba2_replay(*_mamba2_tokens(x, rows, WIDTH), *pools, layer, *index)
         x = y.sum()
     return x, tuple(pools)
 

@@ -1,0 +1,28 @@
+"""What `kernels.py` measures of an op."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `shapes`
+
+FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
+
+
+@dataclasses.dataclass
+class Case:
+    """One op at one shape. `run(pool, layer, *operands)` gives its output and the new pool."""
+
+    op: str
+    about: dict  # what the results say of the shape
+    run: Callable
+    reference: Callable | None  # None: minutes, or the host waits in it
+    pool: Callable[[int], Any]  # arrays of so many layers
+    layer_bytes: int  # of the pool, that one call touches
+    operands: tuple
+    total_bytes: int
+    calls: int | None = None  # of a program, where the defaults do not suit
+    writes: bool = True  # the pool, so that one call waits for the other
+    flops: int = 0  # where they bound it, not the bytes

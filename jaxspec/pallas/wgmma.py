@@ -1,0 +1,60 @@
+"""Products on tensor cores, by one warpgroup (wgmma); import only where kernels run.
+
+Mosaic's interpreter knows neither an operand in registers nor a product added to what there is.
+There `spare`, None on a GPU, is a tile in shared memory as large as the operands.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def tile(*shape, dtype=jnp.bfloat16):
+    """Shared memory that wgmma reads."""
+    tiling = plgpu.TilingTransform((8, 64))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+
+
+def operand(x, spare) -> Any:
+    """What wgmma takes for `x` in registers: `x`, but for the interpreter."""
+    if spare is None:
+        return x
+    part = spare.at[:, pl.ds(0, x.shape[1])]
+    part[...] = x
+    plgpu.commit_smem()
+    return part
+
+
+def product(a, b) -> Any:
+    """`a @ b` in float32, both in shared memory."""
+
+    def run(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(spare, *sums) -> Any:
+    """`onto + a @ b` for each `(onto, a, b)`, all at once; `a` is in registers."""
+    if spare is not None:
+        return [onto + product(operand(a, spare), b) for onto, a, b in sums]
+
+    def run(accs):
+        for acc, (_, a, b) in zip(accs, sums, strict=True):
+            plgpu.wgmma(acc, a, b)
+
+    return pl.run_state(run)([plgpu.WGMMAAccumulatorRef.init(onto) for onto, _, _ in sums])
+
+
+def clear(rows, low, high):
+    """Zero but from row `low` to `high`: others' may not be finite, and 0 * NaN is NaN."""
+    shape = (rows.shape[0], 64)
+    place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    real = (low <= place) & (place < high)
+    for column in range(0, rows.shape[1], 64):
+        part = rows.at[:, pl.ds(column, 64)]
+        part[...] = jnp.where(real, part[...], jnp.zeros((), rows.dtype))
+    plgpu.commit_smem()
