@@ -17,9 +17,9 @@ LOG2E = math.log2(math.e)
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def tile(*shape):
+def tile(*shape, dtype=jnp.bfloat16):
     """Shared memory that wgmma reads."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+    return plgpu.SMEM(shape, dtype, transforms=_SWIZZLED)
 
 
 def empty(head_dim):

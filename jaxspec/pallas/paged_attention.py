@@ -21,6 +21,7 @@ def kv_write(
 ) -> _KV:
     """The pool with this step's keys and values of one layer written, cast to the pool's dtype.
 
+    In a pool of float8_e4m3fn what lies beyond its range becomes its largest, 448; NaN stays NaN.
     `kv_slots` (int32) comes from `slot_mapping`. A token with -1, with a slot of the null page or
     with one beyond the pool is dropped. Slots of one step must differ.
     """
@@ -33,9 +34,17 @@ def kv_write_reference(kv, layer, keys, values, kv_slots):
     # A dropped token goes to a page out of range: a negative index would wrap.
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
+    dtype = kv.dtype
+    if dtype == jnp.float8_e4m3fn:
+        # It has no infinity: a cast makes NaN of what is too large.
+        keys, values = (jnp.clip(x, -448, 448) for x in (keys, values))
+    stored = [x.astype(dtype) for x in (keys, values)]
+    if dtype == jnp.float8_e4m3fn:  # as bytes: XLA would scatter into a wider copy of the pool
+        kv, *stored = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *stored))
     # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
-    kv = kv.at[layer, 0, page, offset].set(keys.astype(kv.dtype), mode="drop")
-    return kv.at[layer, 1, page, offset].set(values.astype(kv.dtype), mode="drop")
+    for which in range(2):
+        kv = kv.at[layer, which, page, offset].set(stored[which], mode="drop")
+    return kv if kv.dtype == dtype else jax.lax.bitcast_convert_type(kv, dtype)
 
 
 def paged_attention(
@@ -139,8 +148,9 @@ def _unsupported(queries, kv):
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
     if width > 9:
         return f"{width} tokens a row, more than 9"
-    if kv.dtype not in (jnp.bfloat16, jnp.float32) or queries.dtype != kv.dtype:
-        return f"queries in {queries.dtype} over {kv.dtype}, not both bfloat16 or both float32"
+    taken = [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32")]
+    if (queries.dtype, kv.dtype) not in taken:
+        return f"queries in {queries.dtype} over {kv.dtype}, no pair it takes"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

@@ -12,7 +12,7 @@ _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 
 def query_rows(dtype, head_dim):
     """Rows of a tile of queries; in float32 their sums must fit into the registers."""
-    if dtype == jnp.bfloat16:
+    if dtype != jnp.float32:
         return flash.ROWS
     return 8 if head_dim == 256 else 16
 

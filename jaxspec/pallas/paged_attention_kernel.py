@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic
 from jaxspec.pallas import paged_attention_blocks as blocks
+from jaxspec.pallas import paged_attention_float8 as blocks8
 from jaxspec.pallas.page_tiles import PageTiles
 from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
@@ -22,10 +23,11 @@ from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     """The plan for so many blocks a share, from measurements on an H200 (132 multiprocessors).
 
-    Two blocks on a multiprocessor hide each other's waits better than a longer ring does.
+    Two blocks on a multiprocessor hide each other's waits better than a longer ring does; in 8 bits
+    a third fits.
     """
     most = max(1, context // 256)  # a share below 256 positions is not worth its merge
-    fit = 1 if head_dim == 256 else 2
+    fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
     return Plan(keys, 2, max(1, min(fit * 132 // blocks, most, 64)))
 
@@ -69,9 +71,14 @@ def _launch(sizes, tile, pool, indices, params):
     splits, tiles = sizes.plan.splits, packed // sizes.height
     if splits > 1:
         splits = -(-splits // 8) * 8  # what `_merge` reads at once
-    tensor_cores = tile.dtype == jnp.bfloat16
-    if tensor_cores:
+    tensor_cores, reductions = tile.dtype == jnp.bfloat16, 2048
+    if pool.dtype == jnp.float8_e4m3fn:
+        block, scratch, padded = blocks8.float8, blocks8.scratch(sizes, bool(params)), sizes.height
+        reductions = 128 * sizes.height  # all queries at once
+    elif tensor_cores:
+        # No sum crosses warps, and the rings may need all of shared memory.
         block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), flash.ROWS
+        reductions = 0
     else:
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
     out, sums = plgpu.kernel(
@@ -87,8 +94,7 @@ def _launch(sizes, tile, pool, indices, params):
             approx_math=tensor_cores,
             # float32: shared memory is written by copies alone.
             unsafe_no_auto_barriers=not tensor_cores,
-            # bfloat16: no sum crosses warps, and the rings may need all of shared memory.
-            reduction_scratch_bytes=0 if tensor_cores else 2048,
+            reduction_scratch_bytes=reductions,
         ),
         **params,
     )(tile, pool, *indices)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic
-from jaxspec.pallas.page_tiles import PageTiles
+from jaxspec.pallas.page_tiles import PageTiles, float8_tile
 
 _KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: registers bound it
 _STAGES = 2  # tiles in a ring; at a head dim of 256 shared memory is then full
@@ -69,7 +69,7 @@ def attend(
     out = plgpu.kernel(
         functools.partial(_block, sizes),
         out_type=jax.ShapeDtypeStruct((work.shape[0] * sizes.tokens, heads * head_dim), flat.dtype),
-        scratch_types=_scratch(sizes, interpret is not None),
+        scratch_types=_scratch(sizes, kv.dtype, interpret is not None),
         grid=(kv_heads, work.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_WARPGROUPS + 1,
@@ -117,8 +117,8 @@ def _schedule(sizes, slots, num_computed, query_start, num_tokens):
     return work, jnp.where((within >= 0) & (within < length[owner]), row, tile.shape[0] * size)
 
 
-def _scratch(sizes, interpreted):
-    """Shared memory and barriers."""
+def _scratch(sizes, dtype, interpreted):
+    """Shared memory and barriers; `dtype` is the pool's."""
     keys, dim = sizes.pages.keys, sizes.pages.head_dim
     ring = flash.tile(_STAGES, keys, dim)
     free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
@@ -129,6 +129,11 @@ def _scratch(sizes, interpreted):
         "free": (free, free),
         "cleared": plgpu.Barrier(),
     }
+    if dtype == jnp.float8_e4m3fn:
+        narrow = float8_tile(keys, dim)
+        scratch["narrow"] = (narrow, narrow)
+        scratch["landed"] = (sizes.pages.barriers(1),) * 2
+        scratch["arrived"] = (plgpu.Barrier(num_barriers=_STAGES),) * 2
     if interpreted:
         scratch["weights"] = flash.tile(_WARPGROUPS, flash.ROWS, keys)
     return scratch
@@ -136,7 +141,7 @@ def _scratch(sizes, interpreted):
 
 def _block(
     sizes, work, queries, pool, layer, tables, out,
-    *, tile, ring, arrived, free, cleared, weights=None,
+    *, tile, ring, arrived, free, cleared, weights=None, narrow=None, landed=None,
 ):  # fmt: skip
     """Find what this block does, and share it among the warpgroups."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
@@ -147,7 +152,12 @@ def _block(
     @pl.when((count > 0) & (warpgroup == _WARPGROUPS))
     def _():
         plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        _copy(sizes.pages, count, pool, layer[0], head, tables, slot, ring, arrived, free)
+        start = functools.partial(sizes.pages.fetch, pool, layer[0], head)
+        find = functools.partial(sizes.pages.find, tables, slot)
+        if narrow is None:
+            _copy(count, find, start, ring, arrived, free)
+        else:
+            _copy_float8(count, find, start, ring, arrived, free, narrow, landed)
 
     @pl.when((count > 0) & (warpgroup < _WARPGROUPS))
     def _():
@@ -176,17 +186,48 @@ def _block(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy(pages, count, pool, layer, head, tables, slot, ring, arrived, free):
+def _copy(count, find, fetch, ring, arrived, free):
     """The warpgroup that fills the rings, as soon as both others are done with a tile."""
 
     @pl.loop(0, count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = pages.find(tables, slot, j)  # while it would wait anyway
+        found = find(j)  # while it would wait anyway
         for which in range(2):
             pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
             target = ring[which].at[stage], arrived[which].at[stage]
-            pages.fetch(pool, layer, head, which, j, found, *target)
+            fetch(which, j, found, *target)
+
+
+def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
+    """`_copy` of a pool of float8_e4m3fn, which lands in `narrow` and is widened into the rings."""
+    found = find(0)
+    for which in range(2):
+        fetch(which, 0, found, narrow[which], landed[which])
+
+    @pl.loop(0, count)
+    def _(j):
+        stage, found = lax.rem(j, _STAGES), find(j + 1)
+        for which in range(2):
+            plgpu.barrier_wait(landed[which])
+            pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
+            _widen(narrow[which], ring[which].at[stage])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(arrived[which].at[stage])
+            target = narrow[which], landed[which]
+            pl.when(j + 1 < count)(lambda w=which, target=target: fetch(w, j + 1, found, *target))
+
+
+def _widen(narrow, wide):
+    """A tile in bfloat16, little by little: the warpgroup has few registers."""
+    keys, dim = narrow.shape
+    layout = mosaic.row_layout(plgpu, dim, 2)
+    for begin in range(0, keys, 2048 // dim):
+        rows = pl.ds(begin, 2048 // dim)
+        x = mosaic.load(plgpu, narrow.at[rows], layout)
+        # Hopper converts to float16 alone.
+        x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+        mosaic.store(plgpu, wide.at[rows], x)
 
 
 def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):

@@ -157,7 +157,11 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "width"),
-    [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 64, 1), (jnp.bfloat16, 64, 9), (jnp.float32, 1, 9)],
+    [
+        *((jnp.bfloat16, *sizes) for sizes in ((1, 4), (64, 1), (64, 9))),
+        *((jnp.float8_e4m3fn, *sizes) for sizes in ((1, 4), (64, 9))),
+        (jnp.float32, 1, 9),
+    ],
 )
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
@@ -168,7 +172,8 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
             queries = attend(queries, kv, jnp.int32(layer), tables, *index)
         return queries, kv
 
-    queries = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
     pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     tables, index = array(rows + 1, 256, dtype=jnp.int32), array(rows, dtype=jnp.int32)
     operands = (queries, pool, tables, index, index, index)
@@ -314,8 +319,9 @@ def test_slot_mapping(h200, monkeypatch, capfd, tokens):
     assert_lean(compiled, capfd.readouterr().out)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
-def test_prefill_attention(h200, monkeypatch, capfd, shape):
+def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
 
     def step(queries, kv, tables, *index):
@@ -325,7 +331,7 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape):
 
     seqs, tokens = 5, 2048
     queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
-    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=jnp.bfloat16)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     tables, index = array(65, 256, dtype=jnp.int32), array(seqs, dtype=jnp.int32)
     operands = (queries, pool, tables, index, index, array(seqs + 1, dtype=jnp.int32))
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)

@@ -1,0 +1,123 @@
+"""The block of `paged_attention_kernel` over float8_e4m3fn: half the bytes, hence half the time.
+
+Tensor cores multiply 16 bits. Shared memory has no time to take in and give out widened tiles as
+well (8 bytes moved for each of the pool), so keys and values are widened in registers, as the left
+operands: everything is transposed, positions or channels down and queries across. Of those there
+are few, and a product no longer pays for 64.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import flash, mosaic
+from jaxspec.pallas.page_tiles import float8_tile
+
+_ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one value a query
+
+
+def scratch(sizes, interpreted):
+    """Shared memory and barriers of `float8`."""
+    plan, dim = sizes.plan, sizes.pages.head_dim
+    ring = float8_tile(plan.stages, plan.keys, dim)
+    scratch = {
+        "tile": flash.tile(sizes.height, dim),
+        "weights": flash.tile(sizes.height, plan.keys, dtype=jnp.float16),
+        "keys": ring,
+        "values": ring,
+        "sums": plgpu.SMEM((sizes.height,), jnp.float32),
+        "arrived": sizes.barriers(),
+    }
+    if interpreted:
+        value = flash.tile(min(128, dim), plan.keys, dtype=jnp.float16)
+        scratch["left"] = flash.tile(plan.keys, min(128, dim)), value
+    return scratch
+
+
+def float8(
+    sizes, share, out, sums_out, tile, keys, values, arrived, weights, sums, left=(None, None)
+):
+    """One block: every number of the pool is a bfloat16 and a float16 too; sums in float32."""
+    plan, dim = sizes.plan, sizes.pages.head_dim
+    shape = plan.keys, sizes.height
+    place, query = (_iota(shape, i) for i in range(2))
+    token = lax.div(query + share.part * sizes.height, jnp.int32(sizes.group))
+    sees = jnp.where(token < share.tokens, share.start + token, -1)  # newest position it sees
+    here, keys_here, values_here = arrived
+    plgpu.barrier_wait(here)
+
+    def step(j, carry):
+        (acc, peak, total), pages = carry
+        stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
+        again = j + plan.stages
+        plgpu.barrier_wait(keys_here.at[stage])
+        scores = flash.full(shape, 0.0, plgpu.Layout.WGMMA)
+        for columns in parts:
+            query = tile.at[:, columns].transpose((1, 0))
+            scores = flash.accumulate(scores, _keys(keys.at[stage, :, columns]), query, left[0])
+        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (dim**-0.5 * flash.LOG2E)
+        new = jnp.maximum(peak, scores.max(axis=0))
+        safe = jnp.where(new == -jnp.inf, 0.0, new)
+        weight = jnp.exp2(scores - lax.broadcast_in_dim(safe, shape, (1,)))
+        fade = jnp.exp2(peak - safe)
+        total = total * lax.broadcast_in_dim(fade, shape, (1,)) + weight
+        weights.transpose((1, 0))[...] = weight.astype(jnp.float16)
+        plgpu.commit_smem()  # all have read the keys too
+        pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
+        plgpu.barrier_wait(values_here.at[stage])
+        new_acc = []
+        for part, columns in zip(acc, parts, strict=True):
+            value = _values(values.at[stage, :, columns], share.length - base)
+            part = part * lax.broadcast_in_dim(fade, part.shape, (1,))
+            new_acc.append(flash.accumulate(part, value, weights.transpose((1, 0)), left[1]))
+        plgpu.commit_smem()  # all have read the values
+        pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
+        return (tuple(new_acc), new, total), share.find(again + 1)
+
+    some = min(128, dim)
+    parts = [pl.ds(column, some) for column in range(0, dim, some)]
+    empty = (
+        (flash.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
+        flash.full((sizes.height,), -jnp.inf, _ACROSS),
+        flash.full(shape, 0.0, plgpu.Layout.WGMMA),
+    )
+    carry = empty, share.find(plan.stages)
+    (acc, peak, total), _ = lax.fori_loop(0, share.count, step, carry)
+    total = total.sum(axis=0)
+    total = jnp.where(total == 0, 1.0, total)
+    for part, columns in zip(acc, parts, strict=True):
+        part = part * lax.broadcast_in_dim(1 / total, part.shape, (1,))
+        tile.at[:, columns].transpose((1, 0))[...] = part.astype(tile.dtype)
+    sums[...] = peak + jnp.log(total) * flash.LOG2E
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, out)
+    plgpu.copy_smem_to_gmem(sums, sums_out)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _iota(shape, dimension):
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def _keys(tile):
+    """`[positions, channels]` in bfloat16, as the left operand of a product."""
+    key = mosaic.load(plgpu, tile, plgpu.Layout.WGMMA_UPCAST_2X)
+    # Hopper converts to float16 alone.
+    key = plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
+    return key.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def _values(tile, live):
+    """`[channels, positions]` in float16, the same; 0 from position `live` on.
+
+    What others left there may not be finite, and 0 * NaN is NaN.
+    """
+    value = mosaic.load(plgpu, tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+    value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)
+
+    def clear(value):
+        return jnp.where(_iota(value.shape, 1) < live, value, jnp.zeros((), value.dtype))
+
+    return lax.cond(live < value.shape[1], clear, lambda value: value, value)
+
