@@ -22,7 +22,7 @@ def scratch(sizes, interpreted):
     plan, dim = sizes.plan, sizes.pages.head_dim
     ring = float8_tile(plan.stages, plan.keys, dim)
     scratch = {
-        "tile": flash.tile(sizes.height, dim),
+        "tile": flash.tile(sizes.height, dim, dtype=jnp.float16),
         "weights": flash.tile(sizes.height, plan.keys, dtype=jnp.float16),
         "keys": ring,
         "values": ring,
@@ -30,15 +30,18 @@ def scratch(sizes, interpreted):
         "arrived": sizes.barriers(),
     }
     if interpreted:
-        value = flash.tile(min(128, dim), plan.keys, dtype=jnp.float16)
-        scratch["left"] = flash.tile(plan.keys, min(128, dim)), value
+        shape = plan.keys, min(128, dim)
+        scratch["left"] = [flash.tile(*x, dtype=jnp.float16) for x in (shape, shape[::-1])]
     return scratch
 
 
 def float8(
     sizes, share, out, sums_out, tile, keys, values, arrived, weights, sums, left=(None, None)
 ):
-    """One block: every number of the pool is a bfloat16 and a float16 too; sums in float32."""
+    """One block, in float16, which has every number of float8_e4m3fn; sums in float32.
+
+    Queries come in float16 too, and so does the result. Barriers are all written out.
+    """
     plan, dim = sizes.plan, sizes.pages.head_dim
     shape = plan.keys, sizes.height
     place, query = (_iota(shape, i) for i in range(2))
@@ -88,7 +91,7 @@ def float8(
     total = jnp.where(total == 0, 1.0, total)
     for part, columns in zip(acc, parts, strict=True):
         part = part * lax.broadcast_in_dim(1 / total, part.shape, (1,))
-        tile.at[:, columns].transpose((1, 0))[...] = part.astype(tile.dtype)
+        tile.at[:, columns].transpose((1, 0))[...] = part.astype(jnp.float16)
     sums[...] = peak + jnp.log(total) * flash.LOG2E
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, out)
@@ -101,15 +104,13 @@ def _iota(shape, dimension):
 
 
 def _keys(tile):
-    """`[positions, channels]` in bfloat16, as the left operand of a product."""
+    """`[positions, channels]` in float16, as the left operand of a product."""
     key = mosaic.load(plgpu, tile, plgpu.Layout.WGMMA_UPCAST_2X)
-    # Hopper converts to float16 alone.
-    key = plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
-    return key.astype(jnp.float32).astype(jnp.bfloat16)
+    return plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
 def _values(tile, live):
-    """`[channels, positions]` in float16, the same; 0 from position `live` on.
+    """`[channels, positions]`, the same; 0 from position `live` on.
 
     What others left there may not be finite, and 0 * NaN is NaN.
     """
@@ -120,4 +121,3 @@ def _values(tile, live):
         return jnp.where(_iota(value.shape, 1) < live, value, jnp.zeros((), value.dtype))
 
     return lax.cond(live < value.shape[1], clear, lambda value: value, value)
-

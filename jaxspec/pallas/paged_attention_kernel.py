@@ -55,6 +55,8 @@ def attend(
     tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     tile = tile.reshape(rows, kv_heads, packed, head_dim)
     tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
+    if kv.dtype == jnp.float8_e4m3fn:  # widened to float16; its largest is 65504
+        tile = jnp.clip(tile, -65504, 65504).astype(jnp.float16)
     pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
     indices = (layer[None], page_tables, slots, num_computed, query_len)
     params = {} if interpret is None else {"interpret": interpret}
@@ -62,7 +64,7 @@ def attend(
     if plan.splits > 1:
         return _merge(out, sums, queries, plan.splits, params)
     out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
-    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape)
+    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape).astype(queries.dtype)
 
 
 def _launch(sizes, tile, pool, indices, params):
@@ -71,8 +73,9 @@ def _launch(sizes, tile, pool, indices, params):
     splits, tiles = sizes.plan.splits, packed // sizes.height
     if splits > 1:
         splits = -(-splits // 8) * 8  # what `_merge` reads at once
-    tensor_cores, reductions = tile.dtype == jnp.bfloat16, 2048
-    if pool.dtype == jnp.float8_e4m3fn:
+    in_8_bits = pool.dtype == jnp.float8_e4m3fn
+    tensor_cores, reductions = tile.dtype != jnp.float32, 2048
+    if in_8_bits:
         block, scratch, padded = blocks8.float8, blocks8.scratch(sizes, bool(params)), sizes.height
         reductions = 128 * sizes.height  # all queries at once
     elif tensor_cores:
@@ -92,8 +95,8 @@ def _launch(sizes, tile, pool, indices, params):
         grid_names=("tile", "split", "head", "row"),
         compiler_params=plgpu.CompilerParams(
             approx_math=tensor_cores,
-            # float32: shared memory is written by copies alone.
-            unsafe_no_auto_barriers=not tensor_cores,
+            # float32: shared memory is written by copies alone. 8 bits: barriers are written out.
+            unsafe_no_auto_barriers=in_8_bits or not tensor_cores,
             reduction_scratch_bytes=reductions,
         ),
         **params,

@@ -21,6 +21,7 @@ _KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: regist
 _STAGES = 2  # tiles in a ring; at a head dim of 256 shared memory is then full
 _WARPGROUPS = 2  # that compute
 _REGISTERS = 232, 40  # of a thread that computes, that copies: 65536 a multiprocessor
+_WIDENING = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # the same over 8 bits, by head dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +149,11 @@ def _block(
     index = work.shape[0] - 1 - index  # the last tokens see most, and should not begin last
     slot, token, position, end = (work[index, i] for i in range(4))
     count = lax.div(end + sizes.pages.keys - 1, sizes.pages.keys)
+    registers = _REGISTERS if narrow is None else _WIDENING[sizes.pages.head_dim]
 
     @pl.when((count > 0) & (warpgroup == _WARPGROUPS))
     def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(registers[1], action="decrease")
         start = functools.partial(sizes.pages.fetch, pool, layer[0], head)
         find = functools.partial(sizes.pages.find, tables, slot)
         if narrow is None:
@@ -161,7 +163,7 @@ def _block(
 
     @pl.when((count > 0) & (warpgroup < _WARPGROUPS))
     def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         mine, dim = tile.at[warpgroup], sizes.pages.head_dim
         ahead, column = warpgroup * sizes.rows, head * sizes.group
         if sizes.heads < sizes.group:
@@ -219,15 +221,16 @@ def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
 
 
 def _widen(narrow, wide):
-    """A tile in bfloat16, little by little: the warpgroup has few registers."""
+    """A tile in bfloat16, four pieces at a time: the warpgroup has few registers."""
     keys, dim = narrow.shape
-    layout = mosaic.row_layout(plgpu, dim, 2)
-    for begin in range(0, keys, 2048 // dim):
-        rows = pl.ds(begin, 2048 // dim)
-        x = mosaic.load(plgpu, narrow.at[rows], layout)
-        # Hopper converts to float16 alone.
-        x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-        mosaic.store(plgpu, wide.at[rows], x)
+    size, layout = max(8, 1024 // dim), mosaic.row_layout(plgpu, dim, 2)
+    for begin in range(0, keys, 4 * size):
+        pieces = [pl.ds(begin + i * size, size) for i in range(4)]
+        loaded = [mosaic.load(plgpu, narrow.at[rows], layout) for rows in pieces]
+        for rows, x in zip(pieces, loaded, strict=True):
+            # Hopper converts to float16 alone.
+            x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+            mosaic.store(plgpu, wide.at[rows], x)
 
 
 def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
