@@ -6,6 +6,8 @@ operands: everything is transposed, positions or channels down and queries acros
 are few, and a product no longer pays for 64.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -55,7 +57,7 @@ def float8(
         stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
         again = j + plan.stages
         plgpu.barrier_wait(keys_here.at[stage])
-        scores = flash.full(shape, 0.0, plgpu.Layout.WGMMA)
+        scores: Any = flash.full(shape, 0.0, plgpu.Layout.WGMMA)
         for columns in parts:
             query = tile.at[:, columns].transpose((1, 0))
             scores = flash.accumulate(scores, _keys(keys.at[stage, :, columns]), query, left[0])

@@ -221,11 +221,11 @@ def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
 
 
 def _widen(narrow, wide):
-    """A tile in bfloat16, four pieces at a time: the warpgroup has few registers."""
+    """A tile in bfloat16, two pieces at a time: the warpgroup has few registers."""
     keys, dim = narrow.shape
     size, layout = max(8, 1024 // dim), mosaic.row_layout(plgpu, dim, 2)
-    for begin in range(0, keys, 4 * size):
-        pieces = [pl.ds(begin + i * size, size) for i in range(4)]
+    for begin in range(0, keys, 2 * size):
+        pieces = [pl.ds(begin + i * size, size) for i in range(2)]
         loaded = [mosaic.load(plgpu, narrow.at[rows], layout) for rows in pieces]
         for rows, x in zip(pieces, loaded, strict=True):
             # Hopper converts to float16 alone.

@@ -22,6 +22,7 @@ from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
+from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
@@ -179,6 +180,25 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
     operands = (queries, pool, tables, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_kv_write(h200, monkeypatch, dtype):
+    """No kernel, but XLA must neither widen nor copy a pool of 8 bits to scatter into it."""
+
+    def step(kv, keys, slots):
+        for layer in range(2):
+            kv = kv_write(kv, layer, keys, keys, slots)
+            keys = keys + kv[layer, 0, slots[0], 0].astype(keys.dtype)
+        return kv
+
+    pool = array(2, 2, 32768, 16, 8, 128, dtype=dtype)
+    operands = pool, array(256, 8, 128, dtype=jnp.bfloat16), array(256, dtype=jnp.int32)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=0)
+    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+    assert memory.temp_size_in_bytes < 2**24
 
 
 REPLAY_CASES = [  # shape, dtype, width; 4 rows take two warpgroups a block, 16 rows one
