@@ -1,9 +1,9 @@
-"""The block of `paged_attention_kernel` over float8_e4m3fn: half the bytes, hence half the time.
+"""The block of `paged_attention_kernel` over float8_e4m3fn: half of bfloat16's bytes.
 
-Tensor cores multiply 16 bits. Shared memory has no time to take in and give out widened tiles as
-well (8 bytes moved for each of the pool), so keys and values are widened in registers, as the left
-operands: everything is transposed, positions or channels down and queries across. Of those there
-are few, and a product no longer pays for 64.
+Tensor cores want 16 bits here. Tiles widened in shared memory would keep it busier than the memory
+(about 7 bytes in and out for each of the pool), so keys and values are widened in registers, as
+left operands: all is transposed, positions or channels down and queries across. Of those there are
+few, and a product takes 8 or 16 of them as well as 64.
 """
 
 from typing import Any
@@ -45,12 +45,19 @@ def float8(
     Queries come in float16 too, and so does the result. Barriers are all written out.
     """
     plan, dim = sizes.plan, sizes.pages.head_dim
-    shape = plan.keys, sizes.height
+    shape, some = (plan.keys, sizes.height), min(128, dim)
+    parts = [pl.ds(column, some) for column in range(0, dim, some)]  # registers bound them
     place, query = (_iota(shape, i) for i in range(2))
     token = lax.div(query + share.part * sizes.height, jnp.int32(sizes.group))
     sees = jnp.where(token < share.tokens, share.start + token, -1)  # newest position it sees
     here, keys_here, values_here = arrived
     plgpu.barrier_wait(here)
+
+    def refill(which, tile, stage, pages):
+        @plgpu.warp_map  # one warp alone: a copy a page is a fifth of all instructions
+        def _(warp):
+            first = (warp == 0) & (tile < share.count)
+            pl.when(first)(lambda: share.fetch(which, tile, stage, pages))
 
     def step(j, carry):
         (acc, peak, total), pages = carry
@@ -59,8 +66,8 @@ def float8(
         plgpu.barrier_wait(keys_here.at[stage])
         scores: Any = flash.full(shape, 0.0, plgpu.Layout.WGMMA)
         for columns in parts:
-            query = tile.at[:, columns].transpose((1, 0))
-            scores = flash.accumulate(scores, _keys(keys.at[stage, :, columns]), query, left[0])
+            key, queries = _keys(keys.at[stage, :, columns]), tile.at[:, columns]
+            scores = flash.accumulate(scores, key, queries.transpose((1, 0)), left[0])
         scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (dim**-0.5 * flash.LOG2E)
         new = jnp.maximum(peak, scores.max(axis=0))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
@@ -69,7 +76,7 @@ def float8(
         total = total * lax.broadcast_in_dim(fade, shape, (1,)) + weight
         weights.transpose((1, 0))[...] = weight.astype(jnp.float16)
         plgpu.commit_smem()  # all have read the keys too
-        pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
+        refill(0, again, stage, pages)
         plgpu.barrier_wait(values_here.at[stage])
         new_acc = []
         for part, columns in zip(acc, parts, strict=True):
@@ -77,18 +84,24 @@ def float8(
             part = part * lax.broadcast_in_dim(fade, part.shape, (1,))
             new_acc.append(flash.accumulate(part, value, weights.transpose((1, 0)), left[1]))
         plgpu.commit_smem()  # all have read the values
-        pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
+        refill(1, again, stage, pages)
         return (tuple(new_acc), new, total), share.find(again + 1)
 
-    some = min(128, dim)
-    parts = [pl.ds(column, some) for column in range(0, dim, some)]
     empty = (
         (flash.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
         flash.full((sizes.height,), -jnp.inf, _ACROSS),
         flash.full(shape, 0.0, plgpu.Layout.WGMMA),
     )
-    carry = empty, share.find(plan.stages)
-    (acc, peak, total), _ = lax.fori_loop(0, share.count, step, carry)
+    state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
+    _store(state, parts, tile, sums)
+    plgpu.copy_smem_to_gmem(tile, out)
+    plgpu.copy_smem_to_gmem(sums, sums_out)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _store(state, parts, tile, sums):
+    """The result and log2 of the sum of its weights, to shared memory."""
+    acc, peak, total = state
     total = total.sum(axis=0)
     total = jnp.where(total == 0, 1.0, total)
     for part, columns in zip(acc, parts, strict=True):
@@ -96,9 +109,6 @@ def float8(
         tile.at[:, columns].transpose((1, 0))[...] = part.astype(jnp.float16)
     sums[...] = peak + jnp.log(total) * flash.LOG2E
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, out)
-    plgpu.copy_smem_to_gmem(sums, sums_out)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _iota(shape, dimension):
