@@ -25,7 +25,13 @@ def kv_write(
     `kv_slots` (int32) comes from `slot_mapping`. A token with -1, with a slot of the null page or
     with one beyond the pool is dropped. Slots of one step must differ.
     """
-    return kv_write_reference(kv, layer, keys, values, kv_slots)
+    if kv.dtype != jnp.float8_e4m3fn or dispatch.default_device().platform != "cpu":
+        return kv_write_reference(kv, layer, keys, values, kv_slots)
+    # As bytes: XLA's CPU backend would scatter into a wider copy of the pool.
+    new = (_rounded(x, kv.dtype) for x in (keys, values))
+    pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
+    pool = kv_write_reference(pool, layer, *new, kv_slots)
+    return jax.lax.bitcast_convert_type(pool, kv.dtype)
 
 
 def kv_write_reference(kv, layer, keys, values, kv_slots):
@@ -34,17 +40,14 @@ def kv_write_reference(kv, layer, keys, values, kv_slots):
     # A dropped token goes to a page out of range: a negative index would wrap.
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
-    dtype = kv.dtype
-    if dtype == jnp.float8_e4m3fn:
-        # It has no infinity: a cast makes NaN of what is too large.
-        keys, values = (jnp.clip(x, -448, 448) for x in (keys, values))
-    stored = [x.astype(dtype) for x in (keys, values)]
-    if dtype == jnp.float8_e4m3fn:  # as bytes: XLA would scatter into a wider copy of the pool
-        kv, *stored = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *stored))
     # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
-    for which in range(2):
-        kv = kv.at[layer, which, page, offset].set(stored[which], mode="drop")
-    return kv if kv.dtype == dtype else jax.lax.bitcast_convert_type(kv, dtype)
+    kv = kv.at[layer, 0, page, offset].set(_rounded(keys, kv.dtype), mode="drop")
+    return kv.at[layer, 1, page, offset].set(_rounded(values, kv.dtype), mode="drop")
+
+
+def _rounded(x, dtype):
+    """`x` in the pool's dtype. 8 bits have no infinity: a cast makes NaN of what is too large."""
+    return (jnp.clip(x, -448, 448) if dtype == jnp.float8_e4m3fn else x).astype(dtype)
 
 
 def paged_attention(

@@ -185,6 +185,7 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_kv_write(h200, monkeypatch, dtype):
     """No kernel, but XLA must neither widen nor copy a pool of 8 bits to scatter into it."""
+    monkeypatch.setattr(dispatch, "default_device", lambda: h200)
 
     def step(kv, keys, slots):
         for layer in range(2):
