@@ -373,6 +373,9 @@ def paged_attention_cases() -> Iterator[Case]:
                 yield _paged_attention_case(model, shape, rows, context, width)
         if model == "qwen3-8b":
             yield _paged_attention_case(model, shape, 64, 4096, 4, page_size=64)
+        if model in ("qwen3-8b", "qwen3.5-9b"):
+            for rows, context in ((64, 4096), (1, 32768)):
+                yield _paged_attention_case(model, shape, rows, context, 4, dtype="float8_e4m3fn")
         if model == "qwen3.5-9b":
             yield _paged_attention_case(model, shape, 64, 4096, 4, dtype="float32")
 
@@ -393,7 +396,9 @@ def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtyp
         keys = jax.random.split(jax.random.key(0))
         queries = (rows, width, shape.heads, shape.head_dim)
         kv = (layers, 2, 1 + pages, *page)
-        return tuple(jax.random.normal(*x, dtype) for x in zip(keys, (kv, queries), strict=True))
+        wide = jnp.bfloat16 if dtype.itemsize == 1 else dtype
+        kv, queries = map(functools.partial(jax.random.normal, dtype=wide), keys, (kv, queries))
+        return kv.astype(dtype), queries
 
     def run(op, pool, layer, *index):
         kv, queries = pool

@@ -10,16 +10,11 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxspec.config import (
-    VARIANTS,
-    Buckets,
-    SpeculativeConfig,
-    StateConfig,
-    Variant,
-)
+from jaxspec.config import VARIANTS, Buckets, SpeculativeConfig, StateConfig, Variant
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
 from jaxspec.models import load_model, resolve_folder
+from jaxspec.models.cache import kv_dtype_of
 from jaxspec.outputs import Delta, RequestOutput, Sample
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
@@ -47,6 +42,7 @@ class LLM:
         dtype: "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 elsewhere).
         state_policy: how recurrent states survive a verify, "snapshot" or "replay" (`StateConfig`).
         state_dtype: of recurrent states, "float32", "float16" or "bfloat16".
+        kv_dtype: of cached keys and values, "bfloat16" or "float8_e4m3fn"; None: the model's.
         max_num_seqs: samples that run at once.
         max_model_len: tokens of a sample, prompt and output; at most what the model was made for.
         max_in_flight: steps that may be uncollected; 0 is the synchronous engine.
@@ -73,6 +69,7 @@ class LLM:
         dtype: str = "auto",
         state_policy: Literal["snapshot", "replay"] = "snapshot",
         state_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+        kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_in_flight: int = 2,
@@ -92,6 +89,7 @@ class LLM:
         self._show_progress = sys.stderr.isatty() if show_progress is None else show_progress
         folder = EMBEDDED_MODEL if model is None else resolve_folder(model, self._show_progress)
         array_type, states = _array_type(dtype), StateConfig(state_policy, state_dtype)
+        kv_type = kv_dtype_of(kv_dtype, array_type)  # before anything is loaded
         self._model = load_model(folder, array_type, progress=self._show_progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
@@ -116,6 +114,7 @@ class LLM:
             dtype=array_type,
             verifier=make_verifier(config),
             states=states,
+            kv_dtype=kv_type,
         )
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)

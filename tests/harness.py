@@ -68,6 +68,7 @@ class Harness:
         decode_rows=(ROWS,),
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
+        kv_dtype=None,
     ):
         speculation = None
         if drafts:
@@ -102,6 +103,7 @@ class Harness:
             dtype=jnp.dtype("float32"),
             verifier=make_verifier(speculation),
             states=states,
+            kv_dtype=kv_dtype,
         )
         warm_up(self.runner, variants)
         self.scheduler = Scheduler(self.buckets)

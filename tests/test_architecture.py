@@ -42,6 +42,7 @@ TESTED_ELSEWHERE = {
     "pallas/paged_attention_kernel.py": "pallas/test_paged_attention.py",
     "pallas/paged_attention_blocks.py": "pallas/test_paged_attention.py",
     "pallas/paged_attention_tiles.py": "pallas/test_paged_attention.py",
+    "pallas/paged_attention_float8.py": "pallas/test_paged_attention.py",
     "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/mamba2_replay_kernel.py": "pallas/test_mamba2_replay.py",

@@ -141,6 +141,24 @@ def test_speculation_never_changes_output_of_other_models(number):
         assert engine.check() <= 1
 
 
+def test_speculation_never_changes_output_over_8_bit_keys_and_values():
+    """Nor do neighbours, chunks and depth: each request as plain decoding gives it alone."""
+    kv_dtype = np.dtype("float8_e4m3fn")
+    plain = Harness("qwen3_5", max_in_flight=0, kv_dtype=kv_dtype)
+    for prompt, params, seed in requests_of(GREEDY):
+        plain.add(prompt, params, seed)
+        plain.run()
+    for depth, chunk in ((0, 7), (2, 1), (3, 64)):
+        engine = harness(
+            "qwen3_5", "oracle-mixed", 3, GREEDY, max_in_flight=depth, chunk=chunk,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+        run_with_arrivals(engine, GREEDY, depth)
+        outputs = [[r.output for r in each.requests] for each in (plain, engine)]
+        assert outputs[0] == outputs[1]
+        assert accepted(engine) > 0
+
+
 @pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_5_vl", "qwen3"])
 def test_greedy_ids_equal_the_reference(fixture):
     """What transformers gave, through chunked prefill and three drafts where there is a head."""

@@ -225,11 +225,12 @@ def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain):
     ):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     snapshots = drafted.metrics()["memory_bytes"]
-    half = LLM(state_policy="replay", state_dtype="float16", **OPTIONS)
+    half = LLM(state_policy="replay", state_dtype="float16", kv_dtype="float8_e4m3fn", **OPTIONS)
     for each, share in ((llm, 0.5), (half, 0.25)):
         memory = each.metrics()["memory_bytes"]
         assert memory["ring"] > 0 and snapshots["ring"] == 0
         assert memory["states"] + memory["ring"] < share * snapshots["states"]
+    assert half.metrics()["memory_bytes"]["kv"] == snapshots["kv"] // 4  # of float32
 
 
 def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says(bytes_llm):

@@ -372,6 +372,10 @@ CALLS = [
         "state_dtype must be 'float32', 'float16' or 'bfloat16', got 'float8'.",
     ),
     (
+        lambda llm: LLM(kv_dtype="fp8"),
+        "kv_dtype must be 'bfloat16', 'float8_e4m3fn' or None, the model's, got 'fp8'.",
+    ),
+    (
         lambda llm: LLM(num_pages=-3),
         "num_pages must be at least 2, the null page and one, got -3.",
     ),

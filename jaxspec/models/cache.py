@@ -59,17 +59,35 @@ class CacheSizes:
     ring_rows: int = 0  # of a ring of tokens to replay; 0: a slot holds 1 + K candidate states
 
 
+def kv_dtype_of(word: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """What keys and values are kept in when the user says `word`; None: `dtype`, the model's.
+
+    Raises:
+        ValueError: another word.
+    """
+    if word not in (None, "bfloat16", "float8_e4m3fn"):
+        raise ValueError(
+            f"kv_dtype must be 'bfloat16', 'float8_e4m3fn' or None, the model's, got {word!r}."
+        )
+    return dtype if word is None else jnp.dtype(word)
+
+
 def init_cache(
-    shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype, state_dtype: jnp.dtype
+    shape: CacheShape,
+    sizes: CacheSizes,
+    dtype: jnp.dtype,
+    state_dtype: jnp.dtype,
+    kv_dtype: jnp.dtype | None = None,
 ) -> HybridCache:
-    """An empty cache, all zeros: recurrent states in `state_dtype`, the rest in `dtype`."""
+    """An empty cache, all zeros: recurrent states in `state_dtype`, the rest in `dtype`, keys and
+    values in `kv_dtype` if given."""
     kv = (shape.kv_layers, 2, sizes.num_pages, sizes.page_size, shape.kv_heads, shape.head_dim)
     window = max(shape.conv_kernel - 1, 0) + sizes.num_drafts
     conv = (shape.state_layers, sizes.num_slots, window, shape.conv_dim)
     candidates = 1 if sizes.ring_rows else 1 + sizes.num_drafts
     states = (shape.state_layers, sizes.num_slots, candidates, *shape.state_shape)
     return HybridCache(
-        kv=jnp.zeros(kv, dtype),
+        kv=jnp.zeros(kv, kv_dtype or dtype),
         conv=jnp.zeros(conv, dtype),
         states=jnp.zeros(states, state_dtype),
         ring=_init_ring(shape, sizes, state_dtype) if sizes.ring_rows else None,

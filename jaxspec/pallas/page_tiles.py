@@ -9,6 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
+def float8_tile(*shape):
+    """Shared memory for tiles of a pool of float8_e4m3fn, `shape[-1]` channels wide."""
+    width = min(128, shape[-1])
+    transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)
+    return plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
+
+
 @dataclasses.dataclass(frozen=True)
 class PageTiles:
     """Tiles of `keys` positions of one row, from a pool `[layers * 2 * pages * page_size, ...]`."""

@@ -21,10 +21,17 @@ def kv_write(
 ) -> _KV:
     """The pool with this step's keys and values of one layer written, cast to the pool's dtype.
 
+    In a pool of float8_e4m3fn what lies beyond its range becomes its largest, 448; NaN stays NaN.
     `kv_slots` (int32) comes from `slot_mapping`. A token with -1, with a slot of the null page or
     with one beyond the pool is dropped. Slots of one step must differ.
     """
-    return kv_write_reference(kv, layer, keys, values, kv_slots)
+    if kv.dtype != jnp.float8_e4m3fn or dispatch.default_device().platform != "cpu":
+        return kv_write_reference(kv, layer, keys, values, kv_slots)
+    # As bytes: XLA's CPU backend would scatter into a wider copy of the pool.
+    new = (_rounded(x, kv.dtype) for x in (keys, values))
+    pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
+    pool = kv_write_reference(pool, layer, *new, kv_slots)
+    return jax.lax.bitcast_convert_type(pool, kv.dtype)
 
 
 def kv_write_reference(kv, layer, keys, values, kv_slots):
@@ -34,8 +41,13 @@ def kv_write_reference(kv, layer, keys, values, kv_slots):
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
     # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
-    kv = kv.at[layer, 0, page, offset].set(keys.astype(kv.dtype), mode="drop")
-    return kv.at[layer, 1, page, offset].set(values.astype(kv.dtype), mode="drop")
+    kv = kv.at[layer, 0, page, offset].set(_rounded(keys, kv.dtype), mode="drop")
+    return kv.at[layer, 1, page, offset].set(_rounded(values, kv.dtype), mode="drop")
+
+
+def _rounded(x, dtype):
+    """`x` in the pool's dtype. 8 bits have no infinity: a cast makes NaN of what is too large."""
+    return (jnp.clip(x, -448, 448) if dtype == jnp.float8_e4m3fn else x).astype(dtype)
 
 
 def paged_attention(
@@ -62,7 +74,7 @@ def paged_attention(
         from jaxspec.pallas.paged_attention_kernel import attend
 
         # On the device, so that all layers share one kernel.
-        on_device = jnp.asarray(range(kv.shape[0])[layer], jnp.int32)
+        on_device = dispatch.layer_index(kv, layer)
         return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
     on_cpu = dispatch.default_device().platform == "cpu"
     attend = _attend_longest_row if on_cpu else paged_attention_reference
@@ -139,8 +151,9 @@ def _unsupported(queries, kv):
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
     if width > 9:
         return f"{width} tokens a row, more than 9"
-    if kv.dtype not in (jnp.bfloat16, jnp.float32) or queries.dtype != kv.dtype:
-        return f"queries in {queries.dtype} over {kv.dtype}, not both bfloat16 or both float32"
+    taken = [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32")]
+    if (queries.dtype, kv.dtype) not in taken:
+        return f"queries in {queries.dtype} over {kv.dtype}, no pair it takes"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

@@ -11,9 +11,11 @@ _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 
 
 def query_rows(dtype, head_dim):
-    """Rows of a tile of queries; in float32 their sums must fit into the registers."""
+    """Queries of a tile; but for bfloat16 their sums must fit into the registers."""
     if dtype == jnp.bfloat16:
         return flash.ROWS
+    if dtype == jnp.float8_e4m3fn:
+        return {64: 64, 128: 48, 256: 32}[head_dim]
     return 8 if head_dim == 256 else 16
 
 

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic
 from jaxspec.pallas import paged_attention_blocks as blocks
+from jaxspec.pallas import paged_attention_float8 as blocks8
 from jaxspec.pallas.page_tiles import PageTiles
 from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
@@ -22,10 +23,11 @@ from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     """The plan for so many blocks a share, from measurements on an H200 (132 multiprocessors).
 
-    Two blocks on a multiprocessor hide each other's waits better than a longer ring does.
+    Two blocks on a multiprocessor hide each other's waits better than a longer ring does; in 8 bits
+    a third fits.
     """
     most = max(1, context // 256)  # a share below 256 positions is not worth its merge
-    fit = 1 if head_dim == 256 else 2
+    fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
     return Plan(keys, 2, max(1, min(fit * 132 // blocks, most, 64)))
 
@@ -53,6 +55,8 @@ def attend(
     tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     tile = tile.reshape(rows, kv_heads, packed, head_dim)
     tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
+    if kv.dtype == jnp.float8_e4m3fn:  # widened to float16; its largest is 65504
+        tile = jnp.clip(tile, -65504, 65504).astype(jnp.float16)
     pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
     indices = (layer[None], page_tables, slots, num_computed, query_len)
     params = {} if interpret is None else {"interpret": interpret}
@@ -60,7 +64,7 @@ def attend(
     if plan.splits > 1:
         return _merge(out, sums, queries, plan.splits, params)
     out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
-    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape)
+    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape).astype(queries.dtype)
 
 
 def _launch(sizes, tile, pool, indices, params):
@@ -69,9 +73,15 @@ def _launch(sizes, tile, pool, indices, params):
     splits, tiles = sizes.plan.splits, packed // sizes.height
     if splits > 1:
         splits = -(-splits // 8) * 8  # what `_merge` reads at once
-    tensor_cores = tile.dtype == jnp.bfloat16
-    if tensor_cores:
+    in_8_bits = pool.dtype == jnp.float8_e4m3fn
+    tensor_cores, reductions = tile.dtype != jnp.float32, 2048
+    if in_8_bits:
+        block, scratch, padded = blocks8.float8, blocks8.scratch(sizes, bool(params)), sizes.height
+        reductions = 128 * sizes.height  # all queries at once
+    elif tensor_cores:
+        # No sum crosses warps, and the rings may need all of shared memory.
         block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), flash.ROWS
+        reductions = 0
     else:
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
     out, sums = plgpu.kernel(
@@ -85,10 +95,9 @@ def _launch(sizes, tile, pool, indices, params):
         grid_names=("tile", "split", "head", "row"),
         compiler_params=plgpu.CompilerParams(
             approx_math=tensor_cores,
-            # float32: shared memory is written by copies alone.
-            unsafe_no_auto_barriers=not tensor_cores,
-            # bfloat16: no sum crosses warps, and the rings may need all of shared memory.
-            reduction_scratch_bytes=0 if tensor_cores else 2048,
+            # float32: shared memory is written by copies alone. 8 bits: barriers are written out.
+            unsafe_no_auto_barriers=in_8_bits or not tensor_cores,
+            reduction_scratch_bytes=reductions,
         ),
         **params,
     )(tile, pool, *indices)

@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic, wgmma
-from jaxspec.pallas.page_tiles import PageTiles
+from jaxspec.pallas.page_tiles import PageTiles, float8_tile
 
 _KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: registers bound it
 _STAGES = 2  # tiles in a ring; at a head dim of 256 shared memory is then full
 _WARPGROUPS = 2  # that compute
 _REGISTERS = 232, 40  # of a thread that computes, that copies: 65536 a multiprocessor
+_WIDENING = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # the same over 8 bits, by head dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def attend(
     out = plgpu.kernel(
         functools.partial(_block, sizes),
         out_type=jax.ShapeDtypeStruct((work.shape[0] * sizes.tokens, heads * head_dim), flat.dtype),
-        scratch_types=_scratch(sizes, interpret is not None),
+        scratch_types=_scratch(sizes, kv.dtype, interpret is not None),
         grid=(kv_heads, work.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_WARPGROUPS + 1,
@@ -117,8 +118,8 @@ def _schedule(sizes, slots, num_computed, query_start, num_tokens):
     return work, jnp.where((within >= 0) & (within < length[owner]), row, tile.shape[0] * size)
 
 
-def _scratch(sizes, interpreted):
-    """Shared memory and barriers."""
+def _scratch(sizes, dtype, interpreted):
+    """Shared memory and barriers; `dtype` is the pool's."""
     keys, dim = sizes.pages.keys, sizes.pages.head_dim
     ring = wgmma.tile(_STAGES, keys, dim)
     free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
@@ -129,6 +130,11 @@ def _scratch(sizes, interpreted):
         "free": (free, free),
         "cleared": plgpu.Barrier(),
     }
+    if dtype == jnp.float8_e4m3fn:
+        narrow = float8_tile(keys, dim)
+        scratch["narrow"] = (narrow, narrow)
+        scratch["landed"] = (sizes.pages.barriers(1),) * 2
+        scratch["arrived"] = (plgpu.Barrier(num_barriers=_STAGES),) * 2
     if interpreted:
         scratch["weights"] = wgmma.tile(_WARPGROUPS, flash.ROWS, keys)
     return scratch
@@ -136,22 +142,28 @@ def _scratch(sizes, interpreted):
 
 def _block(
     sizes, work, queries, pool, layer, tables, out,
-    *, tile, ring, arrived, free, cleared, weights=None,
+    *, tile, ring, arrived, free, cleared, weights=None, narrow=None, landed=None,
 ):  # fmt: skip
     """Find what this block does, and share it among the warpgroups."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
     index = work.shape[0] - 1 - index  # the last tokens see most, and should not begin last
     slot, token, position, end = (work[index, i] for i in range(4))
     count = lax.div(end + sizes.pages.keys - 1, sizes.pages.keys)
+    registers = _REGISTERS if narrow is None else _WIDENING[sizes.pages.head_dim]
 
     @pl.when((count > 0) & (warpgroup == _WARPGROUPS))
     def _():
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        _copy(sizes.pages, count, pool, layer[0], head, tables, slot, ring, arrived, free)
+        plgpu.set_max_registers(registers[1], action="decrease")
+        start = functools.partial(sizes.pages.fetch, pool, layer[0], head)
+        find = functools.partial(sizes.pages.find, tables, slot)
+        if narrow is None:
+            _copy(count, find, start, ring, arrived, free)
+        else:
+            _copy_float8(count, find, start, ring, arrived, free, narrow, landed)
 
     @pl.when((count > 0) & (warpgroup < _WARPGROUPS))
     def _():
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(registers[0], action="increase")
         mine, dim = tile.at[warpgroup], sizes.pages.head_dim
         ahead, column = warpgroup * sizes.rows, head * sizes.group
         if sizes.heads < sizes.group:
@@ -176,17 +188,49 @@ def _block(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy(pages, count, pool, layer, head, tables, slot, ring, arrived, free):
+def _copy(count, find, fetch, ring, arrived, free):
     """The warpgroup that fills the rings, as soon as both others are done with a tile."""
 
     @pl.loop(0, count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = pages.find(tables, slot, j)  # while it would wait anyway
+        found = find(j)  # while it would wait anyway
         for which in range(2):
             pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
             target = ring[which].at[stage], arrived[which].at[stage]
-            pages.fetch(pool, layer, head, which, j, found, *target)
+            fetch(which, j, found, *target)
+
+
+def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
+    """`_copy` of a pool of float8_e4m3fn, which lands in `narrow` and is widened into the rings."""
+    found = find(0)
+    for which in range(2):
+        fetch(which, 0, found, narrow[which], landed[which])
+
+    @pl.loop(0, count)
+    def _(j):
+        stage, found = lax.rem(j, _STAGES), find(j + 1)
+        for which in range(2):
+            plgpu.barrier_wait(landed[which])
+            pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
+            _widen(narrow[which], ring[which].at[stage])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(arrived[which].at[stage])
+            target = narrow[which], landed[which]
+            pl.when(j + 1 < count)(lambda w=which, target=target: fetch(w, j + 1, found, *target))
+
+
+def _widen(narrow, wide):
+    """A tile in bfloat16, two pieces at a time: the warpgroup has few registers."""
+    keys, dim = narrow.shape
+    size, layout = max(8, 1024 // dim), mosaic.row_layout(plgpu, dim, 2)
+    for begin in range(0, keys, 2 * size):
+        pieces = [pl.ds(begin + i * size, size) for i in range(2)]
+        loaded = [mosaic.load(plgpu, narrow.at[rows], layout) for rows in pieces]
+        for rows, x in zip(pieces, loaded, strict=True):
+            # Hopper converts to float16 alone.
+            x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+            mosaic.store(plgpu, wide.at[rows], x)
 
 
 def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):

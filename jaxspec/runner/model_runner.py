@@ -36,13 +36,17 @@ class ModelRunner:
         dtype: jnp.dtype,
         verifier: Verifier,
         states: StateConfig,
+        kv_dtype: jnp.dtype | None = None,
     ):
-        """Split the weights out of `model` and allocate the state; nothing is compiled yet."""
+        """Split the weights out of `model` and allocate the state; nothing is compiled yet.
+
+        `kv_dtype`: of the cached keys and values; None: `dtype`.
+        """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
         self.buckets = buckets
         self._shape = model.cache_shape()
-        self._dtype = dtype
+        self._dtypes = dtype, jnp.dtype(states.dtype), kv_dtype
         self._states = states
         self._weights = tuple(leaves)
         self._tables = proposer.init_tables() if proposer else ()
@@ -138,7 +142,7 @@ class ModelRunner:
         return EngineState(
             rows=empty_rows(b.max_num_seqs, b.num_drafts),
             page_tables=jnp.zeros((b.num_slots, b.pages_per_seq), jnp.int32),
-            cache=init_cache(self._shape, self._sizes, self._dtype, jnp.dtype(self._states.dtype)),
+            cache=init_cache(self._shape, self._sizes, *self._dtypes),
             draft_logits=logits,
         )
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.cache import CacheShape, CacheSizes, fork_slots, init_cache
+from jaxspec.models.cache import CacheShape, CacheSizes, fork_slots, init_cache, kv_dtype_of
 
 SHAPE = CacheShape(2, 1, 4, 3, (2, 3, 4), 1, 5, 4)
 SIZES = CacheSizes(num_pages=6, page_size=2, num_slots=5, num_drafts=3)
@@ -28,6 +28,16 @@ def test_a_ring_takes_the_place_of_all_candidates_but_one():
     assert cache.ring.k.shape == (3, 5, 20, 1, 4) and cache.ring.u.shape == (3, 5, 20, 2, 3)
     assert cache.ring.g.shape == (3, 5, 20, 2) and cache.ring.g.dtype == jnp.float32
     assert {cache.states.dtype, cache.ring.k.dtype, cache.ring.u.dtype} == {dtypes[1]}
+
+
+def test_keys_and_values_may_have_a_dtype_of_their_own():
+    dtype = jnp.dtype("bfloat16")
+    caches = [
+        init_cache(SHAPE, SIZES, dtype, dtype, kv_dtype_of(word, dtype))
+        for word in (None, "float8_e4m3fn")
+    ]
+    assert caches[0].kv.dtype == dtype and caches[1].conv.dtype == dtype
+    assert caches[0].kv.nbytes == 2 * caches[1].kv.nbytes
 
 
 def test_a_fork_needs_nothing_of_the_ring():

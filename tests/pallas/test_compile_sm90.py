@@ -23,6 +23,7 @@ from jaxspec.pallas.gdn_step import _gdn_step_kernel
 from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
+from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
@@ -158,7 +159,11 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "width"),
-    [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 64, 1), (jnp.bfloat16, 64, 9), (jnp.float32, 1, 9)],
+    [
+        *((jnp.bfloat16, *sizes) for sizes in ((1, 4), (64, 1), (64, 9))),
+        *((jnp.float8_e4m3fn, *sizes) for sizes in ((1, 4), (64, 9))),
+        (jnp.float32, 1, 9),
+    ],
 )
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
@@ -169,12 +174,33 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
             queries = attend(queries, kv, jnp.int32(layer), tables, *index)
         return queries, kv
 
-    queries = array(rows, width, shape.heads, shape.head_dim, dtype=dtype)
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
     pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     tables, index = array(rows + 1, 256, dtype=jnp.int32), array(rows, dtype=jnp.int32)
     operands = (queries, pool, tables, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_kv_write(h200, monkeypatch, dtype):
+    """No kernel, but XLA must neither widen nor copy a pool of 8 bits to scatter into it."""
+    monkeypatch.setattr(dispatch, "default_device", lambda: h200)
+
+    def step(kv, keys, slots):
+        for layer in range(2):
+            kv = kv_write(kv, layer, keys, keys, slots)
+            keys = keys + kv[layer, 0, slots[:1], 0].astype(keys.dtype)
+        return kv
+
+    pool = array(2, 2, 32768, 16, 8, 128, dtype=dtype)
+    operands = pool, array(256, 8, 128, dtype=jnp.bfloat16), array(256, dtype=jnp.int32)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=0)
+    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
+    assert memory.temp_size_in_bytes < 2**24
 
 
 REPLAY_CASES = [  # shape, dtype, width; 4 rows take two warpgroups a block, 16 rows one
@@ -347,8 +373,9 @@ def test_slot_mapping(h200, monkeypatch, capfd, tokens):
     assert_lean(compiled, capfd.readouterr().out)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
-def test_prefill_attention(h200, monkeypatch, capfd, shape):
+def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
 
     def step(queries, kv, tables, *index):
@@ -358,7 +385,7 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape):
 
     seqs, tokens = 5, 2048
     queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
-    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=jnp.bfloat16)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     tables, index = array(65, 256, dtype=jnp.int32), array(seqs, dtype=jnp.int32)
     operands = (queries, pool, tables, index, index, array(seqs + 1, dtype=jnp.int32))
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)

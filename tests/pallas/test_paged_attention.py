@@ -91,6 +91,26 @@ def test_padding_is_inert_in_kv_write():
     np.testing.assert_array_equal(kv_write(kv, 1, noise, noise, slots), kv)
 
 
+def test_8_bit_pools_saturate_and_are_read_as_they_are():
+    rng = np.random.default_rng(0)
+    kv = jnp.zeros((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM), jnp.float8_e4m3fn)
+    edges = jnp.asarray([449, -1e9, np.inf, -np.inf, np.nan, 448, 2**-9, 1.0])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        new = jnp.broadcast_to(edges, (1, KV_HEADS, DIM)).astype(dtype)
+        pool = kv_write(kv, 1, new, -new, jnp.asarray([PAGE_SIZE], jnp.int32))
+        kept = np.asarray(pool.astype(jnp.float32))[1, :, 1, 0, 0]
+        want = [448, -448, 448, -448, np.nan, 448, 2**-9, 1.0]
+        np.testing.assert_array_equal(kept, [want, np.negative(want)])
+    tables = np.array([[0, 0, 0], [4, 9, 2], [1, 3, 5]], np.int32)
+    for slot in (1, 2):
+        kv, _, _ = store(rng, kv, 1, tables[slot], 12)
+    queries = jnp.asarray(normal(rng, 3, 2, HEADS, DIM))
+    indices = [jnp.asarray(x, jnp.int32) for x in (tables, [2, 0, 1], [10, 3, 5], [2, 2, 1])]
+    run = jax.jit(paged_attention, static_argnums=2)
+    wide = run(queries, kv.astype(jnp.float32), 1, *indices)
+    np.testing.assert_allclose(run(queries, kv, 1, *indices), wide, atol=1e-6)
+
+
 def test_a_layer_is_written_alone():
     rng = np.random.default_rng(0)
     kv = jnp.zeros((LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM))
@@ -141,7 +161,8 @@ def kernel_case(shape, dtype, width, page_size, table, seed=0):
     for row in range(len(SLOTS)):
         queries[row, query_len[row] if row in REAL else 0 :] = np.nan
     indices = [jnp.asarray(x) for x in (tables, SLOTS, num_computed, query_len)]
-    return jnp.asarray(queries, dtype), jnp.asarray(kv, dtype), indices
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    return jnp.asarray(queries, wide), jnp.asarray(kv, dtype), indices
 
 
 def check(run, queries, kv, indices):
@@ -155,8 +176,8 @@ def check(run, queries, kv, indices):
         if row == 6:  # a key of its own is NaN
             assert np.isnan(out[row, :real]).all()
             continue
-        # Weights are rounded to the pool's dtype before they meet the values.
-        tolerance = 4e-6 if kv.dtype == jnp.float32 else 4 * float(jnp.finfo(kv.dtype).eps)
+        # Weights are rounded to 16 bits before they meet the values.
+        tolerance = 4e-6 if kv.dtype == jnp.float32 else 4 * float(jnp.finfo(jnp.bfloat16).eps)
         np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
 
 
@@ -169,6 +190,10 @@ def check(run, queries, kv, indices):
         (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 3),
         (jnp.bfloat16, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
         (jnp.bfloat16, 2, 1, 256, 2, 544, 1, 7),
+        (jnp.float8_e4m3fn, 4, 2, 64, 4, 16, 14, 1),
+        (jnp.float8_e4m3fn, 6, 1, 128, 3, 24, 9, 2),
+        (jnp.float8_e4m3fn, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
+        (jnp.float8_e4m3fn, 2, 1, 256, 2, 544, 1, 7),
         (jnp.float32, 4, 2, 64, 3, 16, 9, 1),
         (jnp.float32, 2, 1, 128, 9, 24, 4, 2),  # several tiles of queries
         (jnp.float32, 4, 2, 256, 1, 64, 2, 3),
@@ -184,7 +209,7 @@ def test_the_kernel_equals_its_reference_without_races(
     from jaxspec.pallas.paged_attention_tiles import Plan
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    plan = Plan(64 if dtype == jnp.bfloat16 else 32, 2, splits)
+    plan = Plan(32 if dtype == jnp.float32 else 64, 2, splits)
 
     def run(queries, kv, layer, *indices):
         layer = jnp.asarray(layer, jnp.int32)
@@ -205,6 +230,11 @@ def test_the_kernel_equals_its_reference_without_races(
         ("qwen3.5-35b-a3b", jnp.bfloat16, 64, 9, 1),
         ("nemotron-3-nano", jnp.bfloat16, 64, 9, 9),
         ("llama-3.2-1b", jnp.bfloat16, 16, 40, 9),
+        ("qwen3-8b", jnp.float8_e4m3fn, 16, 40, 4),
+        ("qwen3.5-9b", jnp.float8_e4m3fn, 16, 40, 4),
+        ("qwen3.5-27b", jnp.float8_e4m3fn, 544, 3, 9),
+        ("nemotron-3-nano", jnp.float8_e4m3fn, 64, 9, 9),
+        ("llama-3.2-1b", jnp.float8_e4m3fn, 24, 40, 1),
         ("qwen3-8b", jnp.float32, 16, 40, 4),
         ("qwen3.5-9b", jnp.float32, 544, 3, 9),
         ("llama-3.2-1b", jnp.float32, 64, 9, 1),

@@ -60,7 +60,17 @@ def test_prefill_attention_equals_attention_over_the_history(slots, lengths, com
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+def test_8_bit_pools_are_read_as_they_are():
+    queries, kv, indices = kernel_case(
+        AttentionShape(4, 2, 8), FP8, 16, [33, 1, 70, 3, 0], [0, 130, 70, 9, 50]
+    )
+    queries, run = queries.astype(jnp.float32), jax.jit(prefill_attention, static_argnums=2)
+    wide = run(queries, kv.astype(jnp.float32), 1, *indices)
+    np.testing.assert_allclose(run(queries, kv, 1, *indices), wide, atol=1e-6)
+
+
 # The kernel.
+BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 SLOTS = np.array([3, 0, 2, 10**6, 1, 5, 4, -1], np.int32)
 REAL, POISONED = (0, 2, 4, 5, 6), 5
@@ -91,7 +101,7 @@ def kernel_case(shape, dtype, page_size, lengths, computed, spare=5, seed=0):
             if seq == POISONED and page == 0:
                 kv[1, 0, at, 0] = np.nan
     indices = [jnp.asarray(x, jnp.int32) for x in (tables, SLOTS, before, start)]
-    return jnp.asarray(queries, dtype), jnp.asarray(kv, dtype), indices
+    return jnp.asarray(queries, jnp.bfloat16), jnp.asarray(kv, dtype), indices
 
 
 def check(run, queries, kv, indices):
@@ -105,25 +115,28 @@ def check(run, queries, kv, indices):
         if seq == POISONED:
             assert np.isnan(out[mine]).all()
             continue
-        # Weights are rounded to the pool's dtype before they meet the values.
-        tolerance = 4 * float(jnp.finfo(kv.dtype).eps)
+        # Weights are rounded to 16 bits before they meet the values.
+        tolerance = 4 * float(jnp.finfo(jnp.bfloat16).eps)
         np.testing.assert_allclose(out[mine], expected[mine], atol=tolerance, rtol=0)
     assert not np.any(out[padding])
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
+    ("dtype", "heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
     [
-        (8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 70, 9, 50]),
-        (6, 1, 64, 24, [40, 1, 17, 3, 5], [3, 0, 63, 0, 190]),
-        (3, 1, 128, 64, [33, 0, 70, 3, 1], [0, 130, 60, 9, 127]),  # tokens cut in two, not heads
-        (16, 1, 64, 544, [9, 1, 17, 3, 0], [0, 300, 120, 9, 50]),
-        (2, 1, 256, 16, [30, 1, 3, 3, 0], [70, 90, 34, 9, 50]),  # fewer tokens than a block's
+        (BF16, 8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 70, 9, 50]),
+        (BF16, 6, 1, 64, 24, [40, 1, 17, 3, 5], [3, 0, 63, 0, 190]),
+        (BF16, 3, 1, 128, 64, [33, 0, 70, 3, 1], [0, 130, 60, 9, 127]),  # cut by tokens, not heads
+        (BF16, 16, 1, 64, 544, [9, 1, 17, 3, 0], [0, 300, 120, 9, 50]),
+        (BF16, 2, 1, 256, 16, [30, 1, 3, 3, 0], [70, 90, 34, 9, 50]),  # fewer tokens than a block's
+        (FP8, 8, 2, 64, 16, [33, 1, 64, 3, 0], [0, 130, 190, 9, 50]),
+        (FP8, 2, 1, 128, 24, [33, 0, 70, 3, 1], [0, 130, 60, 9, 127]),
+        (FP8, 2, 1, 256, 16, [30, 1, 3, 3, 0], [70, 90, 34, 9, 50]),
     ],
 )
 def test_the_kernel_equals_its_reference_without_races(
-    heads, kv_heads, dim, page_size, lengths, computed
+    dtype, heads, kv_heads, dim, page_size, lengths, computed
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -137,26 +150,29 @@ def test_the_kernel_equals_its_reference_without_races(
         return attend(queries, kv, layer, *indices, keys=64, interpret=interpret)
 
     shape = AttentionShape(heads, kv_heads, dim)
-    check(run, *kernel_case(shape, jnp.bfloat16, page_size, lengths, computed))
+    check(run, *kernel_case(shape, dtype, page_size, lengths, computed))
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("model", "page_size", "lengths", "computed"),
+    ("model", "dtype", "page_size", "lengths", "computed"),
     [
-        ("qwen3-8b", 16, [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000]),
-        ("qwen3.5-9b", 16, [300, 0, 257, 3, 64], [0, 130, 700, 9, 1000]),
-        ("qwen3.5-27b", 544, [300, 1, 0, 3, 33], [0, 600, 700, 9, 511]),
-        ("qwen3.5-35b-a3b", 64, [9, 1, 257, 3, 64], [0, 130, 1, 9, 64]),
-        ("nemotron-3-nano", 24, [100, 1, 257, 3, 64], [0, 130, 2000, 9, 5]),
-        ("llama-3.2-1b", 16, [513, 1, 257, 3, 64], [0, 127, 700, 9, 1000]),
+        ("qwen3-8b", BF16, 16, [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000]),
+        ("qwen3.5-9b", BF16, 16, [300, 0, 257, 3, 64], [0, 130, 700, 9, 1000]),
+        ("qwen3.5-27b", BF16, 544, [300, 1, 0, 3, 33], [0, 600, 700, 9, 511]),
+        ("qwen3.5-35b-a3b", BF16, 64, [9, 1, 257, 3, 64], [0, 130, 1, 9, 64]),
+        ("nemotron-3-nano", BF16, 24, [100, 1, 257, 3, 64], [0, 130, 2000, 9, 5]),
+        ("llama-3.2-1b", BF16, 16, [513, 1, 257, 3, 64], [0, 127, 700, 9, 1000]),
+        ("qwen3-8b", FP8, 16, [300, 1, 257, 3, 64], [0, 130, 700, 9, 1000]),
+        ("qwen3.5-27b", FP8, 544, [300, 1, 0, 3, 33], [0, 600, 700, 9, 511]),
+        ("llama-3.2-1b", FP8, 24, [513, 1, 257, 3, 64], [0, 127, 700, 9, 1000]),
     ],
 )
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
-    model, page_size, lengths, computed
+    model, dtype, page_size, lengths, computed
 ):
     dispatch._chosen.pop("prefill_attention", None)
     run = jax.jit(prefill_attention, static_argnums=2)
-    check(run, *kernel_case(ATTENTION[model], jnp.bfloat16, page_size, lengths, computed))
+    check(run, *kernel_case(ATTENTION[model], dtype, page_size, lengths, computed))
     assert dispatch.implementations()["prefill_attention"] == ("kernel",)
