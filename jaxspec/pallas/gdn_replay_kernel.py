@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import HEAD, TOGETHER
@@ -34,8 +35,6 @@ def gdn_replay_kernel(
 
     `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     heads = states.shape[3]
     splits = splits or _splits(q.shape[0] * heads, states.dtype)
     sizes = _Sizes(
@@ -49,13 +48,13 @@ def gdn_replay_kernel(
     )
 
     def body(*refs, **scratch):
-        refs = types.SimpleNamespace(**dict(zip(_OPERANDS, refs, strict=True)), **scratch)
-        Block(plgpu, sizes, refs).run()
+        refs = dict(zip(_OPERANDS, refs, strict=True))
+        Block(sizes, types.SimpleNamespace(**{"spare": None, **refs, **scratch})).run()
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
-        scratch_types=_scratch(plgpu, sizes),
+        scratch_types=_scratch(sizes, interpret is not None),
         grid=(q.shape[0], heads, splits),
         grid_names=("row", "head", "split"),
         compiler_params=plgpu.CompilerParams(
@@ -96,7 +95,7 @@ def _splits(heads, dtype):
     return splits
 
 
-def _scratch(plgpu, sizes):
+def _scratch(sizes, interpreted):
     """A block's shared memory and barriers."""
     # How tensor cores want a matrix; without bank conflicts for threads that have rows, too.
     tiles = (
@@ -121,8 +120,13 @@ def _scratch(plgpu, sizes):
     if sizes.on_tensor_cores:
         scratch["keys"] = plgpu.SMEM((sizes.keys, HEAD), sizes.dtype)
         factors = plgpu.SMEM((2 * sizes.padded, HEAD), sizes.dtype, transforms=tiles)
-        # Products are written when their factors have been read.
-        scratch["products"] = plgpu.RefUnion(factors, scratch["products"])
+        # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
+        stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
+        folded = plgpu.SMEM((16, HEAD), sizes.dtype, transforms=stripes)
+        # Products are written when their factors have been read, and read before a fold.
+        scratch["products"] = plgpu.RefUnion(factors, scratch["products"], folded)
+        if interpreted:
+            scratch["spare"] = plgpu.SMEM((sizes.values, 16), sizes.dtype)
     return scratch
 
 

@@ -4,41 +4,49 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 
 HEAD = 128  # values, and keys, of a head
-TOGETHER = 4  # tokens of the ring that are handled at once; those too many weigh nothing
-ACROSS = 64  # keys of a state that are folded at once, of 16 bits
+TOGETHER = 4  # tokens of the ring at once: a warp brings one; those too many weigh nothing
 FACTORS = 2  # queries and keys in registers at once
+# Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
+_STRIPES = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 64), (8, 32), (8,))), warp_dims=(-5, -4), lane_dims=(-2, -3), vector_dim=-1
+)
 
 
 class Products:
     """Of one block, a warpgroup."""
 
-    def __init__(self, plgpu, sizes, refs):
+    def __init__(self, sizes, refs):
         """`refs`: everything in memory, by name."""
-        from jax.experimental import pallas as pl
-
-        self.pl, self.plgpu, self.sizes, self.refs = pl, plgpu, sizes, refs
+        self.sizes, self.refs = sizes, refs
         self.load = functools.partial(mosaic.load, plgpu)
         self.store = functools.partial(mosaic.store, plgpu)
         self.row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
         self.key_head = lax.div(self.head, sizes.heads // sizes.key_heads)
+        self.count = refs.query_len[self.row]
+        self.length = jnp.clip(refs.ring_length[self.row], 0, sizes.rows - sizes.width)
+        self.groups = lax.div(self.length + TOGETHER - 1, TOGETHER)
+        self.begin = lax.rem(jnp.maximum(refs.num_computed[self.row], 0), sizes.rows)
         # Keys, this step's and behind them the ring's, as the ring has them.
         if sizes.on_tensor_cores:
-            self.keys, (self.factors, self.turned) = refs.keys, refs.products
+            self.keys = refs.keys
+            self.factors, self.turned, self.folded = refs.products
         else:
             self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
             self.turned = refs.products
         self.values = pl.ds(self.split * sizes.values, sizes.values)
         self.every = mosaic.vectors(plgpu, 1)
-        self.square = _square(plgpu, sizes.dtype.itemsize)
+        self.square = _square(sizes.dtype.itemsize)
         lanes = HEAD // sizes.values
-        self.products = _rows(plgpu, sizes.values, lanes, min(4, sizes.columns // lanes))
+        self.products = _rows(sizes.values, lanes, min(4, sizes.columns // lanes))
         self.line = self.products.reduce(1)
         # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.column = _rows(plgpu, sizes.values, lanes, 1, columns=1)
+        self.column = _rows(sizes.values, lanes, 1, columns=1)
         self.column_of_square = plgpu.Layout.TILED(
             plgpu.Tiling(((32, 1), (8, 1))),
             warp_dims=(-4,),
@@ -58,12 +66,12 @@ class Products:
 
     def meet(self):
         """All that the block's threads wrote to shared memory is there for all of them."""
-        self.plgpu.barrier_arrive(self.refs.met)
-        self.plgpu.barrier_wait(self.refs.met)
+        plgpu.barrier_arrive(self.refs.met)
+        plgpu.barrier_wait(self.refs.met)
 
     def spread(self, x, shape, axis, layout):
         """`x` along `axis` of a matrix, the same everywhere else."""
-        return self.plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
 
     def times(self, matrix, factors, layout):
         """Each row of `matrix` times each of these queries and keys: loads first, to overlap."""
@@ -76,7 +84,7 @@ class Products:
 
         The ring's are decayed.
         """
-        refs, pl, width = self.refs, self.pl, self.sizes.width
+        refs, width = self.refs, self.sizes.width
 
         def some(i, _):
             rows = pl.ds(i * 8, 8)
@@ -90,7 +98,7 @@ class Products:
 
     def multiply_state(self):
         """The checkpoint times each query and key, into `turned`, values by factors."""
-        refs, pl, sizes = self.refs, self.pl, self.sizes
+        refs, sizes = self.refs, self.sizes
         if sizes.on_tensor_cores:
             self.store(self.turned, self.multiply_by_tensor_cores())
         else:
@@ -108,7 +116,7 @@ class Products:
 
     def multiply_by_tensor_cores(self):
         """So too; what 16 bits lose of a factor is another one."""
-        refs, sizes, plgpu, pl = self.refs, self.sizes, self.plgpu, self.pl
+        refs, sizes = self.refs, self.sizes
         padded = sizes.padded
         for start in range(0, padded, 8):
             exact = self.load(refs.tokens.at[pl.ds(start, 8)], self.eight)
@@ -124,13 +132,15 @@ class Products:
                 plgpu.wgmma(sums, refs.state, factors.transpose((1, 0)))
             return sums[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((sizes.values, padded), jnp.float32))
+        return pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef((sizes.values, padded), jnp.float32)
+        )
 
     def replay(self, decay):
         """The state before this step times each query and key, a line of values each."""
         refs, sizes = self.refs, self.sizes
         shape = (sizes.values, sizes.columns)
-        turned = self.turned.at[:, self.pl.ds(0, sizes.columns)]
+        turned = self.turned.at[:, pl.ds(0, sizes.columns)]
 
         def group(i, sums):
             for j in range(TOGETHER):
@@ -145,11 +155,50 @@ class Products:
         sums = decay * self.load(turned, self.products)
         self.store(turned, lax.fori_loop(0, self.groups, group, sums))
         self.meet()
-        columns = (turned.at[:, self.pl.ds(x, 1)] for x in range(2 * sizes.width))
+        columns = (turned.at[:, pl.ds(x, 1)] for x in range(2 * sizes.width))
         return [jnp.sum(self.load(column, self.column), axis=1) for column in columns]
 
+    def fold_one(self, j, state):
+        """Token `j` of the ring added to a state."""
+        update = self.load(self.refs.updates.at[j], self.square.reduce(1)) * self.refs.since[j]
+        key = self.load(self.keys.at[self.sizes.width + j], self.square.reduce(0))
+        update = self.spread(update, state.shape, 0, self.square)
+        return state + update * self.spread(key, state.shape, 1, self.square)
 
-def _rows(plgpu, values, lanes, vector, columns=None):
+    def fold_by_tensor_cores(self, decay):
+        """All of them, added to the one in shared memory; what 16 bits lose is another update."""
+        refs, sizes = self.refs, self.sizes
+        chunks = range(0, sizes.window, 16)
+        updates = [self.decayed_updates(first) for first in chunks]
+        for start in range(0, HEAD, 64):
+            columns = pl.ds(start, 64)
+            tile = refs.state.at[:, columns]
+            state = decay * self.load(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
+            for first, parts in zip(chunks, updates, strict=True):
+                key = self.keys.at[pl.ds(sizes.width + first, 16), columns]
+                key = self.load(key, _STRIPES)
+                place = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=_STRIPES)
+                key = jnp.where(place < self.length - first, key, jnp.zeros((), key.dtype))
+                self.store(self.folded.at[:, columns], key)
+                plgpu.commit_smem()
+                for part in parts:
+                    keys = self.folded.at[:, columns]
+                    (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
+            self.store(tile, state.astype(sizes.dtype))
+
+    def decayed_updates(self, first):
+        """Of 16 tokens from `first` on, values by tokens, and what 16 bits lose of them."""
+        refs, tokens, layout = self.refs, pl.ds(first, 16), plgpu.Layout.WGMMA
+        update = self.load(refs.updates.at[tokens].transpose((1, 0)), layout).astype(jnp.float32)
+        since = self.load(refs.since.at[tokens], layout.reduce(0))
+        place = plgpu.broadcasted_iota(jnp.int32, update.shape, 1, layout=layout)
+        exact = update * self.spread(since, update.shape, 1, layout)
+        exact = jnp.where(place < self.length - first, exact, 0.0)
+        most = exact.astype(self.sizes.dtype)
+        return most, (exact - most.astype(jnp.float32)).astype(self.sizes.dtype)
+
+
+def _rows(values, lanes, vector, columns=None):
     """Register layout of a matrix with a row a value, over `lanes`: neighbours have others.
 
     `columns=1`: of a matrix of one column, which these lanes then share.
@@ -164,7 +213,7 @@ def _rows(plgpu, values, lanes, vector, columns=None):
     )
 
 
-def _square(plgpu, itemsize):
+def _square(itemsize):
     """Register layout of a state: of every 32 values a thread has one, and a quarter of its keys.
 
     32 bytes of each 128, in two vectors: with the swizzle the 8 threads that are served at once
