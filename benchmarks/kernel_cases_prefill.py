@@ -149,7 +149,7 @@ def _prefill_attention_case(model, seqs, length, context, page_size=16):
             "heads": str(shape),
             "dtype": "bfloat16",
             "seqs": seqs,
-            "tokens": length,
+            "length": length,
             "context": context,
             "page_size": page_size,
         },

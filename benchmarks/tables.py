@@ -133,9 +133,12 @@ def kernels(figures: Figures) -> str:
         if "context" in case:
             name += f", context {case['context']}"
         reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
-        times = f"{case['us']:.1f}", reference, f"{case['of_copy']:.0%}"
+        rate = f"{case['of_copy']:.0%}"
+        if "tflop_per_s" in case:
+            rate = f"{case['tflop_per_s']:.0f} TFLOP/s"
+        times = f"{case['us']:.1f}", reference, rate
         rows.append([name, *times])
-    head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth"]
+    head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth, or rate"]
     return markdown(head, rows)
 
 
