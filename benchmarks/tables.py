@@ -138,7 +138,12 @@ def kernels(figures: Figures) -> str:
             rate = f"{case['tflop_per_s']:.0f} TFLOP/s"
         times = f"{case['us']:.1f}", reference, rate
         rows.append([name, *times])
-    head = ["op, dtype, rows x tokens", "microseconds", "reference", "of the copy bandwidth, or rate"]
+    head = [
+        "op, dtype, rows x tokens",
+        "microseconds",
+        "reference",
+        "of the copy bandwidth, or rate",
+    ]
     return markdown(head, rows)
 
 

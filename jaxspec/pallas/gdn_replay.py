@@ -150,6 +150,6 @@ def _unsupported(width, states, ring):
         return f"states in {states.dtype}"
     if not states.dtype == ring.k.dtype == ring.u.dtype:
         return f"a ring in {ring.k.dtype} for states in {states.dtype}"
-    if (value_dim, key_dim) != (128, 128):
-        return f"heads of {value_dim} x {key_dim}, not 128 x 128"
+    if value_dim not in (64, 128) or key_dim not in (64, 128):
+        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
     return None

@@ -5,7 +5,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gdn_replay_products import HEAD, TOGETHER, Products
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.gdn_replay_products import TOGETHER, Products
 from jaxspec.pallas.replay import must_fold
 
 
@@ -105,14 +106,15 @@ class Block(Products):
         refs = self.refs
         self.meet()
         # A thread has a token. Sums of what came after it, no differences.
-        token = plgpu.broadcasted_iota(jnp.int32, (HEAD,), 0, layout=self.every)
+        each = mosaic.vectors(plgpu, 1)
+        token = plgpu.broadcasted_iota(jnp.int32, (mosaic.THREADS,), 0, layout=each)
 
         def add(i, sums):
             after, total = sums
             gate = refs.gates[i]
             return after + jnp.where(token < i, gate, 0.0), total + gate
 
-        nothing = plgpu.layout_cast(jnp.zeros(HEAD, jnp.float32), self.every)
+        nothing = plgpu.layout_cast(jnp.zeros(mosaic.THREADS, jnp.float32), each)
         after, total = lax.fori_loop(0, self.length, add, (nothing, jnp.float32(0)))
         since = jnp.where(token < self.length, jnp.exp(after), 0.0)
         self.store(refs.since, since)
@@ -125,7 +127,7 @@ class Block(Products):
 
         def one(t, _):
             row = refs.tokens.at[sizes.width + t]
-            key = self.load(row, self.every).astype(sizes.dtype)
+            key = self.load(row, self.key_line).astype(sizes.dtype)
             if sizes.on_tensor_cores:
                 self.store(row, key.astype(jnp.float32))
                 self.store(self.keys.at[t], key)

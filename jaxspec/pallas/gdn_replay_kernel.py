@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
-from jaxspec.pallas.gdn_replay_products import HEAD, TOGETHER
+from jaxspec.pallas.gdn_replay_products import TOGETHER
 
 _MULTIPROCESSORS = 132  # with a block each, more blocks do not help
 
@@ -35,16 +36,17 @@ def gdn_replay_kernel(
 
     `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
     """
-    heads = states.shape[3]
-    splits = splits or _splits(q.shape[0] * heads, states.dtype)
+    _, slots_in_pool, _, heads, value_dim, key_dim = states.shape
+    splits = splits or _splits(q.shape[0] * heads, value_dim, states.dtype)
     sizes = _Sizes(
-        HEAD // splits,
-        q.shape[1],
-        ring.k.shape[2],
-        heads,
-        q.shape[2],
-        ring.k.shape[1],
-        states.dtype,
+        values=value_dim // splits,
+        key_dim=key_dim,
+        width=q.shape[1],
+        rows=ring.k.shape[2],
+        heads=heads,
+        key_heads=q.shape[2],
+        slots=slots_in_pool,
+        dtype=states.dtype,
     )
 
     def body(*refs, **scratch):
@@ -68,7 +70,7 @@ def gdn_replay_kernel(
         **({} if interpret is None else {"interpret": interpret}),
     )
     pools = (states, ring.k, ring.u, ring.g)
-    flat = (-1, HEAD, HEAD), (-1, HEAD), (-1, HEAD), (-1,)
+    flat = (-1, value_dim, key_dim), (-1, key_dim), (-1, value_dim), (-1,)
     in_place = [
         jax.new_ref(x.reshape(shape), memory_space=plgpu.GMEM)
         for x, shape in zip(pools, flat, strict=True)
@@ -86,11 +88,11 @@ _OPERANDS = (
 )
 
 
-def _splits(heads, dtype):
+def _splits(heads, value_dim, dtype):
     """How many blocks share a head, given the heads of all rows."""
     fewest_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
     splits = 1
-    while 2 * splits * heads <= _MULTIPROCESSORS and HEAD // splits > fewest_values:
+    while 2 * splits * heads <= _MULTIPROCESSORS and value_dim // splits > fewest_values:
         splits *= 2
     return splits
 
@@ -103,11 +105,11 @@ def _scratch(sizes, interpreted):
         plgpu.SwizzleTransform(128),
     )
     scratch = {
-        "state": plgpu.SMEM((sizes.values, HEAD), sizes.dtype, transforms=tiles),
-        "tokens": plgpu.SMEM((sizes.tokens, HEAD), jnp.float32),
+        "state": plgpu.SMEM((sizes.values, sizes.key_dim), sizes.dtype, transforms=tiles),
+        "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
         "gates": plgpu.SMEM((sizes.window,), jnp.float32),
-        "since": plgpu.SMEM((HEAD,), jnp.float32),
+        "since": plgpu.SMEM((mosaic.THREADS,), jnp.float32),
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "products": plgpu.SMEM((sizes.values, sizes.padded), jnp.float32),
         "met": plgpu.Barrier(),
@@ -118,11 +120,11 @@ def _scratch(sizes, interpreted):
         ),
     }
     if sizes.on_tensor_cores:
-        scratch["keys"] = plgpu.SMEM((sizes.keys, HEAD), sizes.dtype)
-        factors = plgpu.SMEM((2 * sizes.padded, HEAD), sizes.dtype, transforms=tiles)
+        scratch["keys"] = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
+        factors = plgpu.SMEM((2 * sizes.padded, sizes.key_dim), sizes.dtype, transforms=tiles)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
-        folded = plgpu.SMEM((16, HEAD), sizes.dtype, transforms=stripes)
+        folded = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
         # Products are written when their factors have been read, and read before a fold.
         scratch["products"] = plgpu.RefUnion(factors, scratch["products"], folded)
         if interpreted:
@@ -135,6 +137,7 @@ class _Sizes:
     """Of one call, and the shared memory that takes."""
 
     values: int  # of a block
+    key_dim: int
     width: int
     rows: int  # of the ring
     heads: int

@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
 
-HEAD = 128  # values, and keys, of a head
 TOGETHER = 4  # tokens of the ring at once: a warp brings one; those too many weigh nothing
 FACTORS = 2  # queries and keys in registers at once
 # Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
@@ -40,11 +39,11 @@ class Products:
             self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
             self.turned = refs.products
         self.values = pl.ds(self.split * sizes.values, sizes.values)
-        self.every = mosaic.vectors(plgpu, 1)
         self.square = _square(sizes.dtype.itemsize)
-        lanes = HEAD // sizes.values
+        lanes = mosaic.THREADS // sizes.values
         self.products = _rows(sizes.values, lanes, min(4, sizes.columns // lanes))
         self.line = self.products.reduce(1)
+        self.key_line = _rows(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
         # Vectors as matrices of one column, since with a stride Mosaic takes none.
         self.column = _rows(sizes.values, lanes, 1, columns=1)
         self.column_of_square = plgpu.Layout.TILED(
@@ -80,10 +79,7 @@ class Products:
         return [jnp.sum(matrix * factor, axis=1) for factor in factors]
 
     def multiply_tokens(self):
-        """This step's keys, and the ring's, times each of this step's queries and keys.
-
-        The ring's are decayed.
-        """
+        """This step's keys, and the ring's, times each of this step's queries and keys."""
         refs, width = self.refs, self.sizes.width
 
         def some(i, _):
@@ -100,7 +96,9 @@ class Products:
         """The checkpoint times each query and key, into `turned`, values by factors."""
         refs, sizes = self.refs, self.sizes
         if sizes.on_tensor_cores:
-            self.store(self.turned, self.multiply_by_tensor_cores())
+            products = self.multiply_by_tensor_cores()
+            self.meet()  # all have read the factors, where these go
+            self.store(self.turned, products)
         else:
             state = self.load(refs.state, self.square)
 
@@ -170,7 +168,8 @@ class Products:
         refs, sizes = self.refs, self.sizes
         chunks = range(0, sizes.window, 16)
         updates = [self.decayed_updates(first) for first in chunks]
-        for start in range(0, HEAD, 64):
+        self.meet()  # all have read the products, where keys go
+        for start in range(0, sizes.key_dim, 64):
             columns = pl.ds(start, 64)
             tile = refs.state.at[:, columns]
             state = decay * self.load(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -184,6 +183,8 @@ class Products:
                 for part in parts:
                     keys = self.folded.at[:, columns]
                     (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
+                if first != chunks[-1]:
+                    self.meet()
             self.store(tile, state.astype(sizes.dtype))
 
     def decayed_updates(self, first):

@@ -84,17 +84,20 @@ def check(run, shape, dtype, width, rows=None, seed=0):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("dtype", "width", "rows", "splits"),
+    ("shape", "dtype", "width", "rows", "splits"),
     [
-        (jnp.float32, 1, None, 1),
-        (jnp.float32, 3, 12, 4),
-        (jnp.float32, 4, None, 2),
-        (jnp.float16, 4, None, 1),
-        (jnp.bfloat16, 1, 9, 2),
-        (jnp.bfloat16, 8, None, 1),
+        (GdnShape(1, 2), jnp.float32, 1, None, 1),
+        (GdnShape(1, 2), jnp.float32, 3, 12, 4),
+        (GdnShape(1, 2), jnp.float32, 4, None, 2),
+        (GdnShape(1, 2), jnp.float16, 4, None, 1),
+        (GdnShape(1, 2), jnp.bfloat16, 1, 9, 2),
+        (GdnShape(1, 2), jnp.bfloat16, 8, 28, 1),  # a fold of two chunks
+        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 12, 1),
+        (GdnShape(1, 1, 64, 64), jnp.float16, 4, None, 1),
     ],
+    ids=str,
 )
-def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, splits):
+def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows, splits):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -107,7 +110,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, split
             *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, splits=splits
         )
 
-    check(run, GdnShape(1, 2), dtype, width, rows)
+    check(run, shape, dtype, width, rows)
     assert not get_races().races_found
 
 
@@ -120,6 +123,8 @@ def test_the_kernel_equals_its_reference_without_races(dtype, width, rows, split
         (GDN["qwen3.5-27b"], jnp.bfloat16, 8, None),
         (GdnShape(2, 6), jnp.float32, 1, None),
         (GdnShape(2, 6), jnp.float16, 3, 12),
+        (GdnShape(2, 4, 64, 64), jnp.float32, 4, None),
+        (GdnShape(2, 4, 64, 64), jnp.float16, 4, None),
     ],
     ids=str,
 )
