@@ -67,6 +67,9 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
         args.model,
         speculative_config="auto" if drafts is None else speculative,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        state_policy=args.state_policy,
+        state_dtype=args.state_dtype,
         max_num_seqs=min(len(prompts), 8),
         max_model_len=args.max_model_len,
     )
@@ -113,11 +116,34 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="float32, bfloat16 or auto: bfloat16 on a GPU, float32 elsewhere (default: auto)",
     )
+    _add_caches(parser)
     _add_limits(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt (default: text)"
     )
     return parser
+
+
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    """What is kept between steps, and how."""
+    parser.add_argument(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="of keys and values: bfloat16 or float8_e4m3fn (default: as --dtype)",
+    )
+    parser.add_argument(
+        "--state-policy",
+        default="snapshot",
+        metavar="POLICY",
+        help="of recurrent states: snapshot keeps one a drafted token, replay one a prompt and "
+        "what leads from it to the others (default: snapshot)",
+    )
+    parser.add_argument(
+        "--state-dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="of recurrent states: float32, float16 or bfloat16 (default: float32)",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

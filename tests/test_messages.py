@@ -122,6 +122,10 @@ COMMAND = [
         "dtype must be 'float32', 'bfloat16' or 'auto', got 'int4'.",
     ),
     (
+        ["x", "--state-policy", "rewind"],
+        "state_policy must be 'snapshot' or 'replay', got 'rewind'.",
+    ),
+    (
         ["x", "--num-speculative-tokens", "9"],
         "num_speculative_tokens must be an integer from 1 to 8, got 9. To do without drafts pass "
         "speculative_config=None, or --num-speculative-tokens 0 to the command.",
@@ -444,6 +448,11 @@ options:
   --model MODEL         a folder or a Hugging Face hub id (default: the embedded model)
   --dtype DTYPE         float32, bfloat16 or auto: bfloat16 on a GPU, float32 elsewhere (default:
                         auto)
+  --kv-dtype DTYPE      of keys and values: bfloat16 or float8_e4m3fn (default: as --dtype)
+  --state-policy POLICY
+                        of recurrent states: snapshot keeps one a drafted token, replay one a prompt
+                        and what leads from it to the others (default: snapshot)
+  --state-dtype DTYPE   of recurrent states: float32, float16 or bfloat16 (default: float32)
   --max-tokens N        most tokens to add to a prompt (default: 128)
   --max-model-len N     most tokens of a prompt and its completion together (default: as many as the
                         model was made for, but not above 8192)
