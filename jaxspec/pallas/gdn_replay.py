@@ -59,6 +59,7 @@ def gdn_replay(
         )
     tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
     if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
+        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)

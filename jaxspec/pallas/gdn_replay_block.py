@@ -26,7 +26,7 @@ class Block(Products):
 
         @pl.when(jnp.logical_not(live))
         def _():
-            nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.line)
+            nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
             for t in range(self.sizes.width):
                 self.store(refs.out.at[self.row, t, self.head, self.values], nothing)
 
@@ -36,7 +36,7 @@ class Block(Products):
         self.fetch()
         decay = self.decay()
         new = [
-            self.load(refs.v.at[self.row, t, self.head, self.values], self.line)
+            self.load(refs.v.at[self.row, t, self.head, self.values], self.by_value)
             for t in range(width)
         ]
         gates = [refs.g[self.row, t, self.head] for t in range(width)]
@@ -127,7 +127,7 @@ class Block(Products):
 
         def one(t, _):
             row = refs.tokens.at[sizes.width + t]
-            key = self.load(row, self.key_line).astype(sizes.dtype)
+            key = self.load(row, self.by_key).astype(sizes.dtype)
             if sizes.on_tensor_cores:
                 self.store(row, key.astype(jnp.float32))
                 self.store(self.keys.at[t], key)
@@ -180,7 +180,7 @@ class Block(Products):
         if self.sizes.on_tensor_cores:
             self.fold_by_tensor_cores(decay)
         else:
-            state = decay * self.load(self.refs.state, self.square)
+            state = decay * self.load(self.refs.state, self.by_square)
             self.store(self.refs.state, lax.fori_loop(0, self.length, self.fold_one, state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())

@@ -9,6 +9,20 @@ before this step gives
 so a checkpoint is read once, for all `x` together, and written only by rows that fold. All there
 is to read is on its way to shared memory at once, then come the products, and what is left for one
 value, by one thread, needs nothing of the others.
+
+What lies in shared memory, in the order of its use:
+
+    state            the checkpoint's values; a copy writes it (`state_came`), a fold stores it back
+    tokens           queries, then keys (`tokens_came`), then, in float32, the ring's keys
+    keys             16 bits: this step's keys, rounded, then the ring's (`ring_came`), by age
+    updates          the ring's (`ring_came`), by age
+    gates, since     the ring's gates; the decay since each of its tokens, 0 for none
+    overlap          keys times queries and keys, a row a key as in `keys`
+    products         16 bits: queries and keys and what rounding takes from them, until tensor cores
+                     have read them; then the state's products; at last the keys of a fold
+
+`met` lies between what threads write and what others read; where tensor cores or a copy read,
+`commit_smem`.
 """
 
 import dataclasses
@@ -124,9 +138,9 @@ def _scratch(sizes, interpreted):
         factors = plgpu.SMEM((2 * sizes.padded, sizes.key_dim), sizes.dtype, transforms=tiles)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
-        folded = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
+        fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
         # Products are written when their factors have been read, and read before a fold.
-        scratch["products"] = plgpu.RefUnion(factors, scratch["products"], folded)
+        scratch["products"] = plgpu.RefUnion(factors, scratch["products"], fold_keys)
         if interpreted:
             scratch["spare"] = plgpu.SMEM((sizes.values, 16), sizes.dtype)
     return scratch

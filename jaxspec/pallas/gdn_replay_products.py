@@ -9,7 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
 
-TOGETHER = 4  # tokens of the ring at once: a warp brings one; those too many weigh nothing
+TOGETHER = (
+    4  # tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0
+)
 FACTORS = 2  # queries and keys in registers at once
 # Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
 _STRIPES = plgpu.Layout.TILED(
@@ -34,29 +36,29 @@ class Products:
         # Keys, this step's and behind them the ring's, as the ring has them.
         if sizes.on_tensor_cores:
             self.keys = refs.keys
-            self.factors, self.turned, self.folded = refs.products
+            self.factors, self.state_products, self.fold_keys = refs.products
         else:
             self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
-            self.turned = refs.products
+            self.state_products = refs.products
         self.values = pl.ds(self.split * sizes.values, sizes.values)
-        self.square = _square(sizes.dtype.itemsize)
+        self.by_square = _square(sizes.dtype.itemsize)
         lanes = mosaic.THREADS // sizes.values
-        self.products = _rows(sizes.values, lanes, min(4, sizes.columns // lanes))
-        self.line = self.products.reduce(1)
-        self.key_line = _rows(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
+        self.by_product = _rows(sizes.values, lanes, min(4, sizes.columns // lanes))
+        self.by_value = self.by_product.reduce(1)
+        self.by_key = _rows(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
         # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.column = _rows(sizes.values, lanes, 1, columns=1)
-        self.column_of_square = plgpu.Layout.TILED(
+        self.by_column = _rows(sizes.values, lanes, 1, columns=1)
+        self.by_square_column = plgpu.Layout.TILED(
             plgpu.Tiling(((32, 1), (8, 1))),
             warp_dims=(-4,),
             lane_dims=(-2, plgpu.Replicated(4)),
             vector_dim=-1,
         )
         # Of tokens: 16 lanes each, which read 256 bytes in one piece.
-        self.eight = plgpu.Layout.TILED(
+        self.by_eight = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 64), (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
         )
-        self.column_of_eight = plgpu.Layout.TILED(
+        self.by_eight_column = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 1), (2, 1))),
             warp_dims=(-4,),
             lane_dims=(-2, plgpu.Replicated(16)),
@@ -84,30 +86,31 @@ class Products:
 
         def some(i, _):
             rows = pl.ds(i * 8, 8)
-            keys = self.load(self.keys.at[rows], self.eight).astype(jnp.float32)
-            products = self.times(keys, range(2 * width), self.eight)
+            keys = self.load(self.keys.at[rows], self.by_eight).astype(jnp.float32)
+            products = self.times(keys, range(2 * width), self.by_eight)
             for x, product in enumerate(products):
-                product = self.spread(product, (8, 1), 0, self.column_of_eight)
+                product = self.spread(product, (8, 1), 0, self.by_eight_column)
                 self.store(refs.overlap.at[rows, pl.ds(x, 1)], product)
 
-        lax.fori_loop(0, lax.div(width + self.length + 7, 8), some, None)
+        # Also those too many that `replay` reads, where what nobody wrote may be NaN.
+        lax.fori_loop(0, lax.div(width + self.groups * TOGETHER + 7, 8), some, None)
 
     def multiply_state(self):
-        """The checkpoint times each query and key, into `turned`, values by factors."""
+        """The checkpoint times each query and key, values by factors."""
         refs, sizes = self.refs, self.sizes
         if sizes.on_tensor_cores:
             products = self.multiply_by_tensor_cores()
             self.meet()  # all have read the factors, where these go
-            self.store(self.turned, products)
+            self.store(self.state_products, products)
         else:
-            state = self.load(refs.state, self.square)
+            state = self.load(refs.state, self.by_square)
 
             def factors(first, _):
                 columns = [first * FACTORS + x for x in range(FACTORS)]
-                products = self.times(state, columns, self.square)
+                products = self.times(state, columns, self.by_square)
                 for x, product in zip(columns, products, strict=True):
-                    product = self.spread(product, (sizes.values, 1), 0, self.column_of_square)
-                    self.store(self.turned.at[:, pl.ds(x, 1)], product)
+                    product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
+                    self.store(self.state_products.at[:, pl.ds(x, 1)], product)
 
             lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
         self.meet()
@@ -117,7 +120,7 @@ class Products:
         refs, sizes = self.refs, self.sizes
         padded = sizes.padded
         for start in range(0, padded, 8):
-            exact = self.load(refs.tokens.at[pl.ds(start, 8)], self.eight)
+            exact = self.load(refs.tokens.at[pl.ds(start, 8)], self.by_eight)
             most = exact.astype(sizes.dtype)
             rest = (exact - most.astype(jnp.float32)).astype(sizes.dtype)
             self.store(self.factors.at[pl.ds(start, 8)], most)
@@ -138,30 +141,30 @@ class Products:
         """The state before this step times each query and key, a line of values each."""
         refs, sizes = self.refs, self.sizes
         shape = (sizes.values, sizes.columns)
-        turned = self.turned.at[:, pl.ds(0, sizes.columns)]
+        turned = self.state_products.at[:, pl.ds(0, sizes.columns)]
 
         def group(i, sums):
             for j in range(TOGETHER):
-                update = self.load(refs.updates.at[i * TOGETHER + j], self.line)
+                update = self.load(refs.updates.at[i * TOGETHER + j], self.by_value)
                 overlap = refs.overlap.at[sizes.width + i * TOGETHER + j]
-                overlap = self.load(overlap, self.products.reduce(0))
+                overlap = self.load(overlap, self.by_product.reduce(0))
                 update = update.astype(jnp.float32) * refs.since[i * TOGETHER + j]
-                update = self.spread(update, shape, 0, self.products)
-                sums += update * self.spread(overlap, shape, 1, self.products)
+                update = self.spread(update, shape, 0, self.by_product)
+                sums += update * self.spread(overlap, shape, 1, self.by_product)
             return sums
 
-        sums = decay * self.load(turned, self.products)
+        sums = decay * self.load(turned, self.by_product)
         self.store(turned, lax.fori_loop(0, self.groups, group, sums))
         self.meet()
         columns = (turned.at[:, pl.ds(x, 1)] for x in range(2 * sizes.width))
-        return [jnp.sum(self.load(column, self.column), axis=1) for column in columns]
+        return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
 
     def fold_one(self, j, state):
         """Token `j` of the ring added to a state."""
-        update = self.load(self.refs.updates.at[j], self.square.reduce(1)) * self.refs.since[j]
-        key = self.load(self.keys.at[self.sizes.width + j], self.square.reduce(0))
-        update = self.spread(update, state.shape, 0, self.square)
-        return state + update * self.spread(key, state.shape, 1, self.square)
+        update = self.load(self.refs.updates.at[j], self.by_square.reduce(1)) * self.refs.since[j]
+        key = self.load(self.keys.at[self.sizes.width + j], self.by_square.reduce(0))
+        update = self.spread(update, state.shape, 0, self.by_square)
+        return state + update * self.spread(key, state.shape, 1, self.by_square)
 
     def fold_by_tensor_cores(self, decay):
         """All of them, added to the one in shared memory; what 16 bits lose is another update."""
@@ -178,10 +181,10 @@ class Products:
                 key = self.load(key, _STRIPES)
                 place = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=_STRIPES)
                 key = jnp.where(place < self.length - first, key, jnp.zeros((), key.dtype))
-                self.store(self.folded.at[:, columns], key)
+                self.store(self.fold_keys.at[:, columns], key)
                 plgpu.commit_smem()
                 for part in parts:
-                    keys = self.folded.at[:, columns]
+                    keys = self.fold_keys.at[:, columns]
                     (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
                 if first != chunks[-1]:
                     self.meet()

@@ -73,7 +73,6 @@ def paged_attention(
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.paged_attention_kernel import attend
 
-        # On the device, so that all layers share one kernel.
         on_device = dispatch.layer_index(kv, layer)
         return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
     on_cpu = dispatch.default_device().platform == "cpu"
@@ -153,7 +152,7 @@ def _unsupported(queries, kv):
         return f"{width} tokens a row, more than 9"
     taken = [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32")]
     if (queries.dtype, kv.dtype) not in taken:
-        return f"queries in {queries.dtype} over {kv.dtype}, no pair it takes"
+        return f"queries in {queries.dtype} over {kv.dtype}, which no kernel takes"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

@@ -24,7 +24,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     """The plan for so many blocks a share, from measurements on an H200 (132 multiprocessors).
 
     Two blocks on a multiprocessor hide each other's waits better than a longer ring does; in 8 bits
-    a third fits.
+    one more fits.
     """
     most = max(1, context // 256)  # a share below 256 positions is not worth its merge
     fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
@@ -55,8 +55,9 @@ def attend(
     tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     tile = tile.reshape(rows, kv_heads, packed, head_dim)
     tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
-    if kv.dtype == jnp.float8_e4m3fn:  # widened to float16; its largest is 65504
-        tile = jnp.clip(tile, -65504, 65504).astype(jnp.float16)
+    if kv.dtype == jnp.float8_e4m3fn:  # to float16, whose largest is 65504
+        most = 65280  # bfloat16's largest below
+        tile = jnp.clip(tile, -most, most).astype(jnp.float16)
     pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
     indices = (layer[None], page_tables, slots, num_computed, query_len)
     params = {} if interpret is None else {"interpret": interpret}

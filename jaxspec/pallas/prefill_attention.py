@@ -29,7 +29,6 @@ def prefill_attention(
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.prefill_attention_kernel import attend
 
-        # On the device, so that all layers share one kernel.
         on_device = dispatch.layer_index(kv, layer)
         return attend(queries, kv, on_device, page_tables, slots, num_computed, query_start)
     return prefill_attention_reference(
@@ -102,7 +101,8 @@ def _unsupported(queries, kv):
     page_size, kv_heads, head_dim = kv.shape[3:]
     group = queries.shape[1] // kv_heads
     if queries.dtype != jnp.bfloat16 or kv.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        return f"queries in {queries.dtype} over {kv.dtype}, not in bfloat16 over 16 or 8 bits"
+        given = f"queries in {queries.dtype} over {kv.dtype}"
+        return f"{given}, not bfloat16 over bfloat16 or float8_e4m3fn"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if page_size < 16 or page_size % 8:

@@ -1,4 +1,4 @@
-"""gdn_replay against the recurrence in float64, and its kernel against its reference."""
+"""gdn_replay against the recurrence in float64."""
 
 import jax
 import jax.numpy as jnp

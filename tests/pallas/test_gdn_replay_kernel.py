@@ -114,6 +114,60 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows
     assert not get_races().races_found
 
 
+def check_lengths(run, shape, dtype, width, lengths):
+    """A row for each of these lengths of the ring; the pools are NaN where no token counts."""
+    rng, count = np.random.default_rng(width), len(lengths)
+    rows = ring_rows(width, jnp.dtype(dtype).itemsize)
+    tokens = operands(rng, count, width, shape=shape)
+    computed = np.asarray([rows + 3 * length for length in lengths])
+    place = (computed[:, None] - 1 - np.arange(rows)) % rows
+    counts = np.zeros((count, rows), bool)
+    np.put_along_axis(counts, place, np.arange(rows) < np.asarray(lengths)[:, None], axis=1)
+
+    def filled(*dims, scale):
+        one = (scale * rng.normal(size=(count, rows, *dims))).astype(np.float32)
+        one[~counts] = np.nan
+        return np.concatenate((np.full_like(one[:1], np.nan), one))[None]
+
+    state = (1, 1 + count, 1, shape.value_heads, shape.value_dim, shape.key_dim)
+    states = jnp.asarray(0.3 * rng.normal(size=state), dtype)
+    ring = GdnRing(
+        k=jnp.asarray(filled(shape.key_heads, shape.key_dim, scale=0.1), dtype),
+        u=jnp.asarray(filled(shape.value_heads, shape.value_dim, scale=0.5), dtype),
+        g=jnp.asarray(-0.1 * np.abs(filled(shape.value_heads, scale=1.0))),
+    )
+    slots = int32(*range(1, 1 + count))
+    index = slots, int32(*computed), int32(*lengths), int32(*[width] * count)
+    want = reference(*tokens, states, ring, 0, *index)[0]
+    out = run(*tokens, states, ring, 0, *index)[0]
+    loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out, want, rtol=0, atol=loose)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_ring_of_any_length_is_read_as_far_as_it_counts(width):
+    """The interpreter's shared memory is NaN where nothing was written."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
+
+    def run(*args):
+        interpret = plgpu.InterpretGPUParams()
+        return gdn_replay_kernel(*args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret)
+
+    check_lengths(run, GdnShape(1, 1), jnp.float16, width, [5, 6, 7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width):
+    window = ring_rows(width, jnp.dtype(dtype).itemsize) - width
+    run = jax.jit(gdn_replay, static_argnums=7)
+    check_lengths(run, GDN["qwen3.5-9b"], dtype, width, list(range(window + 1)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "dtype", "width", "rows"),

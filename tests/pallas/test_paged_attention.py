@@ -220,6 +220,26 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
+    """Where the key is 0 it would make a NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.paged_attention_kernel import attend
+    from jaxspec.pallas.paged_attention_tiles import Plan
+
+    def run(queries, kv, layer, *indices):
+        interpret = plgpu.InterpretGPUParams()
+        layer = jnp.asarray(layer, jnp.int32)
+        return attend(queries, kv, layer, *indices, plan=Plan(64, 2, 1), interpret=interpret)
+
+    shape = AttentionShape(2, 1, 64)
+    queries, kv, indices = kernel_case(shape, jnp.float8_e4m3fn, 1, 16, 4)
+    queries = queries.at[..., 0].set(1e6)
+    kv = kv.at[:, 0, ..., 0].multiply(jnp.zeros((), kv.dtype))  # NaN stays
+    check(run, queries, kv, indices)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model", "dtype", "page_size", "table", "width"),
