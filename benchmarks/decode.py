@@ -199,9 +199,10 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
         "floor_ms_per_step": 1000 * least,
         "of_roofline": 1000 * least / figures["ms_per_step"],
     }
-    key = case.shape, case.rows, case.drafts
-    for peer in json.loads(PEER.read_text())["results"]:
-        if key == (peer["shape"], peer["rows"], peer["drafts"]):
+    peers = json.loads(PEER.read_text())
+    alike = ("shape", "rows", "drafts", "prompt", "tokens")
+    for peer in (peers | peer for peer in peers["results"]):
+        if all(peer[name] == getattr(case, name) for name in alike):
             result["peer_ms_per_token"] = peer["ms_per_token"]
             result["times_peer"] = peer["ms_per_token"] / figures["ms_per_token"]
     return result

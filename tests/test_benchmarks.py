@@ -1,5 +1,6 @@
 """The benchmarks start and say what they are; nothing is measured here."""
 
+import dataclasses
 import importlib
 import json
 import runpy
@@ -79,6 +80,8 @@ def test_decode_compares_with_the_peer(decode):
     figures = {"tokens_per_step": 2.85, "ms_per_step": 20.0, "ms_per_token": 7.0}
     compared = decode.compare(case, figures, 4.3e12)
     assert compared["times_peer"] == pytest.approx(6.563 / 7.0)
+    shorter = dataclasses.replace(case, prompt=64)
+    assert "times_peer" not in decode.compare(shorter, figures, 4.3e12)
     assert compared["of_roofline"] == compared["floor_ms_per_step"] / 20.0
 
 
