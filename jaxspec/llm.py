@@ -39,6 +39,7 @@ class LLM:
         model: a folder with `config.json` and safetensors, a hub id, or None: the embedded model.
         speculative_config: a `SpeculativeConfig` or a dict of its fields; "auto": MTP with 3
             drafts if the checkpoint has the head; None: plain decoding.
+        load_format: "auto"; "dummy": random weights, for which `config.json` is enough.
         dtype: "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 elsewhere).
         state_policy: how recurrent states survive a verify, "snapshot" or "replay" (`StateConfig`).
         state_dtype: of recurrent states, "float32", "float16" or "bfloat16".
@@ -66,6 +67,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto"] | None = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
         dtype: str = "auto",
         state_policy: Literal["snapshot", "replay"] = "snapshot",
         state_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
@@ -86,11 +88,13 @@ class LLM:
     ):
         """Load the model and allocate its state; programs are compiled when first needed."""
         enable_compilation_cache(compilation_cache)
-        self._show_progress = sys.stderr.isatty() if show_progress is None else show_progress
-        folder = EMBEDDED_MODEL if model is None else resolve_folder(model, self._show_progress)
+        progress = sys.stderr.isatty() if show_progress is None else show_progress
+        self._show_progress, folder = progress, EMBEDDED_MODEL
+        if model is not None:
+            folder = resolve_folder(model, progress, weights=load_format != "dummy")
         array_type, states = _array_type(dtype), StateConfig(state_policy, state_dtype)
         kv_type = kv_dtype_of(kv_dtype, array_type)  # before anything is loaded
-        self._model = load_model(folder, array_type, progress=self._show_progress)
+        self._model = load_model(folder, array_type, load_format=load_format, progress=progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
         config = SpeculativeConfig.resolve(speculative_config, self._model.has_draft_head)

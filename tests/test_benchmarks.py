@@ -1,12 +1,20 @@
 """The benchmarks start and say what they are; nothing is measured here."""
 
+import dataclasses
 import importlib
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+
+from jaxspec.config import StateConfig
+from jaxspec.models import load_model
+from jaxspec.models.config import parse_config
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
@@ -31,3 +39,85 @@ def test_a_record_says_where_it_was_measured(monkeypatch, tmp_path):
     assert written["seconds"] == 1.5
     assert written.keys() > {"device", "cpu", "cpu_count", "python", "jax", "jaxlib", "date"}
     record.write(None, {})
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("decode")
+
+
+def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
+    """Two runs into one file, which keeps both. Times are not checked: a test's machine is busy."""
+    sizes = "--prompt 16 --prefill-tokens 32 --tokens 64 --repeats 1 --steps 3"
+    options = f"--shape tiny --rows 4 --dtype float32 --copy-tb-per-s 0.01 {sizes}".split()
+    options += ["--json", str(tmp_path / "decode.json")]
+    for case in (["--drafts", "0"], ["--drafts", "3", "--state-policy", "replay"]):
+        monkeypatch.setattr(sys, "argv", ["decode.py", *options, *case])
+        decode.main()
+        assert json.loads(capsys.readouterr().out)["shape"] == "tiny"
+    written = json.loads((tmp_path / "decode.json").read_text())
+    plain, drafted = written["results"]
+    assert written["jax"] and written["implementations"]["gdn_replay"]
+    assert (plain["drafts"], drafted["drafts"]) == (0, 3)
+    assert plain["tokens_per_step"] == 1.0
+    # Accepted at .80, .60 and .45; some 90 verifies, those at the end with fewer drafts.
+    assert 2.3 < drafted["tokens_per_step"] < 3.2
+    for result in (plain, drafted):
+        assert result["tokens_per_second"] == pytest.approx(4000 / result["ms_per_token"], rel=1e-3)
+        floor = result["floor_ms_per_step"]
+        assert result["of_roofline"] == pytest.approx(floor / result["ms_per_step"], rel=1e-3)
+        parts = sum(result[name] for name in ("plan_ms", "dispatch_ms", "collect_ms"))
+        assert result["host_ms"] == pytest.approx(parts, rel=1e-3)
+        assert min(result["engine_ms"], result["back_to_back_ms"], 1 + result["gap"]) > 0
+        assert min(result["compile_seconds"], result["first_token_seconds"]) > 0
+        assert result["prefill_tokens_per_second"] > 0 and "times_peer" not in result
+    assert drafted["memory_bytes"]["ring"] > 0 == plain["memory_bytes"]["ring"]
+
+
+def test_decode_compares_with_the_peer(decode):
+    case = decode.Case("qwen3.5-9b", 64, 3, "bfloat16", "snapshot", "float32", None, 2, 512, 256)
+    figures = {"tokens_per_step": 2.85, "ms_per_step": 20.0, "ms_per_token": 7.0}
+    compared = decode.compare(case, figures, 4.3e12)
+    assert compared["times_peer"] == pytest.approx(6.563 / 7.0)
+    shorter = dataclasses.replace(case, prompt=64)
+    assert "times_peer" not in decode.compare(shorter, figures, 4.3e12)
+    assert compared["of_roofline"] == compared["floor_ms_per_step"] / 20.0
+
+
+def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
+    """All but vectors."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    floor = importlib.import_module("floor")
+    published = importlib.import_module("model_shapes").SHAPES["tiny"].config()
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = load_model(tmp_path, jnp.float32, load_format="dummy")
+    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model)) if leaf.ndim > 1]
+    config = model.config
+    head = floor.attention_size(config) + 2 * config.hidden_size**2
+    assert sum(sizes) == floor.forward_size(config) + head  # the embedding is the output head
+
+
+@pytest.mark.parametrize(
+    ("states", "ring", "state_gigabytes", "milliseconds"),
+    [
+        (StateConfig(), None, 16.11, 12.04),
+        (StateConfig("replay", window=16), "float16", 4.10, 9.25),
+        (StateConfig("replay", "float16"), None, 2.15, 8.80),
+    ],
+)
+def test_the_floor_of_a_9b_step(monkeypatch, states, ring, state_gigabytes, milliseconds):
+    """64 rows, 3 drafts, a context of 4096: worked by hand, at 4.3 TB/s."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    floor = importlib.import_module("floor")
+    shape = importlib.import_module("model_shapes").SHAPES["qwen3.5-9b"]
+    config = parse_config(shape.config())
+    sizes = {"rows": 64, "context": 4096, "drafts": 3, "emitted": 2.95}
+    moved = floor.step_bytes(config, **sizes, states=states, ring_dtype=ring)
+    gigabytes = {name: round(size / 1e9, 2) for name, size in moved.items()}
+    want = {"weights": 15.87, "kv": 8.60, "io": 0.43, "states": state_gigabytes, "drafts": 10.78}
+    assert gigabytes == want
+    seconds = floor.step_seconds(moved, config, 256, 4.3e12)
+    assert 1000 * seconds == pytest.approx(milliseconds, abs=0.005)
+    # With all bytes for nothing it is the arithmetic.
+    assert 1000 * floor.step_seconds({}, config, 256, 4.3e12) == pytest.approx(5.14, abs=0.005)

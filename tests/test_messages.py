@@ -384,6 +384,10 @@ CALLS = [
         "num_pages must be at least 2, the null page and one, got -3.",
     ),
     (
+        lambda llm: LLM(load_format="gguf"),
+        "load_format must be 'auto' or 'dummy', got 'gguf'.",
+    ),
+    (
         lambda llm: LLM(max_model_len=1),
         "max_model_len must be at least 2, one token in and one out, got 1.",
     ),

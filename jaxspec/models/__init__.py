@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.base import Model
 from jaxspec.models.config import read_architecture, read_config
+from jaxspec.models.dummy import dummy_weights
 from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
 
 __all__ = ["MODELS", "load_model", "resolve_folder"]
@@ -22,14 +23,19 @@ MODELS = {
 }
 
 
-def load_model(folder: Path | str, dtype: jnp.dtype, *, progress: bool = False) -> Model:
+def load_model(
+    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto", progress: bool = False
+) -> Model:
     """The model in a checkpoint folder, its weights in `dtype` on the default device.
 
-    The few parameters whose small errors a recurrence would carry along stay float32. `progress`
-    shows a bar on standard error if reading takes long. Raises FileNotFoundError where config.json
-    or the weights are absent; ValueError for an architecture outside `MODELS`, an option that is
-    not implemented, and weights that do not fit.
+    The few parameters whose small errors a recurrence would carry along stay float32. With
+    `load_format` "dummy" the weights are drawn, and the folder need only hold config.json.
+    `progress` shows a bar on standard error if reading takes long. Raises FileNotFoundError where
+    config.json or the weights are absent; ValueError for an architecture outside `MODELS`, an
+    option that is not implemented, another format, and weights that do not fit.
     """
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
     architecture = read_architecture(folder)
     if architecture not in MODELS:
@@ -41,5 +47,7 @@ def load_model(folder: Path | str, dtype: jnp.dtype, *, progress: bool = False) 
     module, _, name = MODELS[architecture].partition(":")
     model_class = getattr(importlib.import_module(module), name)
     config = read_config(folder)
+    if load_format == "dummy":
+        return dummy_weights(model_class, config, jnp.dtype(dtype))
     with Checkpoint(folder) as checkpoint:
         return load_weights(model_class, config, jnp.dtype(dtype), checkpoint, progress=progress)

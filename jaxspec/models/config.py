@@ -33,6 +33,7 @@ class ModelConfig:
     linear_key_dim: int = 0
     linear_value_dim: int = 0
     conv_kernel: int = 0
+    num_draft_layers: int = 0  # as config.json says, which checkpoints need not keep to
 
     @property
     def num_full_attention_layers(self) -> int:
@@ -152,6 +153,7 @@ def parse_config(
         linear_key_dim=fields.size("linear_key_head_dim") if hybrid else 0,
         linear_value_dim=fields.size("linear_value_head_dim") if hybrid else 0,
         conv_kernel=fields.size("linear_conv_kernel_dim") if hybrid else 0,
+        num_draft_layers=fields.get("mtp_num_hidden_layers") or 0,
     )
     _check_groups(config)
     return config

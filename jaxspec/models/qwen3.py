@@ -70,6 +70,11 @@ class Qwen3(Model):
         """The model a checkpoint with these tensors holds."""
         return cls(config, dtype, tied=config.is_tied(tensors))
 
+    @classmethod
+    def for_config(cls, config: ModelConfig, dtype: jnp.dtype) -> "Qwen3":
+        """The model that `config` alone describes, where no checkpoint can be asked."""
+        return cls(config, dtype, tied=config.is_tied(()))
+
     @staticmethod
     def canonical_name(name: str) -> str | None:
         """A published tensor's name; there is one spelling."""

@@ -119,6 +119,11 @@ class Qwen3_5(Model):
         has_head = any(name.startswith("mtp.") for name in tensors)
         return cls(config, dtype, tied=config.is_tied(tensors), draft_head=has_head)
 
+    @classmethod
+    def for_config(cls, config: ModelConfig, dtype: jnp.dtype) -> "Qwen3_5":
+        """The model that `config` alone describes, where no checkpoint can be asked."""
+        return cls(config, dtype, tied=config.is_tied(()), draft_head=config.num_draft_layers > 0)
+
     @staticmethod
     def canonical_name(name: str) -> str | None:
         """A published tensor's name in text-only spelling; None for the vision tower's."""

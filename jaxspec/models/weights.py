@@ -21,11 +21,13 @@ from jaxspec.models.layers.linear import Placement
 _INDEX = "model.safetensors.index.json"
 
 
-def resolve_folder(name_or_path: str | Path, progress: bool = False) -> Path:
+def resolve_folder(
+    name_or_path: str | Path, progress: bool = False, *, weights: bool = True
+) -> Path:
     """The folder of a checkpoint: `name_or_path` itself, or a hub id downloaded (or cached).
 
-    Without `progress` the hub's own bars stay hidden. Raises FileNotFoundError when it is neither,
-    or the hub cannot be reached.
+    Without `progress` the hub's own bars stay hidden; without `weights` those are not downloaded.
+    Raises FileNotFoundError when it is neither, or the hub cannot be reached.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
@@ -35,7 +37,7 @@ def resolve_folder(name_or_path: str | Path, progress: bool = False) -> Path:
         raise FileNotFoundError(f"{rule}; {folder} is a file. Give the folder that holds it.")
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+    patterns = ["*.safetensors"] * weights + ["*.json", "*.jinja", "*.txt"]
     try:
         with contextlib.nullcontext() if progress else _no_hub_bars():
             return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))

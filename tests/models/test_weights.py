@@ -156,6 +156,19 @@ def test_the_hubs_own_bars_show_only_with_progress(tmp_path, monkeypatch, shown)
     assert bars == [shown] and not are_progress_bars_disabled()
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_weights_nobody_wants_are_not_downloaded(tmp_path, monkeypatch, wanted):
+    patterns = []
+
+    def download(name, allow_patterns):
+        patterns.extend(allow_patterns)
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_folder("some/model", weights=wanted)
+    assert ("*.safetensors" in patterns) == wanted and "*.json" in patterns
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

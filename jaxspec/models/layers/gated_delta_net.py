@@ -1,6 +1,7 @@
 """Gated DeltaNet: the recurrent token mixer of Qwen3.5."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -43,8 +44,9 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj = Linear(config.hidden_size, outputs, dtype)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
-        self.log_decay = declare((heads,), jnp.float32)  # published as A_log
-        self.decay_bias = declare((heads,), jnp.float32)  # published as dt_bias
+        # Published as A_log and dt_bias.
+        self.log_decay = declare((heads,), jnp.float32, _init_log_decay)
+        self.decay_bias = declare((heads,), jnp.float32, _init_decay_bias)
         # Of all norms of the model, this one is not zero-centred.
         self.norm = RMSNorm(config.linear_value_dim, config.rms_norm_eps, jnp.float32)
         self.out_proj = Linear(values, {"out_proj": config.hidden_size}, dtype)
@@ -112,6 +114,17 @@ class GatedDeltaNet(nnx.Module):
         yield Placement(prefix + "dt_bias", self.decay_bias.shape, self.decay_bias)
         yield from self.norm.checkpoint(prefix + "norm")
         yield from self.out_proj.checkpoint(prefix)
+
+
+def _init_log_decay(key, shape, dtype):
+    """Rates from 1 to 16, as in Mamba2."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _init_decay_bias(key, shape, dtype):
+    """The inverse softplus of steps from 0.001 to 0.1, as in Mamba2."""
+    step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(1e-1)))
+    return step + jnp.log(-jnp.expm1(-step))
 
 
 def _recur(operands, dtype, inputs, cache, layer):

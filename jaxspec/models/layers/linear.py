@@ -1,7 +1,7 @@
 """Linear layers, the embedding, and how published tensors map onto parameters."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,16 @@ class Placement:
     columns: tuple[int, int] | None = None  # of the last axis of the parameter; None: all
 
 
-def declare(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A parameter without a value worth having: models are built under `nnx.eval_shape`."""
-    return nnx.Param(jnp.zeros(shape, dtype))
+Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
+NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give
+
+
+def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
+    """A parameter without a value worth having: models are built under `nnx.eval_shape`.
+
+    `init` draws one where there is no checkpoint (`models/dummy.py`).
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), init=init)
 
 
 class Linear(nnx.Module):

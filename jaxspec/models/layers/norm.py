@@ -21,7 +21,8 @@ class RMSNorm(nnx.Module):
         """`dtype`: of the weight; `eps`: added to the mean square."""
         self.eps = eps
         self.zero_centred = zero_centred
-        self.weight = declare((size,), dtype)
+        init = jax.nn.initializers.zeros if zero_centred else jax.nn.initializers.ones
+        self.weight = declare((size,), dtype, init)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Normalised over the last axis, in the dtype of `x`."""

@@ -1,0 +1,301 @@
+"""How fast the engine decodes on one GPU, beside vLLM and the speed of the memory.
+
+    python benchmarks/decode.py --shape qwen3.5-9b [--rows 1 64] [--drafts 0 3] [--json FILE]
+
+`LLM.generate` of so many prompts of 512 random ids at once, 256 greedy tokens each, by a model with
+random weights; drafts stand at given rates (synthetic). A token's time is that of 257 new tokens
+less that of 1, over 256, the median of the repeats: the definition that vLLM was measured by
+(`peer_h200.json`). The floor is `floor.py`'s, at the mean context and the copy bandwidth.
+
+The gap: while all rows decode, the engine's time a step, over that of steps which are planned
+beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps.
+
+A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
+measures one shape: most of its time it compiles, two programs a case.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import floor
+import jax
+import numpy as np
+import record
+from model_shapes import SHAPES
+
+from jaxspec import LLM, RequestMetrics, SamplingParams
+from jaxspec.config import StateConfig
+from jaxspec.models.config import parse_config
+from jaxspec.pallas import dispatch
+
+RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
+HOST = ("plan", "dispatch", "collect")  # what its time goes to, but for waiting
+ROUNDS = 3  # of steady steps, by the engine and back to back
+PEER = Path(__file__).parent / "peer_h200.json"
+Prompts, Figures = list[dict[str, list[int]]], dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a result is of; a file holds one result of each."""
+
+    shape: str
+    rows: int
+    drafts: int
+    dtype: str
+    state_policy: str
+    state_dtype: str
+    kv_dtype: str | None
+    max_in_flight: int
+    prompt: int
+    tokens: int
+
+
+def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
+    """An engine with two programs: all rows decode, and the same with prompts."""
+    chunk = min(case.rows * case.prompt, args.prefill_tokens)
+    longest = max(case.tokens + 1, steady_tokens(case, args.steps))
+    rates = RATES[: case.drafts]
+    speculation = {"num_speculative_tokens": case.drafts, "synthetic_acceptance_rates": rates}
+    return LLM(
+        folder,
+        load_format="dummy",
+        speculative_config=speculation if case.drafts else None,
+        dtype=case.dtype,
+        state_policy=case.state_policy,
+        state_dtype=case.state_dtype,
+        kv_dtype=case.kv_dtype,
+        max_in_flight=case.max_in_flight,
+        max_num_seqs=case.rows,
+        max_model_len=case.prompt + longest,
+        max_prefill_seqs=-(-chunk // case.prompt),
+        max_num_batched_tokens=chunk + case.rows * (1 + case.drafts),
+        decode_buckets=[case.rows],
+        prefill_buckets=[chunk],
+        compilation_cache=args.compilation_cache,
+        show_progress=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One call of `generate`."""
+
+    seconds: float
+    steps: int
+    requests: list[RequestMetrics]
+
+
+def complete(llm: LLM, prompts: Prompts, tokens: int) -> Run:
+    """Give every prompt `tokens` new tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    steps, begin = llm.metrics()["num_steps"], time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - begin
+    if any(len(output.outputs[0].token_ids) != tokens for output in outputs):
+        raise RuntimeError(f"{[o.outputs[0].finish_reason for o in outputs]}: a row ended early.")
+    return Run(seconds, llm.metrics()["num_steps"] - steps, [o.metrics for o in outputs])
+
+
+def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
+    """The speed of `generate`, prompts and output."""
+    complete(llm, prompts, min(8, case.tokens))
+    shorts, wholes = [], []
+    for _ in range(repeats):
+        shorts.append(complete(llm, prompts, 1))
+        wholes.append(complete(llm, prompts, case.tokens + 1))
+    first = statistics.median(run.seconds for run in shorts)
+    times = [(run.seconds - first) / case.tokens for run in wholes]
+    middle = statistics.median(times)
+    steps = statistics.median(run.steps for run in wholes) - shorts[0].steps
+    requests = [request for run in wholes for request in run.requests]
+    return {
+        "ms_per_token": 1000 * middle,
+        "ms_per_token_least": 1000 * min(times),
+        "ms_per_token_most": 1000 * max(times),
+        "ms_per_step": 1000 * middle * case.tokens / steps,
+        "tokens_per_step": RequestMetrics.total(requests).mean_acceptance_length,
+        "tokens_per_second": case.rows / middle,
+        "prefill_seconds": first,
+        "prefill_tokens_per_second": case.rows * case.prompt / first,
+        "first_token_seconds": statistics.mean(request.ttft or 0.0 for request in requests),
+    }
+
+
+def steady_tokens(case: Case, steps: int) -> int:
+    """The most a row can get in `steady_steps`, and some behind it: no row may end."""
+    return (2 * ROUNDS * steps + 8) * (1 + case.drafts)
+
+
+def steady_steps(llm: LLM, case: Case, prompts: Prompts, steps: int) -> Figures:
+    """Milliseconds a step while all rows decode, by the engine and without it."""
+    engine = llm._engine
+    tokens = steady_tokens(case, steps)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    groups = llm._prepare(prompts, [params] * len(prompts))
+    llm._submit(groups)
+    while not all(sample.token_ids for (sample,) in groups):
+        llm._step()
+    rounds = []
+    for _ in range(ROUNDS):
+        engine.drain()
+        before, begin = dict(vars(engine.metrics)), time.perf_counter()
+        for _ in range(steps):
+            llm._step()
+        engine.drain()
+        by_engine, after = time.perf_counter() - begin, vars(engine.metrics)
+        host = {name: after[name + "_time"] - before[name + "_time"] for name in HOST}
+        rounds.append({"engine": by_engine, "back_to_back": back_to_back(llm, steps), **host})
+    llm._forget(groups)
+    middle = {k: statistics.median(times[k] for times in rounds) / steps for k in rounds[0]}
+    gap = statistics.median(times["engine"] / times["back_to_back"] for times in rounds) - 1
+    milliseconds = {f"{name}_ms": 1000 * seconds for name, seconds in middle.items()}
+    return {**milliseconds, "host_ms": 1000 * sum(middle[name] for name in HOST), "gap": gap}
+
+
+def back_to_back(llm: LLM, steps: int) -> float:
+    """Seconds of `steps` steps that are planned, and on the device, before the first begins.
+
+    A plan needs no more than an upper bound of each length, so it can be made so early.
+    """
+    scheduler, runner = llm._scheduler, llm._runner
+    scheduled = [scheduler.schedule() for _ in range(steps)]
+    plans = [step.plan for step in scheduled]
+    plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed)) for plan in plans]
+    jax.block_until_ready([plan.packed for plan in plans])
+    begin = time.perf_counter()
+    pending = [runner.dispatch(plan) for plan in plans]
+    pending[-1].result()
+    seconds = time.perf_counter() - begin
+    for step, output in zip(scheduled, pending, strict=True):
+        scheduler.collect(step, output.result())
+    return seconds
+
+
+def compare(case: Case, figures: Figures, copy: float) -> Figures:
+    """The floor of a step with `copy` bytes a second, and the peer's figures."""
+    config = parse_config(SHAPES[case.shape].config())
+    moved = floor.step_bytes(
+        config,
+        rows=case.rows,
+        context=case.prompt + case.tokens // 2,
+        drafts=case.drafts,
+        emitted=figures["tokens_per_step"],
+        states=StateConfig(case.state_policy, case.state_dtype),
+        dtype=case.dtype,
+        kv_dtype=case.kv_dtype,
+    )
+    least = floor.step_seconds(moved, config, case.rows * (1 + case.drafts), copy)
+    result = {
+        "floor_bytes": {name: round(size) for name, size in moved.items()},
+        "floor_ms_per_step": 1000 * least,
+        "of_roofline": 1000 * least / figures["ms_per_step"],
+    }
+    peers = json.loads(PEER.read_text())
+    alike = ("shape", "rows", "drafts", "prompt", "tokens")
+    for peer in (peers | peer for peer in peers["results"]):
+        if all(peer[name] == getattr(case, name) for name in alike):
+            result["peer_ms_per_token"] = peer["ms_per_token"]
+            result["times_peer"] = peer["ms_per_token"] / figures["ms_per_token"]
+    return result
+
+
+def measure(case: Case, folder: Path, copy: float, args: argparse.Namespace) -> Figures:
+    """All figures of one case."""
+    rng = np.random.default_rng(0)
+    size = (case.rows, case.prompt)
+    prompts = [
+        {"prompt_token_ids": ids}
+        for ids in rng.integers(0, SHAPES[case.shape].vocab, size).tolist()
+    ]
+    llm, load = timed(lambda: make_llm(case, folder, args))
+    _, compiled = timed(lambda: llm.warm_up(["greedy"]))
+    setting_up = {"load_seconds": load, "compile_seconds": compiled}
+    figures = generation(llm, case, prompts, args.repeats)
+    figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args.steps)
+    memory = llm.metrics()["memory_bytes"]
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process
+    return {**figures, **setting_up, "memory_bytes": memory, "peak_bytes": peak}
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - begin
+
+
+def rounded(value: Any) -> Any:
+    """Figures to five digits, which is more than repeats agree on."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def run(cases: Sequence[Case], copy: float, args: argparse.Namespace) -> None:
+    """Measure, print and write case after case; one that does not fit is said to."""
+    identity, commit = (
+        [field.name for field in dataclasses.fields(Case)],
+        record.machine()["commit"],
+    )
+    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    results = known.get("results", [])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape].config()))
+        for case in cases:
+            about = dataclasses.asdict(case)
+            try:
+                figures = measure(case, Path(folder), copy, args)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                figures = {"error": "out of memory"}
+            gc.collect()  # the weights, before others are drawn
+            figures |= {"copy_tb_per_s": copy / 1e12, "commit": commit}
+            result = rounded({**about, **figures})
+            print(json.dumps(result), flush=True)
+            results = [x for x in results if {k: x[k] for k in identity} != about] + [result]
+            chosen = known.get("implementations", {}) | dispatch.implementations()
+            record.write(args.json, {"implementations": chosen, "results": results})
+
+
+def copy_bandwidth() -> float:
+    from kernels import copy_bandwidth  # with all kernels and their cases
+
+    return copy_bandwidth()
+
+
+def main() -> None:
+    parser = record.parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3], choices=range(4))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--state-policy", default="snapshot")
+    parser.add_argument("--state-dtype", default="float32")
+    parser.add_argument("--kv-dtype")
+    parser.add_argument("--max-in-flight", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
+    parser.add_argument("--tokens", type=int, default=256, help="new ones (default 256)")
+    parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="of a round for the gap")
+    parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
+    parser.add_argument("--compilation-cache", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
+    names = [field.name for field in dataclasses.fields(Case)]
+    fixed = {name: value for name, value in vars(args).items() if name in names}
+    sizes = [(rows, drafts) for rows in args.rows for drafts in args.drafts]
+    run([Case(**fixed | {"rows": rows, "drafts": drafts}) for rows, drafts in sizes], copy, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Weights drawn at random on the device: a model's speed without its checkpoint."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.base import Model
+from jaxspec.models.config import ModelConfig
+
+
+def dummy_weights(model_class: Any, config: ModelConfig, dtype: jnp.dtype) -> Model:
+    """A `model_class` as `config` describes it, with weights as before training.
+
+    Drawn one after the other by the device itself, the same each time: it needs room for hardly
+    more than the weights, and nothing passes through the host.
+    """
+    model = nnx.eval_shape(lambda: model_class.for_config(config, dtype))
+    params = {id(placement.param): placement.param for placement in model.checkpoint()}
+    key = jax.random.key(0)
+    for number, param in enumerate(params.values()):
+        draw = jax.jit(param.get_metadata("init"), static_argnums=(1, 2))
+        param.set_value(draw(jax.random.fold_in(key, number), param.shape, param.dtype))
+    return model
