@@ -241,10 +241,8 @@ def rounded(value: Any) -> Any:
 
 def run(cases: Sequence[Case], copy: float, args: argparse.Namespace) -> None:
     """Measure, print and write case after case; one that does not fit is said to."""
-    identity, commit = (
-        [field.name for field in dataclasses.fields(Case)],
-        record.machine()["commit"],
-    )
+    identity = [field.name for field in dataclasses.fields(Case)]
+    commit = record.machine()["commit"]
     known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     results = known.get("results", [])
     with tempfile.TemporaryDirectory() as folder:
