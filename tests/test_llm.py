@@ -80,14 +80,13 @@ def test_held_out_prompts_give_the_published_ids_and_acceptance(drafted):
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["snapshot", "replay"])
 def test_on_a_gpu_a_step_runs_kernels_and_gives_the_published_ids(policy, monkeypatch):
-    """But for `gdn_replay`, whose kernel is for heads of 128; the embedded model's have 64."""
     monkeypatch.setattr(dispatch, "_chosen", {})
     sizes = {"max_num_seqs": 16, "decode_buckets": [16], "prefill_buckets": [256]}
     llm = LLM(**OPTIONS | sizes, state_policy=policy)
     check_held_out_prompts(llm)
     ran = llm.metrics()["implementations"]
-    kernels = {"slot_mapping", "conv_update", "paged_attention"}
-    for op in kernels | {"gdn_step"} if policy == "snapshot" else kernels:
+    recurrence = {"snapshot": "gdn_step", "replay": "gdn_replay"}[policy]
+    for op in ("slot_mapping", "conv_update", "paged_attention", recurrence):
         assert ran[op] == ("kernel",)
 
 

@@ -125,36 +125,37 @@ class Scheduler:
         first_prefill = step.plan.program.decode_rows
         rows = list(enumerate(step.decodes)) + list(enumerate(step.prefills, first_prefill))
         now = time.monotonic()
+        # Lists: an element of an array costs ten times as much, and these are all read.
+        fields = output.tokens, output.num_drafts, output.num_accepted, output.finish
+        given = list(zip(*(field.tolist() for field in fields), strict=True))
         for row, entry in rows:
             request = entry.request
             if not entry.bound or request.finish or entry.generation != request.generation:
                 continue
             request.in_flight -= 1
             request.in_flight_bound -= entry.bound
-            emitted = output.tokens[row]
-            tokens = tuple(int(token) for token in emitted[emitted != -1])
-            if not tokens and not output.finish[row]:
+            emitted, num_drafts, num_accepted, finish = given[row]
+            tokens = tuple(token for token in emitted if token != -1)
+            if not tokens and not finish:
                 raise RuntimeError(
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
-            self._record(request, tokens, output, row, now)
-            if output.finish[row]:
-                self.end(request, Finish(int(output.finish[row])))
+            self._record(request, tokens, now)
+            if num_drafts:
+                request.metrics.record(num_drafts, num_accepted)
+            if finish:
+                self.end(request, Finish(finish))
             progress.append(Progress(request, tokens))
         return progress
 
-    def _record(
-        self, request: Request, tokens: tuple[int, ...], output: StepOutput, row: int, now: float
-    ) -> None:
-        metrics = request.metrics
+    def _record(self, request: Request, tokens: tuple[int, ...], now: float) -> None:
         request.tokens.extend(tokens)
         if tokens:
+            metrics = request.metrics
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
             metrics.num_tokens += len(tokens)
-        if output.num_drafts[row]:
-            metrics.record(int(output.num_drafts[row]), int(output.num_accepted[row]))
 
     # Which rows get tokens.
 
