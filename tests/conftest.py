@@ -1,5 +1,7 @@
 """Strict dtypes and ranks, exact fp32 products on a GPU too, and compiled programs kept on disk."""
 
+import gc
+
 import jax
 import pytest
 
@@ -20,3 +22,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_file():
+    """XLA maps some dozen pieces of memory a program; beyond 65,530 of them it aborts."""
+    yield
+    jax.clear_caches()
+    gc.collect()
