@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.replay import must_fold
+from jaxspec.pallas.replay import check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
@@ -51,12 +51,8 @@ def gdn_replay(
     what this step computed with. Needs `ring >= 2 * width` (ValueError). Padding rows and tokens
     write nothing, and what they put out means nothing.
     """
-    width, rows_in_ring = q.shape[1], ring.k.shape[2]
-    if rows_in_ring < 2 * width:
-        raise ValueError(
-            f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
-            f"has {rows_in_ring}. Build the cache with ring_rows >= {2 * width}."
-        )
+    width = q.shape[1]
+    check_ring(width, ring.k.shape[2])
     tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
     if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
@@ -130,9 +126,7 @@ def _replayed(
         return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
 
     k, u, g = jnp.repeat(take(ring.k), group, axis=2), take(ring.u), take(ring.g)
-    # Sums of what comes after each token, not differences: those lose what follows a strong decay.
-    after = jnp.pad(g[:, 1:], ((0, 0), (0, 1), (0, 0)))
-    after = jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+    after = sums_after(g)
     whole = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
     checkpoint = state_select_reference(states, layer, slot, jnp.zeros_like(slot))
     checkpoint = checkpoint.astype(jnp.float32)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2_step import advance, unsupported
-from jaxspec.pallas.replay import must_fold
+from jaxspec.pallas.replay import check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
@@ -53,12 +53,7 @@ def mamba2_replay(
     what this step computed with. Needs `ring >= 2 * width` (ValueError). Padding rows and tokens
     write nothing, and what they put out means nothing.
     """
-    width, rows_in_ring = x.shape[1], ring.x.shape[2]
-    if rows_in_ring < 2 * width:
-        raise ValueError(
-            f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
-            f"has {rows_in_ring}. Build the cache with ring_rows >= {2 * width}."
-        )
+    check_ring(x.shape[1], ring.x.shape[2])
     tokens, index = (x, dt, a, b, c, d), (slots, num_computed, ring_length, query_len)
     if dispatch.runs_kernel("mamba2_replay", _unsupported(x, states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
@@ -120,9 +115,7 @@ def _replayed(
         return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
 
     x, b, dt = take(ring.x), jnp.repeat(take(ring.b), group, axis=2), take(ring.dt)
-    # Sums of what comes after each token, not differences: those lose what follows a strong decay.
-    after = jnp.pad(dt[:, 1:], ((0, 0), (0, 1), (0, 0)))
-    after = jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
+    after = sums_after(dt)
     whole = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]
     weight = jnp.exp(a[None, None] * after) * dt
     checkpoint = state_select_reference(states, layer, slots, jnp.zeros_like(slots))

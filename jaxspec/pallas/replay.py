@@ -20,7 +20,7 @@ rows and 3 tokens a step:
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 _WINDOWS = {4: 32, 2: 16}  # the usual ones, by bytes of a state's element
 
@@ -34,6 +34,19 @@ def ring_rows(width: int, itemsize: int, window: int | None = None) -> int:
     return (_WINDOWS[itemsize] if window is None else window) + width
 
 
+def check_ring(width: int, rows: int) -> None:
+    """Refuse a ring too small for steps of `width` tokens.
+
+    Raises:
+        ValueError: fewer than 2 rows a token.
+    """
+    if rows < 2 * width:
+        raise ValueError(
+            f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
+            f"has {rows}. Build the cache with ring_rows >= {2 * width}."
+        )
+
+
 def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Array, "..."]:
     """Whether a step of `width` tokens folds: behind the ring's they might not fit its window."""
     return ring_length > rows - 2 * width
@@ -44,3 +57,12 @@ def next_ring_length(
 ) -> Int[Array, "..."]:
     """`ring_length` after a step of `width` tokens of which `kept` stand."""
     return jnp.where(must_fold(ring_length, width, rows), 0, ring_length) + kept
+
+
+def sums_after(x: Float[Array, "rows tokens heads"]) -> Float[Array, "rows tokens heads"]:
+    """Of each token, the sum of those after it.
+
+    Sums, not differences of sums: those lose what follows a strong decay.
+    """
+    after = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    return jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]
