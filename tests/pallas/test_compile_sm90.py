@@ -7,10 +7,12 @@ No GPU is needed, only two wheels (142 MB) of jax's version, 0.11 or later:
 
 import importlib.util
 import re
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 from shapes import ATTENTION, GDN, MAMBA2, GdnShape, Mamba2Shape
 
@@ -79,12 +81,24 @@ def compile_for(h200, monkeypatch, step, operands, donated=()):
     device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
-    was_on = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)  # a cached program reports nothing
-    try:
+    with nothing_kept_on_disk():
         return lowered.compile()
+
+
+@contextmanager
+def nothing_kept_on_disk():
+    """A cached program reports nothing, and one for a device that is not there cannot be read.
+
+    JAX asks whether the cache is on once a process; only `reset_cache` makes it ask again.
+    """
+    was_on = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
     finally:
         jax.config.update("jax_enable_compilation_cache", was_on)
+        compilation_cache.reset_cache()
 
 
 def array(*dims, dtype=jnp.float32):
