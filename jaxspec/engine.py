@@ -6,7 +6,8 @@ from collections import deque
 from typing import Protocol
 
 from jaxspec.plan import Program, StepOutput, StepPlan
-from jaxspec.scheduler.scheduler import Progress, ScheduledStep, Scheduler
+from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
+from jaxspec.scheduler.scheduler import Scheduler
 
 
 class Pending(Protocol):

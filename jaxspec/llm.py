@@ -23,7 +23,8 @@ from jaxspec.runner.compilation_cache import enable_compilation_cache
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
-from jaxspec.scheduler.scheduler import Progress, Scheduler
+from jaxspec.scheduler.scheduled_step import Progress
+from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"

@@ -126,8 +126,8 @@ class RequestMetrics:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        missing = num_drafts - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * missing)
+        if (missing := num_drafts - len(self.accepted_per_position)) > 0:
+            self.accepted_per_position.extend([0] * missing)
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
 
@@ -182,9 +182,12 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)  # prompt, then what was emitted
     finish: Finish = Finish.RUNNING
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+    max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
+    variant: Variant = dataclasses.field(init=False)
 
     # Scheduling; meaningful while the request is in the batch.
     generation: int = 0  # one more each time it enters the batch: late results name theirs
+    row: int = -1  # where the last plan put it; -1: the device has no row of it
     slot: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     num_pages_sent: int = 0  # of those, how many the device's page table holds
@@ -194,18 +197,15 @@ class Request:
     in_flight_bound: int = 0  # the most those steps can give
 
     def __post_init__(self) -> None:
-        """Start from the prompt."""
+        """Start from the prompt. What each step asks for is worked out once."""
         self.tokens = list(self.prompt)
+        self.max_len = len(self.prompt) + self.params.max_tokens
+        self.variant = self.params.variant
 
     @property
     def output(self) -> list[int]:
         """Tokens emitted so far."""
         return self.tokens[len(self.prompt) :]
-
-    @property
-    def max_len(self) -> int:
-        """Tokens, prompt included, at which it ends."""
-        return len(self.prompt) + self.params.max_tokens
 
     @property
     def is_prefilling(self) -> bool:

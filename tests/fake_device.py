@@ -8,7 +8,8 @@ import numpy as np
 from jaxspec.config import Buckets
 from jaxspec.plan import StepOutput, plan_layout, row_ints
 from jaxspec.request import Finish, Request, SamplingParams
-from jaxspec.scheduler.scheduler import ScheduledStep, Scheduler
+from jaxspec.scheduler.scheduled_step import ScheduledStep
+from jaxspec.scheduler.scheduler import Scheduler
 
 JUNK = -99  # what the draft head leaves at positions whose tokens are not known yet
 VOCAB = 50

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Longer than the budget, and why it stays whole. This list may only shrink.
-LONG_FILES = {"scheduler/scheduler.py": 345, "llm.py": 340}
+LONG_FILES = {"scheduler/scheduler.py": 330, "llm.py": 340}
 LONG_FUNCTIONS = {"llm.py:__init__": 75}
 # Tested through others: no logic of their own, or only seen whole.
 TESTED_ELSEWHERE = {
@@ -30,6 +30,7 @@ TESTED_ELSEWHERE = {
     "runner/compilation_cache.py": "runner/test_compilation_cache.py",
     "sampling/verifiers.py": "test_llm.py",
     "scheduler/packing.py": "fake_device.py",
+    "scheduler/scheduled_step.py": "scheduler/test_scheduler.py",
     "proposers/base.py": "test_laws.py",
     "models/base.py": "models/test_qwen3_5.py",
     "pallas/gdn_prefill_chunks.py": "pallas/test_gdn_prefill.py",

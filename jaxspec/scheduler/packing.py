@@ -1,6 +1,6 @@
 """Writes a step's decisions into the packed plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,23 +14,17 @@ def pack_step(
     buckets: Buckets,
     *,
     rows: Sequence[Request],
-    previous: Mapping[Request, tuple[int, int]],
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
+    grown: Iterable[Request],
 ) -> np.ndarray:
     """The packed plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
 
-    `previous` is each request's (generation, row) in the plan dispatched before. Marks the pages
-    sent to the device as known there.
+    Rows the device has are found by where the last plan put them (`Request.row`). `grown` were
+    given pages, which are marked as known there.
     """
-    prev_positions = np.full(buckets.max_num_seqs, -1, np.int32)
-    new_rows = []
-    for row, request in enumerate(rows):
-        generation, before = previous.get(request, (-1, -1))
-        if generation == request.generation:
-            prev_positions[row] = before
-        else:
-            new_rows.append(row)
+    prev_positions = [request.row for request in rows]
+    new_rows = [row for row, before in enumerate(prev_positions) if before < 0]
     new_ints = np.zeros((len(new_rows), row_ints(buckets.num_drafts).size), np.int32)
     new_floats = np.zeros((len(new_rows), ROW_FLOATS.size), np.float32)
     for entry, row in enumerate(new_rows):
@@ -48,7 +42,7 @@ def pack_step(
             "prefill_tokens": np.array([t for chunk in chunks for t in chunk], np.int32),
             "prefill_lens": [n for _, n in prefills],
             "lookahead_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
-            **_appends(rows),
+            **_appends(grown),
         },
     )
 
@@ -58,9 +52,9 @@ def _token_after(request: Request, end: int) -> int:
     return request.tokens[end] if end < request.prefill_len else -1
 
 
-def _appends(rows: Sequence[Request]) -> dict[str, list[int]]:
+def _appends(grown: Iterable[Request]) -> dict[str, list[int]]:
     slots, indices, pages = [], [], []
-    for request in rows:
+    for request in grown:
         for index in range(request.num_pages_sent, len(request.pages)):
             slots.append(request.slot)
             indices.append(index)

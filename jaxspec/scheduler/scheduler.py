@@ -5,7 +5,6 @@ upper bound, every draft in flight accepted, and learns one to two steps late wh
 The bound only sizes page reservations: positions, counts and slots are the device's own.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -15,32 +14,7 @@ from jaxspec.plan import Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A request's part in one dispatched step."""
-
-    request: Request
-    generation: int
-    bound: int  # most tokens the step can emit for it; 0: a chunk that does not end its prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledStep:
-    """A plan, and whose rows its output will hold."""
-
-    plan: StepPlan
-    decodes: tuple[Entry, ...]  # in output order; prefills follow after the decode bucket
-    prefills: tuple[Entry, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What a collected step gave one request."""
-
-    request: Request
-    tokens: tuple[int, ...]
+from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
 
 
 class Scheduler:
@@ -55,7 +29,6 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(buckets.num_slots - 1, 0, -1))
         self._followers: dict[Request, list[Request]] = {}  # samples that wait to fork off a leader
-        self._rows: dict[Request, tuple[int, int]] = {}  # (generation, row) in the last plan
 
     @property
     def has_work(self) -> bool:
@@ -105,15 +78,16 @@ class Scheduler:
 
     def forget_rows(self) -> None:
         """The device was reset: no row of an earlier plan is there any more."""
-        self._rows = {}
+        for request in self.running:
+            request.row = -1
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be dispatched before results arrive."""
-        step = _Step(self.buckets, num_decodes=sum(map(self._takes_decode_row, self.running)))
+        step = NextStep(self._prompt_budget())
         index = 0
         while index < len(self.running):  # followers join at the end, victims leave from there
             request = self.running[index]
-            if not self._fork_followers(request, step):
+            if not (self._followers and self._fork_followers(request, step)):
                 self._advance(request, step)
             index += 1
         self._admit(step)
@@ -125,7 +99,8 @@ class Scheduler:
         first_prefill = step.plan.program.decode_rows
         rows = list(enumerate(step.decodes)) + list(enumerate(step.prefills, first_prefill))
         now = time.monotonic()
-        fields = output.tokens, output.num_drafts, output.num_accepted, output.finish
+        num_emitted = (output.tokens != -1).sum(axis=1)
+        fields = output.tokens, num_emitted, output.num_drafts, output.num_accepted, output.finish
         given = list(zip(*(x.tolist() for x in fields), strict=True))  # quicker than elements
         for row, entry in rows:
             request = entry.request
@@ -133,8 +108,8 @@ class Scheduler:
                 continue
             request.in_flight -= 1
             request.in_flight_bound -= entry.bound
-            emitted, num_drafts, num_accepted, finish = given[row]
-            tokens = tuple(token for token in emitted if token != -1)
+            emitted, count, num_drafts, num_accepted, finish = given[row]
+            tokens = tuple(emitted[:count])
             if not tokens and not finish:
                 raise RuntimeError(
                     "A step must give each of its rows a token or an end; row "
@@ -158,6 +133,14 @@ class Scheduler:
 
     # Which rows get tokens.
 
+    def _prompt_budget(self) -> int:
+        """Prompt tokens a step has room for beside the rows that decode."""
+        if not self.waiting and not any(request.is_prefilling for request in self.running):
+            return 0
+        num_decodes = sum(map(self._takes_decode_row, self.running))
+        left = self.buckets.max_num_batched_tokens - num_decodes * self.buckets.width
+        return min(self.buckets.prefill_tokens[-1], left)
+
     def _takes_decode_row(self, request: Request) -> bool:
         """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
 
@@ -168,15 +151,14 @@ class Scheduler:
             return 0 < request.num_computed == request.prefill_len - 1
         return len(request.tokens) + request.in_flight < request.max_len
 
-    def _advance(self, request: Request, step: "_Step") -> None:
+    def _advance(self, request: Request, step: NextStep) -> None:
         if self._takes_decode_row(request):
-            reserve = self._reserve_len(request.tokens_bound)
-            if self._reserve(request, reserve):
+            if self._reserve(request, self._reserve_len(request.tokens_bound), step):
                 step.decodes.append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
 
-    def _advance_prefill(self, request: Request, step: "_Step") -> None:
+    def _advance_prefill(self, request: Request, step: NextStep) -> None:
         end = request.prefill_len
         if self._followers.get(request) and end == len(request.prompt):
             end -= 1  # stop where the other samples fork off: they draw their own next token
@@ -187,11 +169,11 @@ class Scheduler:
         upto = request.num_computed + length
         if upto == request.prefill_len:
             upto = self._reserve_len(upto)
-        if self._reserve(request, upto):
+        if self._reserve(request, upto, step):
             step.prefills.append((request, length))
             step.budget -= length
 
-    def _fork_followers(self, leader: Request, step: "_Step") -> bool:
+    def _fork_followers(self, leader: Request, step: NextStep) -> bool:
         """Let followers off a leader that stands before its last prompt token.
 
         True: some must still come and there are rows for them, so the leader has to wait.
@@ -210,7 +192,7 @@ class Scheduler:
             self.pages.share(leader.pages[:shared])
             child.pages = leader.pages[:shared] + self.pages.allocate(int(bool(partial)))
             pages = (leader.pages[shared], child.pages[shared]) if partial else (0, 0)
-            child.num_pages_sent = len(child.pages)
+            child.num_pages_sent = len(child.pages)  # the fork tells the device
             fork = Fork(leader.slot, child.slot, *pages, shared)
             step.forks.append((child, child.generation, fork))
             step.budget -= self.buckets.width
@@ -219,7 +201,7 @@ class Scheduler:
         del self._followers[leader]  # the rest, if any, will run their own prefill
         return False
 
-    def _admit(self, step: "_Step") -> None:
+    def _admit(self, step: NextStep) -> None:
         reserved = 0
         for request in list(self.waiting):
             if self._follows(request):
@@ -248,12 +230,12 @@ class Scheduler:
 
     # Rows, slots and pages.
 
-    def _enter(self, request: Request, step: "_Step", num_computed: int) -> None:
+    def _enter(self, request: Request, step: NextStep, num_computed: int) -> None:
         self._forget_follower(request)
         request.generation += 1
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
-        request.num_pages_sent = 0
+        request.num_pages_sent, request.row = 0, -1
         self.running.append(request)
         step.num_new += 1
 
@@ -281,65 +263,66 @@ class Scheduler:
     def _pages_for(self, length: int, request: Request) -> int:
         return -(-min(length, request.max_len) // self.buckets.page_size)
 
-    def _reserve(self, request: Request, length: int) -> bool:
+    def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.
 
         False: the request itself was the last and had to go.
         """
+        if min(length, request.max_len) <= len(request.pages) * self.buckets.page_size:
+            return True
         missing = self._pages_for(length, request) - len(request.pages)
         while missing > self.pages.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self.pages.allocate(max(missing, 0))
+        request.pages += self.pages.allocate(missing)
+        step.grown.append(request)
         return True
 
     # Writing the plan.
 
-    def _dispatch(self, step: "_Step") -> ScheduledStep:
-        active = step.decodes + [request for request, _ in step.prefills]
-        chosen = set(active)
-        idle = [request for request in self.running if request not in chosen]
+    def _dispatch(self, step: NextStep) -> ScheduledStep:
+        rows = step.decodes + [request for request, _ in step.prefills]
+        variant = VARIANTS[max(map(VARIANTS.index, {request.variant for request in rows}))]
+        if len(rows) < len(self.running):
+            active = set(rows)
+            rows += [request for request in self.running if request not in active]
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        variant = VARIANTS[max(VARIANTS.index(r.params.variant) for r in active)]
         program = Program(*shape, variant)
         packed = pack_step(
             program,
             self.buckets,
-            rows=active + idle,
-            previous=self._rows,
+            rows=rows,
             num_decode=len(step.decodes),
             prefills=step.prefills,
+            grown=step.grown,
         )
+        for row, request in enumerate(rows):
+            request.row = row
         # A child that had to go again before the plan was done does not fork.
         forks = tuple(f for r, g, f in step.forks if r in self.running and r.generation == g)
-        self._rows = {r: (r.generation, row) for row, r in enumerate(active + idle)}
-        bound = {r: 1 if r.is_prefilling else self.buckets.width for r in step.decodes}
         return ScheduledStep(
             StepPlan(program, packed, forks),
-            tuple(self._entry(r, bound[r], 1) for r in step.decodes),
-            tuple(self._entry(r, 1, length) for r, length in step.prefills),
+            tuple(self._decode_entry(request) for request in step.decodes),
+            tuple(self._prefill_entry(request, length) for request, length in step.prefills),
         )
 
-    def _entry(self, request: Request, bound: int, length: int) -> Entry:
-        """Count a row's step as in flight; `length` prompt tokens are computed with it."""
+    def _decode_entry(self, request: Request) -> Entry:
+        """Count a row's verify as in flight, or its last prompt token, which has no drafts."""
+        bound = self.buckets.width
         if request.is_prefilling:
-            request.num_computed += length
-        if request.is_prefilling:
-            return Entry(request, request.generation, 0)
+            request.num_computed += 1
+            bound = 1
         request.in_flight += 1
         request.in_flight_bound += bound
         return Entry(request, request.generation, bound)
 
-
-class _Step:
-    """What one call of `schedule` has gathered so far."""
-
-    def __init__(self, buckets: Buckets, num_decodes: int):
-        left = buckets.max_num_batched_tokens - num_decodes * buckets.width
-        self.budget = min(buckets.prefill_tokens[-1], left)  # prompt tokens still to give away
-        self.decodes: list[Request] = []
-        self.prefills: list[tuple[Request, int]] = []
-        self.forks: list[tuple[Request, int, Fork]] = []  # child, its generation, the fork
-        self.num_new = 0
+    def _prefill_entry(self, request: Request, length: int) -> Entry:
+        """Count a chunk as computed, and as in flight if it ends its prompt."""
+        request.num_computed += length
+        if request.is_prefilling:
+            return Entry(request, request.generation, 0)
+        request.in_flight += 1
+        request.in_flight_bound += 1
+        return Entry(request, request.generation, 1)

@@ -1,0 +1,44 @@
+"""A step as the scheduler sees it: gathered, dispatched, and what came of it."""
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxspec.plan import Fork, StepPlan
+from jaxspec.request import Request
+
+
+@dataclasses.dataclass
+class NextStep:
+    """What one call of `Scheduler.schedule` has gathered so far."""
+
+    budget: int  # prompt tokens still to give away
+    decodes: list[Request] = dataclasses.field(default_factory=list)
+    prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
+    # Children, each with its generation and its fork.
+    forks: list[tuple[Request, int, Fork]] = dataclasses.field(default_factory=list)
+    grown: list[Request] = dataclasses.field(default_factory=list)  # given pages
+    num_new: int = 0  # rows that enter
+
+
+class Entry(NamedTuple):
+    """A request's part in one dispatched step."""
+
+    request: Request
+    generation: int
+    bound: int  # most tokens the step can emit for it; 0: a chunk that does not end its prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledStep:
+    """A plan, and whose rows its output will hold."""
+
+    plan: StepPlan
+    decodes: tuple[Entry, ...]  # in output order; prefills follow after the decode bucket
+    prefills: tuple[Entry, ...]
+
+
+class Progress(NamedTuple):
+    """What a collected step gave one request."""
+
+    request: Request
+    tokens: tuple[int, ...]
