@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for `shapes`
 
 FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
+INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
 
 
 @dataclasses.dataclass
@@ -26,3 +30,10 @@ class Case:
     calls: int | None = None  # of a program, where the defaults do not suit
     writes: bool = True  # the pool, so that one call waits for the other
     flops: int = 0  # where they bound it, not the bytes
+
+
+def live_rows(rows, width):
+    """Slots, offsets and lengths of rows that are all live."""
+    rng = np.random.default_rng(0)
+    index = 1 + rng.permutation(rows), rng.integers(0, width, rows), np.full(rows, width)
+    return tuple(jnp.asarray(x, jnp.int32) for x in index)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import FEW, MANY, Case
+from case import FEW, MANY, Case, live_rows
+from kernel_cases_conv import conv_update_cases, gdn_qkv_cases
 from kernel_cases_prefill import (
     gdn_prefill_cases,
     mamba2_prefill_cases,
@@ -19,7 +20,6 @@ from kernel_cases_prefill import (
 )
 from shapes import ATTENTION, GDN, MAMBA2
 
-from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
 from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
@@ -28,8 +28,6 @@ from jaxspec.pallas.paged_attention import paged_attention, paged_attention_refe
 from jaxspec.pallas.replay import must_fold, ring_rows
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
-
-INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
 
 
 def gdn_step_cases() -> Iterator[Case]:
@@ -164,7 +162,7 @@ def mamba2_step_cases() -> Iterator[Case]:
 
 def _mamba2_step_case(model, dtype, rows, width):
     shape = MAMBA2[model]
-    operands = *mamba2_tokens(shape, rows, width), *_index(rows, width)
+    operands = *mamba2_tokens(shape, rows, width), *live_rows(rows, width)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
     def run(op, pool, layer, x, dt, a, b, c, d, *index):
@@ -258,51 +256,6 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
     )
 
 
-def conv_update_cases() -> Iterator[Case]:
-    """As for `gdn_step`; bfloat16 is what the models are published in."""
-    sizes = [("bfloat16", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
-    sizes += [("bfloat16", 64, 9), ("float32", 64, 4)]
-    for model, shape in GDN.items():
-        for dtype, rows, width in sizes:
-            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
-                yield _conv_update_case(model, shape.conv_dim, jnp.dtype(dtype), rows, width)
-
-
-def _conv_update_case(model, channels, dtype, rows, width, kernel=4):
-    keys = jax.random.split(jax.random.key(0), INPUTS + 1)
-    # Several, so that none is found in the cache.
-    xs = tuple(jax.random.normal(key, (rows, width, channels)).astype(dtype) for key in keys[1:])
-    taps = jax.random.normal(keys[0], (kernel, channels)).astype(dtype)
-    index = _index(rows, width)
-    window = kernel - 2 + width
-
-    def pool(layers):
-        one = jax.random.normal(keys[0], (window, channels)).astype(dtype)
-        return jnp.broadcast_to(one, (layers, 1 + rows, window, channels)) + jnp.zeros((), dtype)
-
-    def run(op, pool, layer, xs, taps, *index):
-        return op(xs[layer % INPUTS], taps.T, pool, layer, *index)
-
-    return Case(
-        op="conv_update",
-        about={
-            "model": model,
-            "channels": channels,
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-        },
-        run=functools.partial(run, conv_update),
-        reference=functools.partial(run, conv_update_reference),
-        pool=pool,
-        layer_bytes=rows * window * channels * dtype.itemsize,
-        operands=(xs, taps, *index),
-        total_bytes=2 * xs[0].nbytes
-        + taps.nbytes
-        + rows * (kernel - 1 + window) * channels * dtype.itemsize,
-    )
-
-
 def state_select_cases() -> Iterator[Case]:
     """The kernel, whatever the op runs."""
     for model, shape in GDN.items():
@@ -328,7 +281,7 @@ def _state_select_case(model, shape, dtype, rows, candidates=4):
         reference=lambda pool, *args: (state_select_reference(pool, *args), pool),
         pool=pool,
         layer_bytes=state_bytes,
-        operands=_index(rows, candidates)[:2],
+        operands=live_rows(rows, candidates)[:2],
         total_bytes=2 * state_bytes,
         calls=FEW if rows > 1 else MANY,
         writes=False,
@@ -344,7 +297,7 @@ def slot_mapping_cases() -> Iterator[Case]:
 def _slot_mapping_case(rows, width, pages=2048, page_size=16):
     rng = np.random.default_rng(0)
     tables = jnp.asarray(rng.integers(1, 2**20, (1 + rows, pages)), jnp.int32)
-    slots = jnp.repeat(_index(rows, width)[0], width)
+    slots = jnp.repeat(live_rows(rows, width)[0], width)
 
     def run(op, positions, layer, tables, slots, live):
         # A barrier, or XLA would make one program of its several.
@@ -425,13 +378,6 @@ def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtyp
     )
 
 
-def _index(rows, width):
-    """Slots, offsets and lengths of rows that are all live."""
-    rng = np.random.default_rng(0)
-    index = 1 + rng.permutation(rows), rng.integers(0, width, rows), np.full(rows, width)
-    return tuple(jnp.asarray(x, jnp.int32) for x in index)
-
-
 OPS = {
     "gdn_step": gdn_step_cases,
     "gdn_prefill": gdn_prefill_cases,
@@ -440,6 +386,7 @@ OPS = {
     "mamba2_replay": mamba2_replay_cases,
     "mamba2_prefill": mamba2_prefill_cases,
     "conv_update": conv_update_cases,
+    "gdn_qkv": gdn_qkv_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "paged_attention": paged_attention_cases,

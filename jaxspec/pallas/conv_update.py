@@ -33,14 +33,15 @@ def conv_update(
     The kernel reads one tap of many channels at once, so it is handed `weight.T`: a caller that
     keeps `[kernel, channels]` and passes its `.T` spares XLA a transposition, 0.5 us of 6.
     """
-    _check_window(x, weight, conv)
-    if dispatch.runs_kernel("conv_update", _unsupported(x, weight, conv)):
+    check_window(x, weight, conv)
+    if dispatch.runs_kernel("conv_update", unsupported(x, weight, conv)):
         on_device = dispatch.layer_index(conv, layer)
         return _conv_update_kernel(x, weight.T, conv, on_device, slots, state_offset, query_len)
     return conv_update_reference(x, weight, conv, layer, slots, state_offset, query_len)
 
 
-def _check_window(x, weight, conv):
+def check_window(x, weight, conv):
+    """Raise the ValueError of `conv_update`."""
     width, needed = x.shape[1], weight.shape[1] - 2 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
@@ -82,7 +83,7 @@ def _stored(x, real, dtype):
     return jnp.where(real[..., None], x, jnp.zeros((), x.dtype)).astype(dtype)
 
 
-def _unsupported(x, weight, conv):
+def unsupported(x, weight, conv):
     """Why `_conv_update_kernel` does not take these operands, or None."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
@@ -112,51 +113,74 @@ def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *,
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows, width, channels = x.shape
-    layers, num_slots, window, _ = conv.shape
-    history = taps.shape[0] - 1
+    rows, _, channels = x.shape
     size, layout = mosaic.THREADS * _VECTOR, mosaic.vectors(plgpu, _VECTOR)
-    load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
 
-    def body(x, taps, layer, slots, state_offset, query_len, pool, out):
+    def body(*refs):
+        *operands, out = refs
         row, block = lax.axis_index("row"), pl.ds(lax.axis_index("part") * size, size)
-        # The tokens first: their addresses do not wait for an index.
-        new = [load(x.at[row, t, block], layout) for t in range(width)]
-        weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
-        slot, count = slots[row], query_len[row]
-        place = layer[0] * num_slots + jnp.clip(slot, 0, num_slots - 1)
-        start = jnp.clip(state_offset[row], 0, window - history)
-        past = [load(pool.at[place, start + i, block], layout) for i in range(history)]
 
-        @pl.when((slot > 0) & (slot < num_slots) & (count > 0))
-        def _():
-            nothing = plgpu.layout_cast(jnp.zeros(size, x.dtype), layout)
-            stored = [
-                jnp.where(jnp.broadcast_to(t < count, (size,)), new[t], nothing)
-                for t in range(width)
-            ]
-            for i, values in enumerate([*past[1:], *stored]):
-                store(pool.at[place, i, block], values)
+        def put(t, y):
+            mosaic.store(plgpu, out.at[row, t, block], y.astype(out.dtype))
 
-        inputs = [values.astype(jnp.float32) for values in (*past, *new)]
-        for t in range(width):
-            products = [inputs[t + i] * weights[i] for i in range(history + 1)]
-            y = functools.reduce(jnp.add, products)
-            store(out.at[row, t, block], _silu(y).astype(out.dtype))
+        convolve(plgpu, operands, block, layout, put)
 
+    operands = x, taps, layer[None], slots, state_offset, query_len
+    return launch(plgpu, body, operands, conv, x, (rows, channels // size), interpret)
+
+
+def convolve(plgpu, operands, block, layout, put):
+    """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
+
+    `operands` are references as `launch` hands them on, the pool last; `block` is of channels, or
+    of heads of them. A thread reads what it has of the pool before it writes that.
+    """
+    from jax.experimental import pallas as pl
+
+    x, taps, layer, slots, state_offset, query_len, pool = operands
+    load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
+    _, num_slots, window = pool.shape[:3]
+    width, history, row = x.shape[1], taps.shape[0] - 1, lax.axis_index("row")
+    # The tokens first: their addresses do not wait for an index.
+    new = [load(x.at[row, t, block], layout) for t in range(width)]
+    weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
+    slot, count = slots[row], query_len[row]
+    place = layer[0], jnp.clip(slot, 0, num_slots - 1)
+    start = jnp.clip(state_offset[row], 0, window - history)
+    past = [load(pool.at[*place, start + i, block], layout) for i in range(history)]
+
+    @pl.when((slot > 0) & (slot < num_slots) & (count > 0))
+    def _():
+        nothing = plgpu.layout_cast(jnp.zeros(new[0].shape, x.dtype), layout)
+        stored = [
+            jnp.where(jnp.broadcast_to(t < count, nothing.shape), new[t], nothing)
+            for t in range(width)
+        ]
+        for i, values in enumerate([*past[1:], *stored]):
+            store(pool.at[*place, i, block], values)
+
+    inputs = [values.astype(jnp.float32) for values in (*past, *new)]
+    for t in range(width):
+        products = [inputs[t + i] * weights[i] for i in range(history + 1)]
+        put(t, _silu(functools.reduce(jnp.add, products)))
+
+
+def launch(plgpu, body, operands, conv, outputs, grid, interpret):
+    """Run `body` on a grid of rows and parts: its outputs, and the pool `conv`, written in place.
+
+    `body` gets `operands`, the pool, and what is shaped as `outputs`.
+    """
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(rows, channels // size),
+        out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
+        grid=grid,
         grid_names=("row", "part"),
         # Safe without barriers: no thread reads what another writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    flat = (layers * num_slots, window, channels)
-    pool = jax.new_ref(conv.reshape(flat), memory_space=plgpu.GMEM)
-    out = kernel(x, taps, layer[None], slots, state_offset, query_len, pool)
-    return out, jax.freeze(pool).reshape(conv.shape)
+    pool = jax.new_ref(conv, memory_space=plgpu.GMEM)
+    return kernel(*operands, pool), jax.freeze(pool)
 
 
 def _silu(x):

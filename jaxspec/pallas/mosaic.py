@@ -35,10 +35,11 @@ def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
     """
     vector = 16 // itemsize
     lanes = min(most_lanes, size // vector)
-    rows = 32 // lanes
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((4 * rows, lanes * vector), (rows, lanes * vector), (vector,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
+    rows = 32 // lanes  # of a warp
+    whole = (4 * rows, lanes * vector)
+    if rows == 1:
+        tiles, warps, lane_dims = (whole, (vector,)), (-3,), (-2,)
+    else:
+        tiles, warps, lane_dims = (whole, (rows, lanes * vector), (vector,)), (-5,), (-3, -2)
+    tiling = plgpu.Tiling(tiles)
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lane_dims, vector_dim=-1)

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare, l2_normalise, split_heads
+from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
-from jaxspec.pallas.conv_update import conv_prefill, conv_update
+from jaxspec.pallas.conv_update import conv_prefill
 from jaxspec.pallas.gdn_prefill import gdn_prefill
+from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, split_qkv
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 
@@ -57,52 +58,55 @@ class GatedDeltaNet(nnx.Module):
         """`layer` is the index among the cache's recurrent layers; positions are not used."""
         del angles
         mixed, z, b, a = self.in_proj(x)
-        mixed, cache = self._convolve(mixed, inputs, cache, layer)
-
-        keys = self.config.linear_key_heads * self.config.linear_key_dim
-        q, k, v = jnp.split(mixed.astype(jnp.float32), [keys, 2 * keys], axis=-1)
-        q = l2_normalise(split_heads(q, self.config.linear_key_heads))
-        k = l2_normalise(split_heads(k, self.config.linear_key_heads))
-        q = q * self.config.linear_key_dim**-0.5
-        v = split_heads(v, self.config.linear_value_heads)
         beta = jax.nn.sigmoid(b.astype(jnp.float32))
         step = jax.nn.softplus(a.astype(jnp.float32) + self.decay_bias[...][None])
         g = -jnp.exp(self.log_decay[...])[None] * step
 
-        out, cache = _recur((q, k, v, g, beta), x.dtype, inputs, cache, layer)
+        split = inputs.num_decode_tokens
+        verified = mixed[:split], g[:split], beta[:split]
+        out, cache = self._verify(*verified, inputs, cache, layer)
+        if inputs.prefill is not None:
+            prompts = mixed[split:], g[split:], beta[split:]
+            chunks, cache = self._prefill(*prompts, inputs.prefill, cache, layer)
+            out = jnp.concatenate([out, chunks])
         gate = jax.nn.silu(split_heads(z, self.config.linear_value_heads).astype(jnp.float32))
         gated = (self.norm(out) * gate).reshape(x.shape[0], -1)
         (y,) = self.out_proj(gated.astype(x.dtype))
         return y, cache
 
-    def _convolve(self, mixed, inputs, cache, layer):
-        decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
+    @property
+    def _heads(self) -> GdnHeads:
+        config = self.config
+        return GdnHeads(config.linear_key_heads, config.linear_key_dim, config.linear_value_heads)
+
+    def _verify(self, mixed, g, beta, inputs, cache, layer):
+        """The rectangle's outputs; its states are kept, or what it takes to replay them."""
+        decode, width = inputs.decode, inputs.width
+        mixed, g, beta = (x.reshape(-1, width, x.shape[1]) for x in (mixed, g, beta))
+        slots, offset, query_len = where = decode.slots, decode.state_offset, decode.query_len
         weight = self.conv[...].T
-        rows, channels = decode.slots.shape[0], mixed.shape[1]
-        rectangle = mixed[:split].reshape(rows, inputs.width, channels)
-        y, conv = conv_update(
-            rectangle,
-            weight,
-            cache.conv,
-            layer,
-            decode.slots,
-            decode.state_offset,
-            decode.query_len,
-        )
-        y = y.reshape(split, channels)
-        if prefill is not None:
-            chunks, conv = conv_prefill(
-                mixed[split:],
-                weight,
-                conv,
-                layer,
-                prefill.slots,
-                prefill.state_offset,
-                prefill.num_computed,
-                prefill.query_start,
+        q, k, v, conv = gdn_qkv(mixed, weight, cache.conv, layer, *where, self._heads)
+        operands = q, k, v, g, beta, cache.states
+        if cache.ring is None:
+            out, states = gdn_step(*operands, layer, *where)
+            cache = dataclasses.replace(cache, conv=conv, states=states)
+        else:
+            progress = decode.num_computed, decode.ring_length
+            out, states, ring = gdn_replay(
+                *operands, cache.ring, layer, slots, *progress, query_len
             )
-            y = jnp.concatenate([y, chunks])
-        return y, dataclasses.replace(cache, conv=conv)
+            cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
+        return out.reshape(-1, *out.shape[2:]), cache
+
+    def _prefill(self, mixed, g, beta, prefill, cache, layer):
+        """The chunks' outputs; conv window and state of each sequence stand at its last token."""
+        dtype = mixed.dtype
+        progress = prefill.slots, prefill.state_offset, prefill.num_computed, prefill.query_start
+        y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, *progress)
+        q, k, v = split_qkv(y, self._heads)
+        v = v.astype(dtype)  # which it had: chunks are products, quick in 16 bits
+        out, states = gdn_prefill(q, k, v, g, beta, cache.states, layer, *progress)
+        return out, dataclasses.replace(cache, conv=conv, states=states)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `linear_attn.`."""
@@ -125,58 +129,3 @@ def _init_decay_bias(key, shape, dtype):
     """The inverse softplus of steps from 0.001 to 0.1, as in Mamba2."""
     step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(1e-1)))
     return step + jnp.log(-jnp.expm1(-step))
-
-
-def _recur(operands, dtype, inputs, cache, layer):
-    """The delta rule over both regions; `operands` are q, k, v, g, beta, token by token.
-
-    `dtype`: the model's.
-    """
-    decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
-    rows = decode.slots.shape[0]
-    rectangle = [x[:split].reshape(rows, inputs.width, *x.shape[1:]) for x in operands]
-    out, cache = _verify(rectangle, decode, cache, layer)
-    out = out.reshape(split, *out.shape[2:])
-    if prefill is not None:
-        q, k, v, g, beta = (x[split:] for x in operands)
-        v = v.astype(dtype)  # which it had: chunks are products, quick in 16 bits
-        chunks, states = gdn_prefill(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            cache.states,
-            layer,
-            prefill.slots,
-            prefill.state_offset,
-            prefill.num_computed,
-            prefill.query_start,
-        )
-        out = jnp.concatenate([out, chunks])
-        cache = dataclasses.replace(cache, states=states)
-    return out, cache
-
-
-def _verify(operands, decode, cache, layer):
-    """The rectangle's outputs; its states are kept, or what it takes to replay them."""
-    q, k, v, g, beta = operands
-    where = decode.slots, decode.state_offset, decode.query_len
-    if cache.ring is None:
-        out, states = gdn_step(q, k, v, g, beta, cache.states, layer, *where)
-        return out, dataclasses.replace(cache, states=states)
-    out, states, ring = gdn_replay(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        cache.states,
-        cache.ring,
-        layer,
-        decode.slots,
-        decode.num_computed,
-        decode.ring_length,
-        decode.query_len,
-    )
-    return out, dataclasses.replace(cache, states=states, ring=ring)

@@ -112,8 +112,3 @@ class OutputHead(nnx.Module):
 def split_heads(x: Float[Array, "tokens features"], heads: int) -> Float[Array, "tokens heads dim"]:
     """The last axis cut into heads."""
     return x.reshape(x.shape[0], heads, -1)
-
-
-def l2_normalise(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-    """Each head divided by its length, with 1e-6 under the root as published."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

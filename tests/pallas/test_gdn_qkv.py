@@ -1,0 +1,124 @@
+"""gdn_qkv against NumPy; kernel = reference, with padding and NaN where the model has them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import GDN, GdnShape
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.conv_update import conv_update
+from jaxspec.pallas.gdn_qkv import GdnHeads, _gdn_qkv_kernel, gdn_qkv, split_qkv
+
+LAYERS, SLOTS, KERNEL = 2, 7, 4
+
+
+def int32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+# Rows: three tokens, two of NaN; padding by slot, by length, by a slot that is not there, by a
+# negative one; one token with an offset out of range, one with a length out of range.
+ROWS = {
+    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
+    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
+    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
+}
+REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
+
+
+def heads_of(shape: GdnShape):
+    return GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
+
+
+def case(shape, dtype, width, spare=0):
+    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
+    rng = np.random.default_rng(width)
+    x = rng.normal(size=(len(ROWS["slots"]), width, shape.conv_dim))
+    for row in range(len(x)):
+        x[row, REAL.get(row, 0) :] = np.nan
+    x[1] = np.nan
+    pool = rng.normal(size=(LAYERS, SLOTS, KERNEL - 2 + width + spare, shape.conv_dim))
+    weight = rng.normal(size=(shape.conv_dim, KERNEL))
+    return tuple(jnp.asarray(a, dtype) for a in (x, weight, pool))
+
+
+def check(shape, x, weight, conv, run):
+    """`run` is `conv_update` and `split_qkv`: in real tokens, and bit for bit in the pool."""
+    *ours, after = run(x, weight, conv, 1, *ROWS.values(), heads_of(shape))
+    y, expected_after = conv_update(x, weight, conv, 1, *ROWS.values())
+    np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (after, expected_after)))
+    # In 16 bits the convolution may round to a neighbour, and a head's length with it.
+    tolerance = max(4 * float(jnp.finfo(x.dtype).eps), 2e-5)
+    for mine, theirs in zip(ours, split_qkv(y, heads_of(shape)), strict=True):
+        assert mine.dtype == jnp.float32 and mine.shape == theirs.shape
+        for row, count in REAL.items():
+            got, wanted = np.asarray(mine)[row, :count], np.asarray(theirs)[row, :count]
+            assert np.isnan(wanted).all() == (row == 1)
+            np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_queries_and_keys_have_length_one_and_values_pass():
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=(5, 2 * 2 * 8 + 4 * 6)).astype(np.float32)
+    q, k, v = split_qkv(jnp.asarray(y), GdnHeads(2, 8, 4))
+    queries, keys, values = np.split(y.astype(np.float64), [16, 32], axis=1)
+    for got, raw, length in ((q, queries, 8**-0.5), (k, keys, 1.0)):
+        raw = raw.reshape(5, 2, 8)
+        wanted = raw / np.sqrt((raw**2).sum(axis=2, keepdims=True) + 1e-6) * length
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(v, values.reshape(5, 4, 6).astype(np.float32))
+
+
+def test_a_head_of_zeros_stays_zero():
+    q, k, _ = split_qkv(jnp.zeros((1, 24)), GdnHeads(1, 8, 1))
+    assert not q.any() and not k.any()
+
+
+def test_it_is_the_convolution_and_its_heads():
+    shape = GdnShape(2, 4, 8, 8)
+    check(shape, *case(shape, jnp.float32, 3), gdn_qkv)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "width", "spare"),
+    [
+        (GdnShape(4, 8, 128, 128), jnp.bfloat16, 4, 0),
+        (GdnShape(4, 4, 128, 128), jnp.float32, 1, 3),
+        (GdnShape(8, 8, 64, 64), jnp.float16, 2, 1),
+        (GdnShape(8, 16, 64, 64), jnp.float32, 9, 0),
+    ],
+    ids=str,
+)
+def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, spare):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(x, weight, conv, layer, *index):
+        layer = jnp.asarray(layer, jnp.int32)
+        return _gdn_qkv_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
+
+    check(shape, *case(shape, dtype, width, spare), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", range(1, 10))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.pop("gdn_qkv", None)
+    check(shape, *case(shape, dtype, width), gdn_qkv)
+    assert dispatch.implementations()["gdn_qkv"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_heads_no_kernel_takes_are_seen_to_run_the_reference():
+    dispatch._chosen.pop("gdn_qkv", None)
+    shape = GdnShape(1, 2, 128, 64)
+    check(shape, *case(shape, jnp.float32, 2), gdn_qkv)
+    (implementation,) = dispatch.implementations()["gdn_qkv"]
+    assert implementation == "XLA: heads of 128 and 64, not all 64 or 128"
