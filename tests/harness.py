@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import Oracle, expect
 
-from jaxspec.config import Buckets, SpeculativeConfig, StateConfig
+from jaxspec.config import Buckets, StateConfig
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
 from jaxspec.proposers import make_proposer
@@ -16,6 +16,7 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.speculation import SpeculativeConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROWS, MAX_LEN = 4, 96
