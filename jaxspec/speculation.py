@@ -15,9 +15,10 @@ class SpeculativeConfig:
 
     `method`: "mtp" (the checkpoint's own head) or "oracle" (known continuations, for tests).
     `draft_vocab`: the tokens that MTP may draft: None, all of them; a number n, the first n ids (a
-    byte-pair vocabulary has its frequent merges first); or a list of ids, such as those your texts
-    use most. A draft reads no more of the output head than these, and no output changes: the target
-    still scores every token, and what is not listed is never drafted (FR-Spec, arXiv 2502.14856).
+    byte-pair vocabulary has its frequent merges first, and what ends a text last); or a list of
+    ids, such as those your texts use most. A draft reads no more of the output head than these,
+    and no output changes: the target still scores every token, and what is not listed is never
+    drafted (FR-Spec, arXiv 2502.14856).
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
@@ -84,7 +85,7 @@ class SpeculativeConfig:
             )
         token, times = collections.Counter(ids).most_common(1)[0]
         if times > 1:
-            raise ValueError(f"draft_vocab must list an id only once, got {token} {times} times.")
+            raise ValueError(f"draft_vocab must list an id once, got id {token} {times} times.")
         object.__setattr__(self, "draft_vocab", tuple(map(int, ids)))  # which can be hashed
 
     def draft_ids(self, vocab_size: int) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ from jaxspec.speculation import SpeculativeConfig
         ({"draft_vocab": []}, "draft_vocab must be .* a list of token ids .* got a list of none"),
         ({"draft_vocab": [3, -1]}, "a list of token ids from 0 on; got a list with -1"),
         ({"draft_vocab": [3, 1.5]}, "a list of token ids from 0 on; got a list with 1.5"),
-        ({"draft_vocab": (3, 7, 3)}, "draft_vocab must list an id only once, got 3 2 times"),
+        ({"draft_vocab": (3, 7, 3)}, "draft_vocab must list an id once, got id 3 2 times"),
         (
             {"method": "oracle", "continuations": ((1,),), "draft_vocab": 3},
             "draft_vocab is of the MTP head, and method 'oracle' drafts without one",
