@@ -153,8 +153,7 @@ class LLM:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
         """
         batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = params_of(sampling_params, len(batch))
-        groups = self._prepare(batch, params)
+        groups = self._prepare(batch, params_of(sampling_params, len(batch)))
         left = {sample.request for group in groups for sample in group}
         with tqdm(total=len(left), unit="sample", disable=not self._show_progress, **_BAR) as bar:
             try:
