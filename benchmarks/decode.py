@@ -3,9 +3,10 @@
     python benchmarks/decode.py --shape qwen3.5-9b [--rows 1 64] [--drafts 0 3] [--json FILE]
 
 `LLM.generate` of so many prompts of 512 random ids at once, 256 greedy tokens each, by a model with
-random weights; drafts stand at given rates (synthetic). A token's time is that of 257 new tokens
-less that of 1, over 256, the median of the repeats: the definition that vLLM was measured by
-(`peer_h200.json`). The floor is `floor.py`'s, at the mean context and the copy bandwidth.
+random weights; drafts stand at given rates (synthetic), which `--draft-vocab` does not lower as it
+would with real ones. A token's time is that of 257 new tokens less that of 1, over 256, the median
+of the repeats: the definition that vLLM was measured by (`peer_h200.json`). The floor is
+`floor.py`'s, at the mean context and the copy bandwidth.
 
 The gap: while all rows decode, the engine's time a step, over that of steps which are planned
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps.
@@ -50,6 +51,7 @@ class Case:
     shape: str
     rows: int
     drafts: int
+    draft_vocab: int | None
     dtype: str
     state_policy: str
     state_dtype: str
@@ -64,7 +66,11 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = max(case.tokens + 1, steady_tokens(case, args.steps))
     rates = RATES[: case.drafts]
-    speculation = {"num_speculative_tokens": case.drafts, "synthetic_acceptance_rates": rates}
+    speculation = {
+        "num_speculative_tokens": case.drafts,
+        "draft_vocab": case.draft_vocab,
+        "synthetic_acceptance_rates": rates,
+    }
     return LLM(
         folder,
         load_format="dummy",
@@ -188,6 +194,7 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
         rows=case.rows,
         context=case.prompt + case.tokens // 2,
         drafts=case.drafts,
+        draft_vocab=case.draft_vocab,
         emitted=figures["tokens_per_step"],
         states=StateConfig(case.state_policy, case.state_dtype),
         dtype=case.dtype,
@@ -259,7 +266,7 @@ def run(cases: Sequence[Case], copy: float, args: argparse.Namespace) -> None:
             figures |= {"copy_tb_per_s": copy / 1e12, "commit": commit}
             result = rounded({**about, **figures})
             print(json.dumps(result), flush=True)
-            results = [x for x in results if {k: x[k] for k in identity} != about] + [result]
+            results = [x for x in results if {k: x.get(k) for k in identity} != about] + [result]
             chosen = known.get("implementations", {}) | dispatch.implementations()
             record.write(args.json, {"implementations": chosen, "results": results})
 
@@ -275,6 +282,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3], choices=range(4))
+    parser.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--state-policy", default="snapshot")
     parser.add_argument("--state-dtype", default="float32")
@@ -291,8 +299,12 @@ def main() -> None:
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
     names = [field.name for field in dataclasses.fields(Case)]
     fixed = {name: value for name, value in vars(args).items() if name in names}
-    sizes = [(rows, drafts) for rows in args.rows for drafts in args.drafts]
-    run([Case(**fixed | {"rows": rows, "drafts": drafts}) for rows, drafts in sizes], copy, args)
+    sizes = [
+        {"rows": rows, "drafts": drafts, "draft_vocab": args.draft_vocab if drafts else None}
+        for rows in args.rows
+        for drafts in args.drafts
+    ]
+    run([Case(**fixed | size) for size in sizes], copy, args)
 
 
 if __name__ == "__main__":

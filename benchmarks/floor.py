@@ -1,10 +1,10 @@
 """The least time that a decode step of a Qwen3.5 can take: what must move, and what it computes.
 
-A verify reads the weights of the trunk and the output head once, each draft those of the draft and
-output heads. Keys and values of the context are read by each attention layer and by each draft. A
-recurrent layer reads its state and writes what it keeps: one after each token (snapshot), or one
-now and then, with a ring of tokens beside it (replay). Left out are norms and logits, and what need
-not leave the chip.
+A verify reads the weights of the trunk and the output head once, each draft those of the draft head
+and the columns of the output head that score its vocabulary. Keys and values of the context are
+read by each attention layer and by each draft. A recurrent layer reads its state and writes what it
+keeps: one after each token (snapshot), or one now and then, with a ring of tokens beside it
+(replay). Left out are norms and logits, and what need not leave the chip.
 """
 
 from jaxspec.config import StateConfig
@@ -49,6 +49,7 @@ def step_bytes(
     rows: int,
     context: int,
     drafts: int,
+    draft_vocab: int | None = None,
     emitted: float,
     states: StateConfig,
     dtype: str = "bfloat16",
@@ -57,7 +58,8 @@ def step_bytes(
 ) -> dict[str, float]:
     """Bytes that a step of `rows` requests of `context` tokens must move, by what they are.
 
-    `emitted`: tokens a row gets on average. `kv_dtype`, `ring_dtype`: None is `dtype`, the states'.
+    `draft_vocab`: tokens that a draft scores; None: all. `emitted`: tokens a row gets on average.
+    `kv_dtype`, `ring_dtype`: None is `dtype`, the states'.
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
@@ -65,7 +67,7 @@ def step_bytes(
     window = 2 * (config.conv_kernel - 1) + drafts  # read, and written with room for the drafts
     io = size * (config.conv_dim * (width + window) + 2 * values * width)
     hidden = config.hidden_size
-    head = attention_size(config) + 2 * hidden**2 + hidden * config.vocab_size
+    head = attention_size(config) + 2 * hidden**2 + hidden * (draft_vocab or config.vocab_size)
     recurrent = rows * config.num_linear_attention_layers
     return {
         "weights": size * forward_size(config),

@@ -1,9 +1,9 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.llm import LLM, generate
 from jaxspec.outputs import CompletionOutput, Delta, RequestOutput
 from jaxspec.request import RequestMetrics, SamplingParams
+from jaxspec.speculation import SpeculativeConfig
 
 __all__ = [
     "LLM",

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
@@ -61,11 +61,9 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
-    drafts = args.num_speculative_tokens
-    speculative = {"num_speculative_tokens": drafts} if drafts else None
     llm = LLM(
         args.model,
-        speculative_config="auto" if drafts is None else speculative,
+        speculative_config=_speculation(args),
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         state_policy=args.state_policy,
@@ -78,6 +76,13 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     else:
         reasons = _batch(llm, prompts, params, as_json=args.json)
     return reasons.count("error"), len(prompts)
+
+
+def _speculation(args: argparse.Namespace) -> dict[str, int] | Literal["auto"] | None:
+    """What of speculation was asked for."""
+    asked = {"num_speculative_tokens": args.num_speculative_tokens, "draft_vocab": args.draft_vocab}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    return None if asked.get("num_speculative_tokens") == 0 else asked or "auto"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,6 +187,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="tokens drafted in each step, up to 8; 0 turns speculation off (default: 3 if the "
         "checkpoint has a draft head, else 0)",
+    )
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="draft only the first N token ids, which costs less and accepts fewer; the text stays "
+        "the same (default: draft any token)",
     )
 
 

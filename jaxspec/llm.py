@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxspec.config import VARIANTS, Buckets, SpeculativeConfig, StateConfig, Variant
+from jaxspec.config import VARIANTS, Buckets, StateConfig, Variant
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
 from jaxspec.models import load_model, resolve_folder
@@ -25,6 +25,7 @@ from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.scheduled_step import Progress
 from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.speculation import SpeculativeConfig
 from jaxspec.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
@@ -152,8 +153,7 @@ class LLM:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
         """
         batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = params_of(sampling_params, len(batch))
-        groups = self._prepare(batch, params)
+        groups = self._prepare(batch, params_of(sampling_params, len(batch)))
         left = {sample.request for group in groups for sample in group}
         with tqdm(total=len(left), unit="sample", disable=not self._show_progress, **_BAR) as bar:
             try:

@@ -35,6 +35,7 @@ _POOLS = {  # of the memory map, in words
     "page_tables": "page tables\n(slots)",
     "rows": "batch state\n(rows)",
     "draft_logits": "draft logits\n(slots)",
+    "proposer_tables": "the proposer's tables",
 }
 
 

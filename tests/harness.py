@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import Oracle, expect
 
-from jaxspec.config import Buckets, SpeculativeConfig, StateConfig
+from jaxspec.config import Buckets, StateConfig
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
 from jaxspec.proposers import make_proposer
@@ -16,6 +16,7 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.speculation import SpeculativeConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ROWS, MAX_LEN = 4, 96
@@ -59,6 +60,7 @@ class Harness:
         continuations=(),
         vary: bool = False,
         probabilistic: bool = False,
+        draft_vocab=None,
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
         chunk: int | None = None,
@@ -76,6 +78,7 @@ class Harness:
                 method="mtp" if accuracy is None else "oracle",
                 num_speculative_tokens=drafts,
                 draft_sample_method="probabilistic" if probabilistic else "greedy",
+                draft_vocab=draft_vocab,
                 synthetic_acceptance_rates=synthetic,
                 continuations=tuple(continuations),
                 draft_accuracy=accuracy,

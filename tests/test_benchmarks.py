@@ -52,7 +52,8 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     sizes = "--prompt 16 --prefill-tokens 32 --tokens 64 --repeats 1 --steps 3"
     options = f"--shape tiny --rows 4 --dtype float32 --copy-tb-per-s 0.01 {sizes}".split()
     options += ["--json", str(tmp_path / "decode.json")]
-    for case in (["--drafts", "0"], ["--drafts", "3", "--state-policy", "replay"]):
+    replayed = ["--drafts", "3", "--state-policy", "replay"]
+    for case in (["--drafts", "0"], [*replayed, "--draft-vocab", "100"]):
         monkeypatch.setattr(sys, "argv", ["decode.py", *options, *case])
         decode.main()
         assert json.loads(capsys.readouterr().out)["shape"] == "tiny"
@@ -60,6 +61,7 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     plain, drafted = written["results"]
     assert written["jax"] and written["implementations"]["gdn_replay"]
     assert (plain["drafts"], drafted["drafts"]) == (0, 3)
+    assert (plain["draft_vocab"], drafted["draft_vocab"]) == (None, 100)
     assert plain["tokens_per_step"] == 1.0
     # Accepted at .80, .60 and .45; some 90 verifies, those at the end with fewer drafts.
     assert 2.3 < drafted["tokens_per_step"] < 3.2
@@ -76,13 +78,17 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
 
 
 def test_decode_compares_with_the_peer(decode):
-    case = decode.Case("qwen3.5-9b", 64, 3, "bfloat16", "snapshot", "float32", None, 2, 512, 256)
+    case = decode.Case(
+        "qwen3.5-9b", 64, 3, None, "bfloat16", "snapshot", "float32", None, 2, 512, 256
+    )
     figures = {"tokens_per_step": 2.85, "ms_per_step": 20.0, "ms_per_token": 7.0}
     compared = decode.compare(case, figures, 4.3e12)
     assert compared["times_peer"] == pytest.approx(6.563 / 7.0)
     shorter = dataclasses.replace(case, prompt=64)
     assert "times_peer" not in decode.compare(shorter, figures, 4.3e12)
     assert compared["of_roofline"] == compared["floor_ms_per_step"] / 20.0
+    fewer = decode.compare(dataclasses.replace(case, draft_vocab=32768), figures, 4.3e12)
+    assert fewer["floor_bytes"]["drafts"] == compared["floor_bytes"]["drafts"] - 5_297_405_952
 
 
 def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
@@ -99,24 +105,28 @@ def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("states", "ring", "state_gigabytes", "milliseconds"),
+    ("states", "ring", "state_gigabytes", "draft_vocab", "draft_gigabytes", "milliseconds"),
     [
-        (StateConfig(), None, 16.11, 12.04),
-        (StateConfig("replay", window=16), "float16", 4.10, 9.25),
-        (StateConfig("replay", "float16"), None, 2.15, 8.80),
+        (StateConfig(), None, 16.11, None, 10.78, 12.04),
+        (StateConfig("replay", window=16), "float16", 4.10, None, 10.78, 9.25),
+        (StateConfig("replay", "float16"), None, 2.15, None, 10.78, 8.80),
+        (StateConfig("replay", "float16"), None, 2.15, 32768, 5.49, 7.57),
     ],
 )
-def test_the_floor_of_a_9b_step(monkeypatch, states, ring, state_gigabytes, milliseconds):
+def test_the_floor_of_a_9b_step(
+    monkeypatch, states, ring, state_gigabytes, draft_vocab, draft_gigabytes, milliseconds
+):
     """64 rows, 3 drafts, a context of 4096: worked by hand, at 4.3 TB/s."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     floor = importlib.import_module("floor")
     shape = importlib.import_module("model_shapes").SHAPES["qwen3.5-9b"]
     config = parse_config(shape.config())
     sizes = {"rows": 64, "context": 4096, "drafts": 3, "emitted": 2.95}
-    moved = floor.step_bytes(config, **sizes, states=states, ring_dtype=ring)
+    kinds = {"draft_vocab": draft_vocab, "states": states, "ring_dtype": ring}
+    moved = floor.step_bytes(config, **sizes, **kinds)
     gigabytes = {name: round(size / 1e9, 2) for name, size in moved.items()}
-    want = {"weights": 15.87, "kv": 8.60, "io": 0.43, "states": state_gigabytes, "drafts": 10.78}
-    assert gigabytes == want
+    states_and_drafts = {"states": state_gigabytes, "drafts": draft_gigabytes}
+    assert gigabytes == {"weights": 15.87, "kv": 8.60, "io": 0.43, **states_and_drafts}
     seconds = floor.step_seconds(moved, config, 256, 4.3e12)
     assert 1000 * seconds == pytest.approx(milliseconds, abs=0.005)
     # With all bytes for nothing it is the arithmetic.

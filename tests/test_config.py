@@ -1,8 +1,6 @@
-import dataclasses
-
 import pytest
 
-from jaxspec.config import Buckets, SpeculativeConfig, StateConfig
+from jaxspec.config import Buckets, StateConfig
 
 DEFAULTS = {
     "max_num_seqs": 8,
@@ -117,47 +115,3 @@ def test_an_unknown_state_policy_or_dtype_is_refused(field):
 def test_a_window_is_a_number_of_tokens(window):
     with pytest.raises(ValueError, match=f"window must be an integer of at least 1, got {window}"):
         StateConfig("replay", window=window)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "eagle"}, "Unknown speculative method 'eagle'"),
-        ({"num_speculative_tokens": 0}, "must be an integer from 1 to 8, got 0"),
-        ({"num_speculative_tokens": 9}, "must be an integer from 1 to 8, got 9"),
-        ({"draft_sample_method": "nucleus"}, "got 'nucleus'"),
-        ({"synthetic_acceptance_rates": (0.5, 0.5)}, "one rate in .* for each of the 3 drafts"),
-        ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),
-        ({"synthetic_acceptance_rates": (float("nan"),) * 3}, r"one rate in \[0, 1\]"),
-        ({"synthetic_acceptance_rates": (0.5, 0.6, 0.1)}, "can't rise with the position"),
-        ({"draft_accuracy": (0.5, 0.6)}, "draft_accuracy needs one rate"),
-        ({"method": "oracle"}, "pass `continuations`"),
-        (
-            {"method": "oracle", "continuations": ((1,),), "draft_sample_method": "probabilistic"},
-            "Probabilistic drafts come from the MTP head",
-        ),
-        (
-            {
-                "draft_sample_method": "probabilistic",
-                "synthetic_acceptance_rates": (0.5, 0.5, 0.5),
-            },
-            "drop the oracle or the synthetic rates",
-        ),
-    ],
-)
-def test_speculation_that_cannot_work_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        SpeculativeConfig(**changes)
-
-
-def test_a_dict_of_the_fields_is_a_config():
-    config = SpeculativeConfig.of(
-        {"num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.9, 0.5]}
-    )
-    assert config == SpeculativeConfig(
-        num_speculative_tokens=2, synthetic_acceptance_rates=(0.9, 0.5)
-    )
-    assert SpeculativeConfig.of(config) is config
-    assert SpeculativeConfig.of(dataclasses.asdict(config)) == config
-    with pytest.raises(ValueError, match=r"Unknown keys \['k'\] .* known are .*'method'"):
-        SpeculativeConfig.of({"k": 3})

@@ -34,6 +34,7 @@ from jaxspec.runner.step import jitted_step, make_step
 PROMPTS = prompts(6)
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 MIXED = (0.8, 0.5, 0.5)
+SOME_IDS = tuple(np.random.default_rng(2).permutation(264)[:64].tolist())
 RATES = {
     "mtp": None,
     "oracle-never": (0.0,) * 3,
@@ -182,17 +183,37 @@ def test_the_widest_verify_changes_no_output():
     assert max(len(r.metrics.accepted_per_position) for r in engine.requests) == 8
 
 
-@pytest.mark.parametrize("depth, chunk, num_pages", [(0, 1, 400), (3, 7, 400), (2, 64, 16)])
-def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pages):
+def test_a_draft_vocabulary_never_changes_output():
+    """Laws 1, 3 and 4, with drafts from 64 of 264 ids, the first ones or a list.
+
+    Few stand, by a head that was not trained: test_llm.py has one that was, and greedy text.
+    """
+    for depth, chunk, vocab in ((0, 1, SOME_IDS), (1, 7, 64), (2, 64, SOME_IDS), (3, 7, SOME_IDS)):
+        engine = harness(
+            "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk, draft_vocab=vocab
+        )
+        assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
+        # Of each id a column of 64 float32, and the id.
+        assert engine.runner.memory()["proposer_tables"] == 64 * (64 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    "depth, chunk, num_pages, vocab",
+    [(0, 1, 400, None), (3, 7, 400, None), (2, 64, 16, None), (3, 7, 400, SOME_IDS)],
+    ids=["chunks", "flight", "preemption", "vocabulary"],
+)
+def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pages, vocab):
     """The draft head's keys and values survive rejection, chunking and preemption: same drafts."""
-    alone = harness("qwen3_5", "mtp", 3, GREEDY, max_in_flight=0)
+    params = SAMPLED if vocab else GREEDY
+    alone = harness("qwen3_5", "mtp", 3, params, max_in_flight=0, draft_vocab=vocab)
     engine = harness(
-        "qwen3_5", "mtp", 3, GREEDY, max_in_flight=depth, chunk=chunk, num_pages=num_pages
-    )
+        "qwen3_5", "mtp", 3, params, max_in_flight=depth, chunk=chunk, num_pages=num_pages,
+        draft_vocab=vocab,
+    )  # fmt: skip
     drafts = []
     for each in (alone, engine):
         drafts.append({})
-        for prompt, params, seed in requests_of(GREEDY):
+        for prompt, _, seed in requests_of(params):
             request = each.add(prompt, params, seed)[0]
             while not request.finish:
                 each.step()
@@ -205,6 +226,8 @@ def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pag
     assert len(shared) > 30
     wrong = [place for place in shared if drafts[0][place] != drafts[1][place]]
     assert len(wrong) <= 1  # a tie of the head's scores
+    drafted = {token for each in drafts for tokens in each.values() for token in tokens}
+    assert drafted <= set(vocab or range(264)) and len(drafted) > 10
 
 
 def test_top_k_and_top_p_never_depend_on_speculation():

@@ -36,6 +36,32 @@ def test_speculation_can_be_turned_off(capsys):
     assert last.endswith("no speculation")
 
 
+@pytest.mark.parametrize(
+    ("options", "speculation"),
+    [
+        ("", "auto"),
+        ("--num-speculative-tokens 0", None),
+        ("--num-speculative-tokens 0 --draft-vocab 9", None),
+        ("--num-speculative-tokens 2", {"num_speculative_tokens": 2}),
+        ("--draft-vocab 9", {"draft_vocab": 9}),
+        (
+            "--draft-vocab 9 --num-speculative-tokens 2",
+            {"num_speculative_tokens": 2, "draft_vocab": 9},
+        ),
+    ],
+)
+def test_what_is_said_of_drafts_is_passed_on(options, speculation, monkeypatch):
+    seen = []
+
+    def stop_there(model, *, speculative_config, **others):
+        seen.append(speculative_config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxspec.__main__.LLM", stop_there)
+    assert main(["x", *options.split()]) == 130
+    assert seen == [speculation]
+
+
 @pytest.fixture
 def stream_that(monkeypatch):
     """Let `stream` give a word and then do something else."""

@@ -131,6 +131,15 @@ COMMAND = [
         "speculative_config=None, or --num-speculative-tokens 0 to the command.",
     ),
     (
+        ["x", "--draft-vocab", "0"],
+        "draft_vocab must be an integer of at least 1, got 0.",
+    ),
+    (
+        ["x", "--draft-vocab", "2049"],
+        "draft_vocab must lie in the model's vocabulary, ids 0 to 2047, got 2049 ids. Leave out "
+        "what is beyond.",
+    ),
+    (
         ["x", "--num-speculative-tokens", "3", "--model", "PLAIN"],
         "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint has none: "
         "it lacks the mtp.* tensors, which an export may have dropped. Pass "
@@ -352,6 +361,25 @@ CALLS = [
         "Unknown speculative method 'magic': use 'mtp', or 'oracle' in tests.",
     ),
     (
+        lambda llm: SpeculativeConfig(draft_vocab=[2, -1]),
+        "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a list with "
+        "-1.",
+    ),
+    (
+        lambda llm: SpeculativeConfig(draft_vocab=[7, 3, 7]),
+        "draft_vocab must list an id once, got id 7 2 times.",
+    ),
+    (
+        lambda llm: SpeculativeConfig("oracle", continuations=[[1]], draft_vocab=8),
+        "draft_vocab is of the MTP head, and method 'oracle' drafts without one. Drop one of the "
+        "two.",
+    ),
+    (
+        lambda llm: LLM(speculative_config={"draft_vocab": [3, 2048]}),
+        "draft_vocab must lie in the model's vocabulary, ids 0 to 2047, got id 2048. Leave out "
+        "what is beyond.",
+    ),
+    (
         lambda llm: LLM(speculative_config="mtp"),
         "speculative_config must be 'auto', None or a dict, got 'mtp'.",
     ),
@@ -411,8 +439,9 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
         SpeculativeConfig.of({"drafts": 3})
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
-        "'num_speculative_tokens', 'draft_sample_method', 'synthetic_acceptance_rates', "
-        "'continuations', 'draft_accuracy', 'vary_num_drafts', 'draft_seed']."
+        "'num_speculative_tokens', 'draft_vocab', 'draft_sample_method', "
+        "'synthetic_acceptance_rates', 'continuations', 'draft_accuracy', 'vary_num_drafts', "
+        "'draft_seed']."
     )
 
 
@@ -466,6 +495,8 @@ options:
   --num-speculative-tokens K
                         tokens drafted in each step, up to 8; 0 turns speculation off (default: 3 if
                         the checkpoint has a draft head, else 0)
+  --draft-vocab N       draft only the first N token ids, which costs less and accepts fewer; the
+                        text stays the same (default: draft any token)
   --json                print one JSON object a prompt (default: text)
 
 examples:

@@ -93,8 +93,17 @@ class Model(nnx.Module, abc.ABC):
         """The trunk's output after its final norm, and the cache with this step written."""
 
     @abc.abstractmethod
-    def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
-        """float32 scores of the next token; also those of the draft head's output."""
+    def logits(
+        self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
+    ) -> Float[Array, "n ids"]:
+        """float32 scores of the next token; also those of the draft head's output.
+
+        `head`: what `output_columns` gave for the ids to score; None: all ids, by the whole head.
+        """
+
+    @abc.abstractmethod
+    def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+        """A copy of the part of the output head that scores `ids` (int32, each in range)."""
 
     @abc.abstractmethod
     def draft_hidden(

@@ -177,9 +177,15 @@ class Qwen3_5(Model):
             x, cache = layer(x, inputs, angles, cache)
         return self.norm(x), cache
 
-    def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
+    def logits(
+        self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
+    ) -> Float[Array, "n ids"]:
         """float32 scores of the next token; also those of the draft head's output."""
-        return self.output_head(hidden)
+        return self.output_head(hidden, head)
+
+    def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+        """A copy of the part of the output head that scores `ids`."""
+        return self.output_head.columns(ids)
 
     def draft_hidden(
         self,

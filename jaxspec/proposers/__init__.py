@@ -2,8 +2,8 @@
 
 import importlib
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
+from jaxspec.speculation import SpeculativeConfig
 
 PROPOSERS = {
     "mtp": "jaxspec.proposers.mtp:MTPProposer",

@@ -7,10 +7,11 @@ from typing import Any, Self
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import SpeculativeConfig, Variant
+from jaxspec.config import Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.sampling import SamplingInputs
+from jaxspec.speculation import SpeculativeConfig
 
 
 @flax.struct.dataclass
@@ -58,8 +59,11 @@ class Proposer(abc.ABC):
     ) -> tuple[Drafts, HybridCache]:
         """Drafts for every row, and the cache with the drafter's own keys and values written."""
 
-    def init_tables(self) -> Any:
-        """A pytree of read-only device arrays that `propose` gets back each step."""
+    def init_tables(self, model: Model) -> Any:
+        """A pytree of read-only device arrays that `propose` gets back each step.
+
+        Called once, when the engine is made, with the loaded `model`.
+        """
         return ()
 
     def request_key(self, prompt: Sequence[int], seed: int) -> int:

@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.models.base import DecodeRegion, Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import draw_draft
+from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +21,41 @@ class MTPProposer(Proposer):
     by one, so the head's keys and values of accepted tokens always come from the trunk; those of
     rejected drafts are overwritten before they are read. K - 1 passes of one token a row follow,
     each on the last one's own output.
+
+    With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
+    head: most of what a draft reads is that head (FR-Spec, arXiv 2502.14856).
     """
 
     num_drafts: int
     is_probabilistic: bool = False
+    # Ascending; None: all. In the tables, and read there, so that proposers share a program.
+    vocab_ids: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> "MTPProposer":
         """A proposer of `config.num_speculative_tokens` drafts."""
-        return cls(config.num_speculative_tokens, config.draft_sample_method == "probabilistic")
+        return cls(
+            num_drafts=config.num_speculative_tokens,
+            is_probabilistic=config.draft_sample_method == "probabilistic",
+            vocab_ids=config.draft_ids(vocab_size),
+        )
+
+    def init_tables(self, model: Model) -> tuple[Array, Array] | tuple[()]:
+        """The ids and their columns, gathered once: in each step that would cost what it saves."""
+        if self.vocab_ids is None:
+            return ()
+        ids = jnp.asarray(self.vocab_ids, jnp.int32)
+        return ids, model.output_columns(ids)
 
     def propose(
-        self, model: Model, inputs: DraftInputs, cache: HybridCache, tables: tuple[()]
+        self,
+        model: Model,
+        inputs: DraftInputs,
+        cache: HybridCache,
+        tables: tuple[Array, Array] | tuple[()],
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
+        ids, head = tables or (None, None)
         hidden, cache = model.draft_hidden(inputs.next_tokens, inputs.hidden, inputs.model, cache)
         hidden = hidden[inputs.last_index]
         tokens, logits = [], []
@@ -43,8 +64,11 @@ class MTPProposer(Proposer):
                 hidden, cache = model.draft_hidden(
                     tokens[-1], hidden, _one_token_inputs(inputs, draft), cache
                 )
-            logits.append(model.logits(hidden))
-            tokens.append(self._pick(logits[-1], inputs, draft))
+            scores = model.logits(hidden, head)
+            if ids is not None and self.is_probabilistic:
+                scores = _over_all_ids(scores, ids, model.vocab_size)
+            logits.append(scores)
+            tokens.append(self._pick(scores, ids, inputs, draft))
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
             num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
@@ -53,12 +77,30 @@ class MTPProposer(Proposer):
         return drafts, cache
 
     def _pick(
-        self, logits: Float[Array, "rows vocab"], inputs: DraftInputs, draft: int
+        self,
+        scores: Float[Array, "rows scored"],
+        ids: Int[Array, " scored"] | None,
+        inputs: DraftInputs,
+        draft: int,
     ) -> Int[Array, " rows"]:
-        if not self.is_probabilistic:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        positions = inputs.num_computed + 1 + draft
-        return draw_draft(logits, inputs.sampling, positions, variant=inputs.variant)
+        if self.is_probabilistic:
+            positions = inputs.num_computed + 1 + draft
+            return draw_draft(scores, inputs.sampling, positions, variant=inputs.variant)
+        best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        return best if ids is None else ids[best]
+
+
+def _over_all_ids(
+    scores: Float[Array, "rows scored"], ids: Int[Array, " scored"], vocab_size: int
+) -> Float[Array, "rows vocab"]:
+    """`scores` of `ids` (ascending), and -inf for what is never drafted.
+
+    That keeps rejection sampling exact, which wants the very distribution q that a draft was drawn
+    from, and no more of it: softmax gives the others q = 0, and where the target wants one of them,
+    it comes from the excess p - q.
+    """
+    everything = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
+    return everything.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)
 
 
 def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:

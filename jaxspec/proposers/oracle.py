@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.models.base import Model
 from jaxspec.models.cache import HybridCache
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import Use, uniform_noise
+from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OracleProposer(Proposer):
             vocab_size=vocab_size,
         )
 
-    def init_tables(self) -> tuple[Array, Array, Array]:
+    def init_tables(self, model: Model) -> tuple[Array, Array, Array]:
         """Sequences, accuracy and seed. Sequence 0 is empty, for requests without a match."""
         longest = max(map(len, self.sequences)) + self.num_drafts
         table = np.full((1 + len(self.sequences), longest), -1, np.int32)

@@ -49,7 +49,7 @@ class ModelRunner:
         self._dtypes = dtype, jnp.dtype(states.dtype), kv_dtype
         self._states = states
         self._weights = tuple(leaves)
-        self._tables = proposer.init_tables() if proposer else ()
+        self._tables = proposer.init_tables(model) if proposer else ()
         self._config = StepConfig(
             buckets=buckets,
             model=graph,
@@ -120,6 +120,7 @@ class ModelRunner:
             "page_tables": self._state.page_tables.nbytes,
             "rows": _nbytes(self._state.rows),
             "draft_logits": _nbytes(self._state.draft_logits),
+            "proposer_tables": _nbytes(self._tables),
         }
 
     def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:

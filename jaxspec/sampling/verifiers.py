@@ -6,10 +6,11 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import SpeculativeConfig, Variant
+from jaxspec.config import Variant
 from jaxspec.sampling.draw import draw
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
+from jaxspec.speculation import SpeculativeConfig
 
 
 class Verifier(Protocol):

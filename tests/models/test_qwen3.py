@@ -28,6 +28,12 @@ def test_loaded_weights_reproduce_the_reference_logits(model, reference, single_
         np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
 
 
+def test_part_of_the_head_gives_those_scores(model):
+    hidden, ids = jnp.ones((2, model.config.hidden_size)), jnp.asarray([200, 3, 17], jnp.int32)
+    part = model.logits(hidden, model.output_columns(ids))
+    np.testing.assert_allclose(part, model.logits(hidden)[:, ids], rtol=1e-6)
+
+
 def test_qwen3_has_no_draft_head(model):
     assert not model.has_draft_head
     assert model.cache_shape().state_layers == 0

@@ -28,6 +28,13 @@ def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
         assert_close(hidden, expected["hidden_final"], 5e-4)
 
 
+def test_part_of_the_head_reproduces_the_reference_logits_of_its_ids(loaded):
+    model, expected = loaded
+    ids = np.array([200, 3, 17, 263], np.int32)
+    logits = model.logits(jnp.asarray(expected["hidden_final"]), model.output_columns(ids))
+    assert_close(logits, expected["logits_full"][:, ids], 5e-4)
+
+
 def test_the_text_model_of_a_vision_language_checkpoint_reproduces_the_reference_logits(
     fixture_folder, reference, single_request
 ):

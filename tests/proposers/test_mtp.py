@@ -1,11 +1,17 @@
 """The head drafts, inside the engine, what the reference implementation's head drafts."""
 
+from types import SimpleNamespace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import FIXTURES, Harness
+from harness import FIXTURES, Harness, model
 from safetensors import safe_open
 
+from jaxspec.proposers import DraftInputs, make_proposer
 from jaxspec.request import SamplingParams
+from jaxspec.sampling import SamplingInputs
+from jaxspec.speculation import SpeculativeConfig
 
 
 @pytest.mark.parametrize("chunk", [None, 33])
@@ -21,3 +27,74 @@ def test_the_first_drafts_are_the_references(fixture, chunk):
     rows = engine.runner.state.rows
     assert np.asarray(rows.drafts)[0].tolist() == drafts
     assert int(rows.num_drafts[0]) == len(drafts)
+
+
+SHUFFLED = tuple(np.random.default_rng(1).permutation(264)[:64].tolist())
+ROWS = 5
+
+
+@pytest.fixture
+def propose(monkeypatch):
+    """Drafts from a head whose hidden state is `next(hidden, tokens)`; its states, pass by pass."""
+    qwen = model("qwen3_5")
+    weight = np.asarray(qwen.output_head.weight[...])
+    first = np.random.default_rng(0).normal(size=(ROWS, len(weight))).astype(np.float32)
+
+    def next_hidden(tokens, hidden):
+        return hidden[:, ::-1] + weight[:, tokens].T
+
+    def run(draft_vocab, method="greedy", temperature=0.0):
+        seen = []
+
+        def draft_hidden(self, tokens, hidden, inputs, cache):
+            seen.append(next_hidden(np.asarray(tokens), np.asarray(hidden)))
+            return jnp.asarray(seen[-1]), cache
+
+        monkeypatch.setattr(type(qwen), "draft_hidden", draft_hidden)
+        config = SpeculativeConfig(draft_vocab=draft_vocab, draft_sample_method=method)
+        proposer = make_proposer(config, qwen.vocab_size)
+        ints, floats = jnp.arange(ROWS, dtype=jnp.int32), jnp.zeros(ROWS, jnp.float32)
+        sampling = SamplingInputs(
+            floats + temperature, ints * 0, floats, ints, ints[:, None] * 0 - 1, ints * 0
+        )
+        inputs = DraftInputs(
+            model=SimpleNamespace(page_tables=jnp.zeros((ROWS + 1, 4), jnp.int32)),
+            hidden=jnp.asarray(first), next_tokens=ints, last_index=ints, slots=ints + 1,
+            num_computed=ints + 3, max_len=ints + 99, last_token=ints, wants=ints != 1,
+            proposer_key=ints, sampling=sampling, page_size=4, variant="sampled",
+        )  # fmt: skip
+        drafts, _ = proposer.propose(qwen, inputs, None, proposer.init_tables(qwen))
+        assert drafts.num_drafts.tolist() == [3, 0, 3, 3, 3]
+        return drafts, np.stack(seen, axis=1) @ weight
+
+    return run
+
+
+@pytest.mark.parametrize("vocab", [None, 64, SHUFFLED], ids=["all", "first", "listed"])
+def test_greedy_drafts_are_the_best_of_the_full_head_among_the_vocabulary(propose, vocab):
+    drafts, scores = propose(vocab)
+    ids = np.sort(np.arange(264)[:vocab] if vocab != SHUFFLED else vocab)
+    np.testing.assert_array_equal(drafts.tokens, ids[scores[:, :, ids].argmax(axis=2)])
+    assert drafts.tokens.dtype == jnp.int32 and drafts.logits is None
+
+
+def test_probabilistic_drafts_come_of_the_vocabulary_and_give_what_they_were_drawn_from(propose):
+    drafts, scores = propose(SHUFFLED, "probabilistic", temperature=2.0)
+    listed = np.isin(np.arange(264), SHUFFLED)
+    assert listed[drafts.tokens].all() and (drafts.tokens != scores.argmax(axis=2)).any()
+    assert drafts.logits.dtype == jnp.float32
+    np.testing.assert_allclose(drafts.logits, np.where(listed, scores, -np.inf), atol=1e-4)
+    best, _ = propose(SHUFFLED, "probabilistic")
+    np.testing.assert_array_equal(best.tokens, propose(SHUFFLED)[0].tokens)
+
+
+def test_the_tables_hold_the_ids_and_their_part_of_the_head():
+    qwen = model("qwen3_5")
+    proposer = make_proposer(SpeculativeConfig(draft_vocab=SHUFFLED), qwen.vocab_size)
+    ids, head = proposer.init_tables(qwen)
+    np.testing.assert_array_equal(ids, sorted(SHUFFLED))
+    np.testing.assert_array_equal(head, qwen.output_head.weight[...][:, ids])
+    others = make_proposer(SpeculativeConfig(draft_vocab=64), qwen.vocab_size)
+    assert proposer == others and hash(proposer) == hash(others)  # one program for both
+    whole = make_proposer(SpeculativeConfig(draft_vocab=264), qwen.vocab_size)
+    assert whole.init_tables(qwen) == ()

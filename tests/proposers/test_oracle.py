@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.proposers import DraftInputs, make_proposer
 from jaxspec.sampling import SamplingInputs
+from jaxspec.speculation import SpeculativeConfig
 
 SEQUENCE = tuple(range(10, 60))
 
@@ -31,7 +31,7 @@ def propose(proposer, num_computed, key=1):
         wants=ints == 0, proposer_key=ints + key, sampling=sampling, page_size=4,
         variant="greedy",
     )  # fmt: skip
-    drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables())
+    drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))
     assert cache == "cache" and drafts.logits is None
     return np.asarray(drafts.tokens), np.asarray(drafts.num_drafts)
 

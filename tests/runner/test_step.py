@@ -41,11 +41,14 @@ class SuccessorModel(Model):
     def hidden(self, inputs, cache):
         return self.table[...][inputs.tokens][:, None], cache
 
-    def logits(self, hidden):
+    def logits(self, hidden, head=None):
         wanted = hidden.astype(jnp.int32)
         # A successor below 0 stands for a model that fails.
         scores = (wanted == jnp.arange(VOCAB)[None, :]).astype(jnp.float32)
         return jnp.where(wanted < 0, jnp.nan, scores)
+
+    def output_columns(self, ids):
+        raise NotImplementedError
 
     def draft_hidden(self, next_tokens, hidden, inputs, cache):
         raise NotImplementedError

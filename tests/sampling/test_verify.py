@@ -99,14 +99,16 @@ def test_exact_output_is_plain_samplings_own_token_for_token(
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
-@pytest.mark.parametrize("proposal", ["other", "opposite", "same"])
+@pytest.mark.parametrize("proposal", ["other", "opposite", "same", "some ids"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_output_keeps_the_targets_distribution(
     num_drafts, proposal, temperature, make_inputs, assert_distributed_as
 ):
     random = np.random.default_rng(num_drafts)
     row, other = random.uniform(-1, 1, (2, num_drafts + 1, VOCAB)).astype(np.float32)
-    draft_row = {"other": other[:-1], "opposite": -row[:-1], "same": row[:-1]}[proposal]
+    some = np.where(np.arange(VOCAB) % 3 == 1, other[:-1], -np.inf)  # a draft vocabulary of 1, 4
+    draft_row = {"other": other[:-1], "opposite": -row[:-1], "same": row[:-1], "some ids": some}
+    draft_row = draft_row[proposal].astype(np.float32)
     logits, draft_logits = spread(row, MANY), spread(draft_row, MANY)
     inputs, positions = make_inputs(MANY, temperature), places(MANY, num_drafts + 1)
     # Really drawn, with the drafting noise of the same seeds and positions as the test's.
@@ -128,12 +130,14 @@ def test_sampled_output_keeps_the_targets_distribution(
             assert abs(rate - expected) < 5 * 0.5 / np.sqrt(reached.size)
 
 
+@pytest.mark.parametrize("not_drafted", [[], [0, 1, 5]])
 def test_rejection_with_top_k_and_top_p_keeps_the_targets_distribution(
-    make_inputs, assert_distributed_as
+    not_drafted, make_inputs, assert_distributed_as
 ):
     row = np.log([[0.4, 0.1, 0.3, 0.1, 0.05, 0.05], [0.1, 0.2, 0.3, 0.2, 0.15, 0.05]]).astype("f")
     kept = [[0.4, 0, 0.3, 0, 0, 0], [0, 0.2, 0.3, 0, 0, 0]]  # top-k 3, then .75 of what it left
     draft_row = np.zeros((1, VOCAB), np.float32)
+    draft_row[:, not_drafted] = -np.inf
     inputs, positions = make_inputs(MANY, top_k=3, top_p=0.7), places(MANY, 2)
     draft_logits = spread(draft_row, MANY)
     drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1], "full")
@@ -277,6 +281,24 @@ def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(make
         assert not (tokens[:, :2] == 2).any()
         assert (tokens[:, 2] == 2).any()
     np.testing.assert_array_equal(result.num_emitted, 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_vocabulary_of_stop_ids_alone_drafts_nothing_before_the_minimum_length(
+    temperature, make_inputs
+):
+    random = np.random.default_rng(9)
+    stops = np.full((ROWS, 1), 2)
+    inputs, positions = make_inputs(ROWS, temperature, stop_ids=stops, min_len=6), places(ROWS, 4)
+    logits = random.normal(size=(ROWS, 4, LARGE)).astype(np.float32)
+    logits[:, :, 2] = 100.0
+    draft_logits = np.where(np.arange(LARGE) == 2, logits[:, :-1], -np.inf).astype(np.float32)
+    drafts = np.asarray(draw_places(draw_draft, draft_logits, inputs, positions[:, :-1]))
+    np.testing.assert_array_equal(drafts, spread([NO_TOKEN, 2, 2], ROWS))
+    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    plain = draw_places(draw, logits[:, :1], inputs, positions[:, :1])
+    np.testing.assert_array_equal(result.num_emitted, 1)
+    np.testing.assert_array_equal(result.tokens[:, :1], plain)
 
 
 def test_synthetic_drafts_are_emitted_as_they_are():

@@ -95,9 +95,16 @@ class OutputHead(nnx.Module):
         """`dtype`: of the weight."""
         self.weight = declare((hidden_size, vocab_size), dtype)
 
-    def __call__(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
-        """float32 scores."""
-        return jnp.matmul(hidden, self.weight[...], preferred_element_type=jnp.float32)
+    def __call__(
+        self, hidden: Float[Array, "n hidden"], columns: Float[Array, "hidden ids"] | None = None
+    ) -> Float[Array, "n ids"]:
+        """float32 scores; with `columns` in place of the whole weight."""
+        weight = self.weight[...] if columns is None else columns
+        return jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+
+    def columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+        """A copy of the weight's columns of `ids`."""
+        return self.weight[...][:, ids]
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """The embeddings of `tokens`; ids out of range are clamped."""

@@ -1,0 +1,167 @@
+"""Speculation as the user asks for it: how to draft and how to verify, checked when built."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, Literal
+
+from jaxspec.config import check_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to draft and how to verify.
+
+    `method`: "mtp" (the checkpoint's own head) or "oracle" (known continuations, for tests).
+    `draft_vocab`: the tokens that MTP may draft: None, all of them; a number n, the first n ids (a
+    byte-pair vocabulary has its frequent merges first, and what ends a text last); or a list of
+    ids, such as those your texts use most. A draft reads no more of the output head than these,
+    and no output changes: the target still scores every token, and what is not listed is never
+    drafted (FR-Spec, arXiv 2502.14856).
+    `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
+    the request's temperature and verified by rejection sampling.
+    `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
+    says. Lossy: for speed benchmarks only.
+    The other fields are the oracle's: see `jaxspec.proposers.oracle`.
+    """
+
+    method: Literal["mtp", "oracle"] = "mtp"
+    num_speculative_tokens: int = 3
+    draft_vocab: int | Sequence[int] | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    continuations: Sequence[Sequence[int]] = ()
+    draft_accuracy: tuple[float, ...] | None = None
+    vary_num_drafts: bool = False
+    draft_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check methods, widths, ids and rates."""
+        if self.method not in ("mtp", "oracle"):
+            raise ValueError(
+                f"Unknown speculative method {self.method!r}: use 'mtp', or 'oracle' in tests."
+            )
+        drafts = self.num_speculative_tokens
+        if type(drafts) is not int or not 1 <= drafts <= 8:
+            raise ValueError(
+                f"num_speculative_tokens must be an integer from 1 to 8, got {drafts!r}. To do "
+                "without drafts pass speculative_config=None, or --num-speculative-tokens 0 to the "
+                "command."
+            )
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"draft_sample_method must be 'greedy' or 'probabilistic', "
+                f"got {self.draft_sample_method!r}."
+            )
+        if self.draft_vocab is not None:
+            self._check_draft_vocab(self.draft_vocab)
+        for name in ("synthetic_acceptance_rates", "draft_accuracy"):
+            self._check_rates(name)
+        if self.method == "oracle" and not self.continuations:
+            raise ValueError("The oracle drafts from known continuations: pass `continuations`.")
+        probabilistic = self.draft_sample_method == "probabilistic"
+        if probabilistic and (self.method != "mtp" or self.synthetic_acceptance_rates is not None):
+            raise ValueError(
+                "Probabilistic drafts come from the MTP head and are verified by rejection "
+                "sampling: drop the oracle or the synthetic rates, or draft greedily."
+            )
+
+    def _check_draft_vocab(self, vocab: int | Sequence[int]) -> None:
+        if self.method != "mtp":
+            raise ValueError(
+                f"draft_vocab is of the MTP head, and method {self.method!r} drafts without one. "
+                "Drop one of the two."
+            )
+        if not isinstance(vocab, Iterable):
+            check_sizes(draft_vocab=vocab)
+            return
+        ids = tuple(vocab)
+        others = [i for i in ids if not isinstance(i, Integral) or i < 0]
+        if others or not ids:
+            raise ValueError(
+                "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a "
+                f"list {f'with {others[0]!r}' if others else 'of none'}."
+            )
+        token, times = collections.Counter(ids).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"draft_vocab must list an id once, got id {token} {times} times.")
+        object.__setattr__(self, "draft_vocab", tuple(map(int, ids)))  # which can be hashed
+
+    def draft_ids(self, vocab_size: int) -> tuple[int, ...] | None:
+        """The ids that may be drafted, ascending; None: all `vocab_size` of them.
+
+        Raises:
+            ValueError: the vocabulary has not so many, or not one of these.
+        """
+        vocab = self.draft_vocab
+        if vocab is None:
+            return None
+        largest = vocab - 1 if isinstance(vocab, int) else max(vocab)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"draft_vocab must lie in the model's vocabulary, ids 0 to {vocab_size - 1}, got "
+                f"{f'{vocab} ids' if isinstance(vocab, int) else f'id {largest}'}. Leave out what "
+                "is beyond."
+            )
+        ids = range(vocab) if isinstance(vocab, int) else sorted(vocab)
+        return tuple(ids) if len(ids) < vocab_size else None
+
+    def _check_rates(self, name: str) -> None:
+        rates = getattr(self, name)
+        if rates is None:
+            return
+        if len(rates) != self.num_speculative_tokens or not all(0 <= r <= 1 for r in rates):
+            raise ValueError(
+                f"{name} needs one rate in [0, 1] for each of the "
+                f"{self.num_speculative_tokens} drafts, got {rates}."
+            )
+        if name == "synthetic_acceptance_rates" and list(rates) != sorted(rates, reverse=True):
+            raise ValueError(
+                f"{name} are unconditional, so they can't rise with the position; got {rates}."
+            )
+
+    @staticmethod
+    def of(value: "SpeculativeConfig | dict[str, Any]") -> "SpeculativeConfig":
+        """`value` itself, or one built from a dict of the fields.
+
+        Raises:
+            ValueError: a key that is no field, or a value that breaks a rule.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        known = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+        if unknown := sorted(set(value) - set(known)):
+            raise ValueError(f"Unknown keys {unknown} in speculative_config; known are {known}.")
+        rates = ("synthetic_acceptance_rates", "draft_accuracy")
+        options: dict[str, Any] = {
+            key: tuple(item) if key in rates and item is not None else item
+            for key, item in value.items()
+        }
+        return SpeculativeConfig(**options)
+
+    @staticmethod
+    def resolve(
+        value: "SpeculativeConfig | dict[str, Any] | str | None", has_draft_head: bool
+    ) -> "SpeculativeConfig | None":
+        """The speculation a checkpoint gets: "auto" is MTP if it has the head, None is none.
+
+        Raises:
+            ValueError: as in `of`, another word than "auto", or MTP without the head.
+        """
+        if value is None or (value == "auto" and not has_draft_head):
+            return None
+        if isinstance(value, str):
+            if value != "auto":
+                raise ValueError(
+                    f"speculative_config must be 'auto', None or a dict, got {value!r}."
+                )
+            return SpeculativeConfig()
+        config = SpeculativeConfig.of(value)
+        if config.method == "mtp" and not has_draft_head:
+            raise ValueError(
+                "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint "
+                "has none: it lacks the mtp.* tensors, which an export may have dropped. Pass "
+                "speculative_config=None, or --num-speculative-tokens 0 to the command."
+            )
+        return config

@@ -1,0 +1,75 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec.speculation import SpeculativeConfig
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "eagle"}, "Unknown speculative method 'eagle'"),
+        ({"num_speculative_tokens": 0}, "must be an integer from 1 to 8, got 0"),
+        ({"num_speculative_tokens": 9}, "must be an integer from 1 to 8, got 9"),
+        ({"draft_sample_method": "nucleus"}, "got 'nucleus'"),
+        ({"synthetic_acceptance_rates": (0.5, 0.5)}, "one rate in .* for each of the 3 drafts"),
+        ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),
+        ({"synthetic_acceptance_rates": (float("nan"),) * 3}, r"one rate in \[0, 1\]"),
+        ({"synthetic_acceptance_rates": (0.5, 0.6, 0.1)}, "can't rise with the position"),
+        ({"draft_accuracy": (0.5, 0.6)}, "draft_accuracy needs one rate"),
+        ({"method": "oracle"}, "pass `continuations`"),
+        (
+            {"method": "oracle", "continuations": ((1,),), "draft_sample_method": "probabilistic"},
+            "Probabilistic drafts come from the MTP head",
+        ),
+        (
+            {
+                "draft_sample_method": "probabilistic",
+                "synthetic_acceptance_rates": (0.5, 0.5, 0.5),
+            },
+            "drop the oracle or the synthetic rates",
+        ),
+        ({"draft_vocab": 0}, "draft_vocab must be an integer of at least 1, got 0"),
+        ({"draft_vocab": True}, "draft_vocab must be an integer of at least 1, got True"),
+        ({"draft_vocab": []}, "draft_vocab must be .* a list of token ids .* got a list of none"),
+        ({"draft_vocab": [3, -1]}, "a list of token ids from 0 on; got a list with -1"),
+        ({"draft_vocab": [3, 1.5]}, "a list of token ids from 0 on; got a list with 1.5"),
+        ({"draft_vocab": (3, 7, 3)}, "draft_vocab must list an id once, got id 3 2 times"),
+        (
+            {"method": "oracle", "continuations": ((1,),), "draft_vocab": 3},
+            "draft_vocab is of the MTP head, and method 'oracle' drafts without one",
+        ),
+    ],
+)
+def test_speculation_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(**changes)
+
+
+def test_a_dict_of_the_fields_is_a_config():
+    config = SpeculativeConfig.of(
+        {"num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.9, 0.5]}
+    )
+    assert config == SpeculativeConfig(
+        num_speculative_tokens=2, synthetic_acceptance_rates=(0.9, 0.5)
+    )
+    assert SpeculativeConfig.of(config) is config
+    assert SpeculativeConfig.of(dataclasses.asdict(config)) == config
+    with pytest.raises(ValueError, match=r"Unknown keys \['k'\] .* known are .*'method'"):
+        SpeculativeConfig.of({"k": 3})
+
+
+def test_the_ids_to_draft_are_the_first_or_those_listed():
+    def ids(vocab):
+        config = SpeculativeConfig(draft_vocab=vocab)
+        hash(config)
+        assert SpeculativeConfig.of(dataclasses.asdict(config)) == config
+        return config.draft_ids(8)
+
+    assert ids(None) is None and ids(3) == (0, 1, 2)
+    assert ids([5, 0, 7]) == ids(np.array([7, 5, 0])) == (0, 5, 7)
+    assert ids(8) is None and ids(range(8)) is None  # all of them is no choice
+    for vocab, what in (9, "9 ids"), ([0, 8], "id 8"):
+        with pytest.raises(ValueError, match=f"model's vocabulary, ids 0 to 7, got {what}. Leave"):
+            ids(vocab)
