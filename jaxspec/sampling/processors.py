@@ -35,13 +35,12 @@ def mask_stop_ids(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """`logits` with -inf at the row's stop ids where `positions < min_len` (min_tokens)."""
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    is_stop = jnp.zeros(logits.shape, bool)
-    # Comparing fuses into whatever reads the logits next; a scatter would copy them all.
-    for stop in range(inputs.stop_ids.shape[1]):
-        is_stop |= ids == inputs.stop_ids[:, stop, None]
     too_early = (positions < inputs.min_len)[:, None]
-    return jnp.where(is_stop & too_early, -jnp.inf, logits)
+    forbidden = jnp.where(too_early & (inputs.stop_ids >= 0), inputs.stop_ids, logits.shape[1])
+    rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    # In place, where the raw logits are not read again. Comparing the stop ids with every id of a
+    # large vocabulary makes XLA write a mask of that size: more than what the draw reads.
+    return logits.at[rows, forbidden].set(-jnp.inf, mode="drop")
 
 
 def has_choice(

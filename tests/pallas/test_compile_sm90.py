@@ -61,13 +61,16 @@ gpu_device_info {
 
 @pytest.fixture(scope="module")
 def h200():
-    """A device that is not there; programs for it compile, and cannot run."""
+    """A device that is not there; programs for it compile, as for a user, and cannot run."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=H200
     )
-    return topology.devices[0]
+    quickly = jax.config.read("jax_disable_most_optimizations")  # set by conftest.py on a CPU
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield topology.devices[0]
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 def compile_for(h200, monkeypatch, step, operands, donated=()):

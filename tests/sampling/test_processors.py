@@ -81,7 +81,7 @@ def test_masks_that_are_off_change_no_bit(make_inputs):
 
 
 def test_stop_ids_are_masked_only_below_the_minimum_length(make_inputs):
-    logits = np.zeros((4, VOCAB), np.float32)
+    logits = jnp.zeros((4, VOCAB), jnp.float32)
     stop_ids = np.array([[3, 31], [3, -1], [-1, -1], [0, 1]])
     inputs = make_inputs(4, stop_ids=stop_ids, min_len=10)
     got = mask_stop_ids(logits, inputs, jnp.array([9, 9, 9, 10], jnp.int32))
