@@ -38,12 +38,12 @@ class PackedLayout:
         }
 
 
-ROW_FLOATS = PackedLayout(temperature=(), top_p=())
-
-
 @functools.cache
-def row_ints(num_drafts: int) -> PackedLayout:
-    """The integer fields of a row; `jaxspec.runner.batch_state.BatchState` says what they mean."""
+def row_layout(num_drafts: int) -> PackedLayout:
+    """The int32 fields of a row; `jaxspec.runner.batch_state.BatchState` says what they mean.
+
+    `temperature` and `top_p` are float32, kept as their bits.
+    """
     return PackedLayout(
         slot=(),
         prefill_len=(),
@@ -55,7 +55,9 @@ def row_ints(num_drafts: int) -> PackedLayout:
         ring_length=(),
         finish=(),
         seed=(),
+        temperature=(),
         top_k=(),
+        top_p=(),
         proposer_key=(),
         stop_ids=(MAX_STOP_IDS,),
         num_drafts=(),
@@ -86,8 +88,7 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
         prev_positions=(rows,),
         num_decode=(),
         new_row_index=(new,),
-        new_row_ints=(new, row_ints(drafts).size),
-        new_row_floats=(new, ROW_FLOATS.size),
+        new_rows=(new, row_layout(drafts).size),
         append_slots=(appends,),
         append_indices=(appends,),
         append_pages=(appends,),
@@ -151,8 +152,6 @@ def pack_plan(program: Program, buckets: Buckets, values: dict[str, Any]) -> np.
     fields["new_row_index"][:] = -1
     for name, value in values.items():
         value = np.asarray(value)
-        if value.dtype == np.float32:  # sampling parameters travel as their bits
-            value = value.view(np.int32)
         if value.ndim == 0:
             fields[name][...] = value
         elif len(value) > len(fields[name]):

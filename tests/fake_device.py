@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import StepOutput, plan_layout, row_ints
+from jaxspec.plan import StepOutput, plan_layout, row_layout
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
@@ -70,7 +70,7 @@ def true_tokens(request, count):
 
 @dataclasses.dataclass
 class Row:
-    """A row of the batch state, with the fields of `row_ints`."""
+    """A row of the batch state, with the fields of `row_layout`."""
 
     request: Request
     fields: dict
@@ -175,7 +175,7 @@ class FakeDevice:
         assert {fork.source_slot for fork in forks} <= present
 
     def _remap(self, values, scheduler):
-        layout = row_ints(self.buckets.num_drafts)
+        layout = row_layout(self.buckets.num_drafts)
         previous, old = values["prev_positions"], self.rows
         kept = previous[previous >= 0]
         assert len(set(kept)) == len(kept), "two rows come from one"
@@ -186,10 +186,9 @@ class FakeDevice:
             assert self.rows[index] is None, "a new row where another request moved"
             fields = {
                 name: value.tolist()
-                for name, value in layout.unpack(values["new_row_ints"][place]).items()
+                for name, value in layout.unpack(values["new_rows"][place]).items()
             }
-            floats = values["new_row_floats"][place].view(np.float32)
-            self.rows[index] = self._new_row(fields, floats)
+            self.rows[index] = self._new_row(fields)
         present = [row.request for row in self.rows if row is not None]
         assert present == [r.request for r in self.rows[: len(present)]], "rows with holes"
         assert sorted(map(id, present)) == sorted(map(id, scheduler.running))
@@ -199,7 +198,7 @@ class FakeDevice:
             assert row.fields["slot"] == row.request.slot
         self.owner = {request: request.generation for request in present}
 
-    def _new_row(self, fields, floats):
+    def _new_row(self, fields):
         request = self.requests[fields["seed"]]
         params, num_tokens = request.params, len(request.tokens)
         assert fields["prefill_len"] == num_tokens
@@ -209,7 +208,9 @@ class FakeDevice:
         assert fields["proposer_key"] == request.proposer_key
         assert fields["top_k"] == params.top_k
         assert [i for i in fields["stop_ids"] if i >= 0] == list(request.stop_ids)
-        assert floats.tolist() == [np.float32(params.temperature), np.float32(params.top_p)]
+        for name in ("temperature", "top_p"):
+            bits = np.int32(fields[name])
+            assert bits.view(np.float32) == np.float32(getattr(params, name))
         assert (fields["state_offset"], fields["finish"], fields["num_drafts"]) == (0, 0, 0)
         assert set(fields["drafts"]) <= {-1}
         assert self.owner.get(request) != request.generation, "new although it was there"

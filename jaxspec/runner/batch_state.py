@@ -1,41 +1,39 @@
 """BatchState: everything remembered between steps about the running requests, one row each."""
 
-import dataclasses
-
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import HybridCache
-from jaxspec.plan import ROW_FLOATS, PackedLayout, row_ints
+from jaxspec.plan import PackedLayout, row_layout
 
-_FIXED_INTS = row_ints(0).size
+_WITHOUT_DRAFTS = row_layout(0).size
 
 
 def _column(name: str, meaning: str) -> property:
     def read(state: "BatchState") -> Int[Array, " rows"]:
-        return state.int_layout.unpack(state.ints)[name]
+        return state.layout.unpack(state.fields)[name]
 
     return property(read, doc=meaning)
 
 
 def _float_column(name: str, meaning: str) -> property:
     def read(state: "BatchState") -> Float[Array, " rows"]:
-        return ROW_FLOATS.unpack(state.floats)[name]
+        return jax.lax.bitcast_convert_type(state.layout.unpack(state.fields)[name], jnp.float32)
 
     return property(read, doc=meaning)
 
 
 @flax.struct.dataclass
 class BatchState:
-    """Two leaves; the named properties are views of their columns.
+    """One leaf; the named properties are views of its columns.
 
     A row is a few hundred bytes, so moving rows is two gathers. What is big lives in pools that
     never move, at index `slot`. A row of zeros is empty: slot 0 is the null slot.
     """
 
-    ints: Int[Array, "rows int_fields"]
-    floats: Float[Array, "rows float_fields"]
+    fields: Int[Array, "rows fields"]  # floats by their bits: a second leaf costs kernels a step
 
     slot = _column("slot", "Index into every pool; 0: the row is empty.")
     prefill_len = _column("prefill_len", "Tokens the request entered with.")
@@ -56,9 +54,14 @@ class BatchState:
     top_p = _float_column("top_p", "Probability mass kept when sampling; 1: all.")
 
     @property
-    def int_layout(self) -> PackedLayout:
-        """Where each integer field lies."""
-        return row_ints(self.ints.shape[-1] - _FIXED_INTS)
+    def num_rows(self) -> int:
+        """Rows, empty ones too."""
+        return self.fields.shape[0]
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Where each field lies."""
+        return row_layout(self.fields.shape[-1] - _WITHOUT_DRAFTS)
 
     @property
     def is_live(self) -> Array:
@@ -67,25 +70,19 @@ class BatchState:
 
     def take(self, index: Int[Array, " n"]) -> "BatchState":
         """Rows `index`; an index past the end gives an empty row."""
-        return BatchState(
-            ints=self.ints.at[index].get(mode="fill", fill_value=0),
-            floats=self.floats.at[index].get(mode="fill", fill_value=0),
-        )
+        return BatchState(self.fields.at[index].get(mode="fill", fill_value=0))
 
     def put(self, index: Int[Array, " n"], rows: "BatchState") -> "BatchState":
         """This state with `rows` at `index`; an index past the end writes nothing."""
-        return BatchState(
-            ints=self.ints.at[index].set(rows.ints, mode="drop"),
-            floats=self.floats.at[index].set(rows.floats, mode="drop"),
-        )
+        return BatchState(self.fields.at[index].set(rows.fields, mode="drop"))
 
     def with_fields(self, **fields: Array) -> "BatchState":
-        """This state with some integer columns replaced."""
-        ints = self.ints
+        """This state with some columns, of integers, replaced."""
+        replaced = self.fields
         for name, value in fields.items():
-            columns = self.int_layout.slices[name]
-            ints = ints.at[:, columns].set(value.reshape(len(ints), -1))
-        return dataclasses.replace(self, ints=ints)
+            columns = self.layout.slices[name]
+            replaced = replaced.at[:, columns].set(value.reshape(len(replaced), -1))
+        return BatchState(replaced)
 
 
 @flax.struct.dataclass
@@ -100,7 +97,4 @@ class EngineState:
 
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
     """`num_rows` empty rows."""
-    return BatchState(
-        ints=jnp.zeros((num_rows, row_ints(num_drafts).size), jnp.int32),
-        floats=jnp.zeros((num_rows, ROW_FLOATS.size), jnp.float32),
-    )
+    return BatchState(jnp.zeros((num_rows, row_layout(num_drafts).size), jnp.int32))

@@ -52,7 +52,7 @@ def prepare(
     The host says which rows decode and which prompt chunks come along. Where a row stands, how many
     drafts it has and which state is its true one, only the device knows.
     """
-    num_rows, num_seqs = rows.ints.shape[0], plan["prefill_lens"].shape[0]
+    num_rows, num_seqs = rows.num_rows, plan["prefill_lens"].shape[0]
     decode_row, seq = jnp.arange(num_decode_rows), jnp.arange(num_seqs)
     decode_index = jnp.where(decode_row < plan["num_decode"], decode_row, num_rows)
     prefill_index = jnp.where(plan["prefill_lens"] > 0, plan["num_decode"] + seq, num_rows)

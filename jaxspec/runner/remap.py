@@ -1,6 +1,5 @@
 """Remap: each request's row follows it from where the last plan had it to where this one has it."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -21,16 +20,13 @@ def remap(
         result           c  d  0
     """
 
-    def choose(old: Array, new: Array) -> Array:
-        moved = old.at[jnp.maximum(prev_positions, 0)].get(mode="clip")
-        return jnp.where((prev_positions >= 0)[:, None], moved, new)
-
-    return jax.tree.map(choose, state, new_rows)
+    moved = state.fields.at[jnp.maximum(prev_positions, 0)].get(mode="clip")
+    stays = (prev_positions >= 0)[:, None]
+    return BatchState(jnp.where(stays, moved, new_rows.fields))
 
 
 def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: int) -> BatchState:
     """`num_rows` rows, empty but for `entries` at `index`; a negative index is padding."""
     target = jnp.where(index < 0, num_rows, index)
-    return jax.tree.map(
-        lambda x: jnp.zeros((num_rows, x.shape[1]), x.dtype).at[target].set(x, mode="drop"), entries
-    )
+    nothing = jnp.zeros((num_rows, entries.fields.shape[1]), jnp.int32)
+    return BatchState(nothing).put(target, entries)

@@ -59,9 +59,8 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     ) -> tuple[EngineState, Int[Array, "rows fields"]]:
         plan = plan_layout(program, config.buckets).unpack(packed)
         model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
-        new_rows = scatter_new_rows(
-            plan["new_row_index"], new_entries(plan), config.buckets.max_num_seqs
-        )
+        entries = BatchState(plan["new_rows"])
+        new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
         rows = remap(state.rows, plan["prev_positions"], new_rows)
         page_tables = update_page_tables(state.page_tables, new_rows, plan)
         inputs = prepare(rows, page_tables, plan, config.buckets.page_size, program.decode_rows)
@@ -90,11 +89,3 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     # The name that profiles and compilation logs show.
     step.__name__ = f"step_{program.decode_rows}_{program.prefill_tokens}_{program.variant}"
     return step
-
-
-def new_entries(plan: dict[str, Array]) -> BatchState:
-    """The rows that enter with this plan; sampling parameters came as their bits."""
-    return BatchState(
-        ints=plan["new_row_ints"],
-        floats=jax.lax.bitcast_convert_type(plan["new_row_floats"], jnp.float32),
-    )

@@ -55,8 +55,8 @@ def update(
     makes all its tokens valid and leaves its state in candidate 0, with nothing in the ring. A row
     for which nothing was computed keeps every field. `ring_rows` is 0 where nothing is replayed.
     """
-    num_decode = rows.ints.shape[0] - prefill_lens.shape[0]
-    is_chunk = jnp.arange(rows.ints.shape[0]) >= num_decode
+    num_decode = rows.num_rows - prefill_lens.shape[0]
+    is_chunk = jnp.arange(rows.num_rows) >= num_decode
     computed_prompt = jnp.pad(prefill_lens, (num_decode, 0))
     num_emitted = acceptance.num_emitted
     gained = jnp.where(is_chunk, computed_prompt, num_emitted)

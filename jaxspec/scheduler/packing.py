@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import MAX_STOP_IDS, ROW_FLOATS, Program, pack_plan, row_ints
+from jaxspec.plan import MAX_STOP_IDS, Program, pack_plan, row_layout
 from jaxspec.request import Request
 
 
@@ -25,10 +25,9 @@ def pack_step(
     """
     prev_positions = [request.row for request in rows]
     new_rows = [row for row, before in enumerate(prev_positions) if before < 0]
-    new_ints = np.zeros((len(new_rows), row_ints(buckets.num_drafts).size), np.int32)
-    new_floats = np.zeros((len(new_rows), ROW_FLOATS.size), np.float32)
-    for entry, row in enumerate(new_rows):
-        _write_row(new_ints[entry], new_floats[entry], rows[row], buckets)
+    entries = np.zeros((len(new_rows), row_layout(buckets.num_drafts).size), np.int32)
+    for entry, row in zip(entries, new_rows, strict=True):
+        _write_row(entry, rows[row], buckets)
     chunks = [r.tokens[r.num_computed : r.num_computed + n] for r, n in prefills]
     return pack_plan(
         program,
@@ -37,8 +36,7 @@ def pack_step(
             "prev_positions": prev_positions,
             "num_decode": num_decode,
             "new_row_index": new_rows,
-            "new_row_ints": new_ints,
-            "new_row_floats": new_floats,
+            "new_rows": entries,
             "prefill_tokens": np.array([t for chunk in chunks for t in chunk], np.int32),
             "prefill_lens": [n for _, n in prefills],
             "lookahead_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
@@ -63,9 +61,9 @@ def _appends(grown: Iterable[Request]) -> dict[str, list[int]]:
     return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
 
 
-def _write_row(ints: np.ndarray, floats: np.ndarray, request: Request, buckets: Buckets) -> None:
+def _write_row(entry: np.ndarray, request: Request, buckets: Buckets) -> None:
     """Everything the device knows of a request when it enters; drafts and states start empty."""
-    fields = row_ints(buckets.num_drafts).unpack(ints)
+    fields = row_layout(buckets.num_drafts).unpack(entry)
     params, prompt_len = request.params, len(request.prompt)
     values = {
         "slot": request.slot,
@@ -75,6 +73,8 @@ def _write_row(ints: np.ndarray, floats: np.ndarray, request: Request, buckets: 
         "num_computed": request.num_computed,
         "last_token": request.tokens[request.prefill_len - 1],
         "seed": np.uint32(request.seed).astype(np.int32),
+        "temperature": np.float32(params.temperature).view(np.int32),
+        "top_p": np.float32(params.top_p).view(np.int32),
         "top_k": min(params.top_k, np.iinfo(np.int32).max),
         "proposer_key": request.proposer_key,
     }
@@ -84,6 +84,3 @@ def _write_row(ints: np.ndarray, floats: np.ndarray, request: Request, buckets: 
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
     stop_ids[: len(request.stop_ids)] = request.stop_ids
     fields["stop_ids"][...] = stop_ids
-    row_floats = ROW_FLOATS.unpack(floats)
-    row_floats["temperature"][...] = params.temperature
-    row_floats["top_p"][...] = params.top_p

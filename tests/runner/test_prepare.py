@@ -208,7 +208,7 @@ def test_an_empty_plan_names_no_token(make_rows):
     rows = all_rows(make_rows, 3, [{"slot": 1, "num_computed": 9, "max_len": 40}])
     inputs = prepare_step(rows, consecutive_tables())
     assert set(inputs.model.kv_slots.tolist()) == {-1} and not inputs.emits.any()
-    assert not inputs.active.ints.any()
+    assert not inputs.active.fields.any()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.plan import ROW_FLOATS, row_ints
+from jaxspec.plan import row_layout
 from jaxspec.runner.batch_state import BatchState, empty_rows
 from jaxspec.runner.remap import remap, scatter_new_rows
 
@@ -14,19 +14,12 @@ NUM_ROWS = 7
 
 def random_fields(random, num_drafts):
     """One row's fields, every one with a value of its own."""
-    return {
-        "ints": random.integers(1, 2**31, row_ints(num_drafts).size).astype(np.int32),
-        "floats": random.random(ROW_FLOATS.size).astype(np.float32),
-    }
+    return random.integers(1, 2**31, row_layout(num_drafts).size).astype(np.int32)
 
 
 def to_state(rows, num_drafts):
-    zeros = {"ints": np.zeros(row_ints(num_drafts).size, np.int32), "floats": np.zeros(2, "f")}
-    rows = [row or zeros for row in rows]
-    return BatchState(
-        ints=np.stack([row["ints"] for row in rows]),
-        floats=np.stack([row["floats"] for row in rows]),
-    )
+    empty = np.zeros(row_layout(num_drafts).size, np.int32)
+    return BatchState(np.stack([empty if row is None else row for row in rows]))
 
 
 def assert_rows_are(state, requests, order, num_drafts):
@@ -37,8 +30,7 @@ def assert_rows_are(state, requests, order, num_drafts):
 
 
 def fields_of(state):
-    ints = state.int_layout.unpack(np.asarray(state.ints))
-    return ints | ROW_FLOATS.unpack(np.asarray(state.floats))
+    return state.layout.unpack(np.asarray(state.fields))
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -67,7 +59,7 @@ def test_every_field_follows_its_request(num_drafts):
         moved = jitted_remap(state, previous, new_rows)
         assert_rows_are(moved, requests, now, num_drafts)
         twice = jitted_remap(moved, previous, new_rows)
-        num_moved += not np.array_equal(twice.ints, moved.ints)
+        num_moved += not np.array_equal(twice.fields, moved.fields)
         state, order = moved, now
     assert num_moved > 15, "moving rows twice is another map: the walk must be one that tells"
 
@@ -79,15 +71,24 @@ def test_the_case_of_the_docstring(make_rows):
         jnp.array([2, -1, -1], jnp.int32),
         make_rows(2, [None, d, None]),
     )
-    np.testing.assert_array_equal(moved.ints, make_rows(2, [c, d, None]).ints)
+    np.testing.assert_array_equal(moved.fields, make_rows(2, [c, d, None]).fields)
+
+
+def test_sampling_parameters_travel_bit_for_bit(make_rows):
+    values = np.array([0.1, 1e-45, -0.0, np.inf, 3.4e38, 1 / 3, 1.0, 0.7], np.float32)
+    rows = [{"temperature": x, "top_p": y} for x, y in values.reshape(-1, 2)]
+    state = jitted_scatter(np.array([3, 2, 1, 0], np.int32), make_rows(1, rows), 4)
+    state = jitted_remap(state, np.array([3, 2, 1, 0], np.int32), empty_rows(4, 1))
+    assert np.asarray(state.temperature).tobytes() == values[::2].tobytes()
+    assert np.asarray(state.top_p).tobytes() == values[1::2].tobytes()
 
 
 def test_an_empty_row_stays_empty_whatever_stood_there(make_rows):
     full = make_rows(2, [{"slot": s, "num_computed": 9, "state_offset": 2} for s in (1, 2, 3)])
     moved = remap(full, jnp.full((3,), -1, jnp.int32), empty_rows(3, 2))
-    assert not np.any(moved.ints) and not np.any(moved.floats)
+    assert not np.any(moved.fields)
     again = remap(moved, jnp.arange(3, dtype=jnp.int32), full)
-    assert not np.any(again.ints), "a row that stays takes nothing from the new rows"
+    assert not np.any(again.fields), "a row that stays takes nothing from the new rows"
 
 
 def test_a_new_row_inherits_no_field_of_its_predecessor(make_rows):
@@ -109,7 +110,7 @@ def test_a_new_row_inherits_no_field_of_its_predecessor(make_rows):
     )
     new = make_rows(3, [{"slot": 5, "last_token": 42, "num_computed": 10, "prefill_len": 11}])
     moved = remap(old, jnp.array([-1], jnp.int32), new)
-    np.testing.assert_array_equal(moved.ints, new.ints)
+    np.testing.assert_array_equal(moved.fields, new.fields)
     assert (int(moved.state_offset[0]), int(moved.num_drafts[0])) == (0, 0)
 
 
@@ -123,7 +124,7 @@ def test_rows_past_the_end_are_read_as_empty_and_written_nowhere(make_rows):
     state = make_rows(1, [{"slot": 1, "seed": 5}, {"slot": 2, "seed": 6}])
     index = jnp.array([1, 2], jnp.int32)
     taken = state.take(index)
-    assert np.asarray(taken.slot).tolist() == [2, 0] and not np.any(taken.ints[1])
+    assert np.asarray(taken.slot).tolist() == [2, 0] and not np.any(taken.fields[1])
     put = state.put(index, taken.with_fields(seed=jnp.array([8, 9], jnp.int32)))
     assert np.asarray(put.seed).tolist() == [5, 8]
     assert np.asarray(put.slot).tolist() == [1, 2]
@@ -136,6 +137,6 @@ def test_replacing_columns_leaves_all_others(make_rows):
     changed = state.with_fields(drafts=drafts, num_computed=jnp.array([7, 8, 9], jnp.int32))
     np.testing.assert_array_equal(changed.drafts, drafts)
     np.testing.assert_array_equal(changed.num_computed, [7, 8, 9])
-    others = set(row_ints(2).shapes) - {"drafts", "num_computed"}
+    others = set(row_layout(2).shapes) - {"drafts", "num_computed"}
     for name in others | {"temperature", "top_p"}:
         np.testing.assert_array_equal(getattr(changed, name), getattr(state, name), name)

@@ -122,7 +122,7 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=
     heard, state, output = compiled_step(program)(
         weights, state, pack_plan(program, BUCKETS, values)
     )
-    fields = state.rows.int_layout.unpack(np.asarray(state.rows.ints))
+    fields = state.rows.layout.unpack(np.asarray(state.rows.fields))
     return jax.tree.map(np.asarray, heard), fields, StepOutput.unpack(np.asarray(output))
 
 

@@ -24,7 +24,7 @@ def acceptance_of(tokens, num_accepted=None):
 @functools.partial(jax.jit, static_argnames="ring_rows")
 def cut_and_update(acceptance, rows, lens, emits, ring_rows):
     """The two as the step joins them."""
-    num_decode = rows.ints.shape[0] - lens.shape[0]
+    num_decode = rows.num_rows - lens.shape[0]
     first = rows.num_computed + jnp.pad(lens - 1, (num_decode, 0)) + 1
     cut, finish = cut_at_end(acceptance, rows, first, emits)
     return cut, cut.num_emitted, update(rows, cut, finish, lens, ring_rows)
@@ -36,7 +36,7 @@ def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, ring_rows
     lens = np.asarray(prefill_lens, np.int32)
     acceptance = acceptance_of(tokens, num_accepted)
     cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, ring_rows)
-    after = SimpleNamespace(ints=after.ints, **after.int_layout.unpack(np.asarray(after.ints)))
+    after = SimpleNamespace(fields=after.fields, **after.layout.unpack(np.asarray(after.fields)))
     return SimpleNamespace(tokens=np.asarray(cut.tokens), num_emitted=num_emitted), after
 
 
@@ -251,13 +251,13 @@ def test_a_finished_row_keeps_every_field_and_emits_nothing(make_rows, finish):
     )
     cut, after = step(rows, [[5, 6, 7, 8]], emits=[False])
     assert np.asarray(cut.tokens).tolist() == [[NONE] * 4]
-    np.testing.assert_array_equal(after.ints, rows.ints)
+    np.testing.assert_array_equal(after.fields, rows.fields)
     cut, after = step(rows, [[5, 6, 7, 8]], emits=[True])
     assert np.asarray(cut.tokens).tolist() == [[NONE] * 4]
-    np.testing.assert_array_equal(after.ints, rows.ints)
+    np.testing.assert_array_equal(after.fields, rows.fields)
 
 
 def test_an_empty_row_stays_empty(make_rows):
     rows = make_rows(3, [None, None])
     cut, after = step(rows, [[5, 6, 7, 8]] * 2, [0], emits=[False, False])
-    assert not np.any(after.ints) and np.all(np.asarray(cut.tokens) == NONE)
+    assert not np.any(after.fields) and np.all(np.asarray(cut.tokens) == NONE)
