@@ -96,13 +96,13 @@ class LLM:
             folder = resolve_folder(model, progress, weights=load_format != "dummy")
         array_type, states = _array_type(dtype), StateConfig(state_policy, state_dtype)
         kv_type = kv_dtype_of(kv_dtype, array_type)  # before anything is loaded
-        self._model = load_model(folder, array_type, load_format=load_format, progress=progress)
+        loaded = load_model(folder, array_type, load_format=load_format, progress=progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
-        config = SpeculativeConfig.resolve(speculative_config, self._model.has_draft_head)
+        config = SpeculativeConfig.resolve(speculative_config, loaded.has_draft_head)
         self.buckets = Buckets.of(
             max_num_seqs=max_num_seqs,
-            max_model_len=self._check_model_len(max_model_len),
+            max_model_len=_model_len(max_model_len, loaded.max_position_embeddings),
             page_size=page_size,
             num_pages=num_pages,
             num_drafts=config.num_speculative_tokens if config else 0,
@@ -112,9 +112,9 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
-        proposer = make_proposer(config, self._model.vocab_size) if config else None
+        proposer = make_proposer(config, loaded.vocab_size) if config else None
         self._runner = ModelRunner(
-            self._model,
+            loaded,
             self.buckets,
             proposer,
             dtype=array_type,
@@ -125,11 +125,11 @@ class LLM:
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
-        ids = set(range(self._model.vocab_size))  # a configuration may name others
+        ids = set(range(loaded.vocab_size))  # a configuration may name others
         self._intake = Intake(
             self.tokenizer,
-            vocab_size=self._model.vocab_size,
-            eos_ids=sorted({*self._model.eos_token_ids, *text_eos} & ids),
+            vocab_size=loaded.vocab_size,
+            eos_ids=sorted({*loaded.eos_token_ids, *text_eos} & ids),
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=seed,
         )
@@ -293,18 +293,6 @@ class LLM:
         if not self._scheduler.has_work:
             self._engine.drain()
 
-    # Set-up.
-
-    def _check_model_len(self, max_model_len: int | None) -> int:
-        limit = self._model.max_position_embeddings
-        if max_model_len is None:
-            return min(limit, 8192)
-        if max_model_len > limit:
-            raise ValueError(
-                f"max_model_len must not exceed the model's {limit} positions, got {max_model_len}."
-            )
-        return max_model_len
-
 
 _KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
 
@@ -330,6 +318,16 @@ def generate(
         _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})
     outputs = _KEPT[key].generate(batch, sampling_params)
     return outputs[0] if single else outputs
+
+
+def _model_len(max_model_len: int | None, limit: int) -> int:
+    if max_model_len is None:
+        return min(limit, 8192)
+    if max_model_len > limit:
+        raise ValueError(
+            f"max_model_len must not exceed the model's {limit} positions, got {max_model_len}."
+        )
+    return max_model_len
 
 
 def _array_type(dtype: str) -> jnp.dtype:

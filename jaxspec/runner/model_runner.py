@@ -21,6 +21,7 @@ from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.step import StepConfig, jitted_step
+from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import Verifier
 
 
@@ -38,22 +39,23 @@ class ModelRunner:
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
     ):
-        """Split the weights out of `model` and allocate the state; nothing is compiled yet.
+        """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
+        What `model` holds besides the runner are its vectors: drop it, and they are held once.
         `kv_dtype`: of the cached keys and values; None: `dtype`.
         """
         graph, weights = nnx.split(model)
-        leaves, tree = jax.tree.flatten(weights)
+        layout = WeightLayout.of(weights)
         self.buckets = buckets
         self._shape = model.cache_shape()
         self._dtypes = dtype, jnp.dtype(states.dtype), kv_dtype
         self._states = states
-        self._weights = tuple(leaves)
+        self._weights = layout.pack(weights)
         self._tables = proposer.init_tables(model) if proposer else ()
         self._config = StepConfig(
             buckets=buckets,
             model=graph,
-            weights=tree,
+            weights=layout,
             proposer=proposer,
             verifier=verifier,
             # A GPU would otherwise multiply float32 in TF32.
