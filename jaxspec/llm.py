@@ -125,6 +125,7 @@ class LLM:
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
+        self._compile_seconds: dict[str, float] = {}
         ids = set(range(loaded.vocab_size))  # a configuration may name others
         self._intake = Intake(
             self.tokenizer,
@@ -138,7 +139,8 @@ class LLM:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
         (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
         """
-        warm_up(self._runner, variants, progress=self._show_progress)
+        took = warm_up(self._runner, variants, progress=self._show_progress)
+        self._compile_seconds.update(took)
 
     def generate(
         self,
@@ -206,12 +208,13 @@ class LLM:
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Counts, host times (seconds), compiled shapes, bytes by pool, and what each op runs."""
+        """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs."""
         return {
             **vars(self._engine.metrics),
             "num_preemptions": self._scheduler.num_preemptions,
             "max_in_flight": self._engine.max_in_flight,
             "shapes": self.buckets.shapes(),
+            "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),
             "implementations": dispatch.implementations(),
         }

@@ -26,7 +26,6 @@ TESTED_ELSEWHERE = {
     "runner/batch_state.py": "runner/test_remap.py",
     "runner/model_runner.py": "test_laws.py",
     "runner/output.py": "test_laws.py",
-    "runner/warmup.py": "test_laws.py",
     "runner/compilation_cache.py": "runner/test_compilation_cache.py",
     "sampling/verifiers.py": "test_llm.py",
     "scheduler/packing.py": "fake_device.py",

@@ -95,8 +95,16 @@ class ModelRunner:
         del self._state  # its memory goes first
         self._state = self._init_state()
 
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
+
+        Lowering neither copies nor donates them.
+        """
+        step = jitted_step(self._config, program)
+        return step.lower(self._weights, self._tables, self._state, self._empty_plan(program))
+
     def warm_up(self, program: Program) -> None:
-        """Compile `program` and run it on an empty plan, which changes nothing.
+        """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
         Twice: a GPU records its command buffers in the second run.
         """
@@ -105,8 +113,12 @@ class ModelRunner:
             self._run(step, self._empty_plan(program)).result()
         self._programs[program] = step
 
+    def lower_fork(self) -> jax.stages.Lowered:
+        """The copy of states that samples of one prompt start from, as XLA's compiler takes it."""
+        return _fork.lower(self._state, self._pack_forks(()))
+
     def warm_up_fork(self) -> None:
-        """Compile the copy of states that samples of one prompt start from."""
+        """Run the copy of states, without a copy; it is compiled if it was not."""
         self._state = _fork(self._state, self._pack_forks(()))
         jax.block_until_ready(self._state.page_tables)
 

@@ -39,7 +39,7 @@ class StepConfig:
 
 
 @functools.lru_cache(maxsize=128)
-def jitted_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
+def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
     """The step of `make_step`, jitted with its state donated; engines of equal shape share it."""
     return jax.jit(make_step(config, program), donate_argnums=2)
 
