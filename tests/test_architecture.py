@@ -20,6 +20,7 @@ TESTED_ELSEWHERE = {
     "llm.py": "test_llm.py",
     "intake.py": "test_llm.py",
     "__main__.py": "test_main.py",
+    "arguments.py": "test_messages.py",
     "runner/step.py": "runner/test_step.py",
     "runner/verify.py": "test_laws.py",
     "runner/draft.py": "runner/test_step.py",
