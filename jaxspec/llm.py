@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxspec.config import VARIANTS, Buckets, StateConfig, Variant
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.intake import Intake, Prompt, params_of
-from jaxspec.models import load_model, resolve_folder
+from jaxspec.models import dtype_of, load_model, resolve_folder
 from jaxspec.models.cache import kv_dtype_of
 from jaxspec.outputs import Delta, RequestOutput, Sample
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.runner.compilation_cache import enable_compilation_cache
+from jaxspec.runner.memory import MemoryBudget, memory_map
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
@@ -50,7 +49,9 @@ class LLM:
         max_model_len: tokens of a sample, prompt and output; at most what the model was made for.
         max_in_flight: steps that may be uncollected; 0 is the synchronous engine.
         page_size: tokens of a KV page.
-        num_pages: pages of the pool; None: enough for `max_num_seqs` of `max_model_len`.
+        num_pages: pages of the pool; None: as `max_num_seqs` of `max_model_len` need, if they fit.
+        gpu_memory_utilization: share of a GPU's memory that weights and caches may take, in (0, 1],
+            of what JAX may: three quarters, or as XLA_PYTHON_CLIENT_MEM_FRACTION says.
         max_num_batched_tokens: verified and prefilled tokens of a step together.
         long_prefill_token_threshold: prompt tokens of one request in a step; None: no such limit.
         max_prefill_seqs: prompts that one step may advance.
@@ -61,7 +62,7 @@ class LLM:
 
     Raises:
         FileNotFoundError: no such model, or a folder without configuration or weights.
-        ValueError: an option, the configuration or the weights break a rule.
+        ValueError: an option, the configuration or the weights break a rule, or do not fit.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LLM:
         max_in_flight: int = 2,
         page_size: int = 16,
         num_pages: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         max_num_batched_tokens: int | None = None,
         long_prefill_token_threshold: int | None = None,
         max_prefill_seqs: int = 4,
@@ -94,15 +96,16 @@ class LLM:
         self._show_progress, folder = progress, EMBEDDED_MODEL
         if model is not None:
             folder = resolve_folder(model, progress, weights=load_format != "dummy")
-        array_type, states = _array_type(dtype), StateConfig(state_policy, state_dtype)
+        array_type, states = dtype_of(dtype), StateConfig(state_policy, state_dtype)
         kv_type = kv_dtype_of(kv_dtype, array_type)  # before anything is loaded
-        self._model = load_model(folder, array_type, load_format=load_format, progress=progress)
+        budget = MemoryBudget.of(gpu_memory_utilization, num_pages)
+        loaded = load_model(folder, array_type, load_format=load_format, progress=progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
-        config = SpeculativeConfig.resolve(speculative_config, self._model.has_draft_head)
-        self.buckets = Buckets.of(
+        config = SpeculativeConfig.resolve(speculative_config, loaded.has_draft_head)
+        buckets = Buckets.of(
             max_num_seqs=max_num_seqs,
-            max_model_len=self._check_model_len(max_model_len),
+            max_model_len=_model_len(max_model_len, loaded.max_position_embeddings),
             page_size=page_size,
             num_pages=num_pages,
             num_drafts=config.num_speculative_tokens if config else 0,
@@ -112,24 +115,27 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
-        proposer = make_proposer(config, self._model.vocab_size) if config else None
+        proposer = make_proposer(config, loaded.vocab_size) if config else None
         self._runner = ModelRunner(
-            self._model,
-            self.buckets,
+            loaded,
+            buckets,
             proposer,
             dtype=array_type,
             verifier=make_verifier(config),
             states=states,
             kv_dtype=kv_type,
+            budget=budget,
         )
+        self.buckets = self._runner.buckets  # with the pages that fit
         self._scheduler = Scheduler(self.buckets)
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
-        ids = set(range(self._model.vocab_size))  # a configuration may name others
+        self._compile_seconds: dict[str, float] = {}
+        ids = set(range(loaded.vocab_size))  # a configuration may name others
         self._intake = Intake(
             self.tokenizer,
-            vocab_size=self._model.vocab_size,
-            eos_ids=sorted({*self._model.eos_token_ids, *text_eos} & ids),
+            vocab_size=loaded.vocab_size,
+            eos_ids=sorted({*loaded.eos_token_ids, *text_eos} & ids),
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=seed,
         )
@@ -138,7 +144,7 @@ class LLM:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
         (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
         """
-        warm_up(self._runner, variants, progress=self._show_progress)
+        self._compile_seconds |= warm_up(self._runner, variants, progress=self._show_progress)
 
     def generate(
         self,
@@ -206,15 +212,20 @@ class LLM:
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Counts, host times (seconds), compiled shapes, bytes by pool, and what each op runs."""
+        """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs."""
         return {
             **vars(self._engine.metrics),
             "num_preemptions": self._scheduler.num_preemptions,
             "max_in_flight": self._engine.max_in_flight,
             "shapes": self.buckets.shapes(),
+            "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),
             "implementations": dispatch.implementations(),
         }
+
+    def memory_map(self) -> str:
+        """What holds the device's memory, for people: a line each, the biggest first."""
+        return memory_map(self._runner.memory(), self.buckets)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[list[StepTimes]]:
@@ -293,18 +304,6 @@ class LLM:
         if not self._scheduler.has_work:
             self._engine.drain()
 
-    # Set-up.
-
-    def _check_model_len(self, max_model_len: int | None) -> int:
-        limit = self._model.max_position_embeddings
-        if max_model_len is None:
-            return min(limit, 8192)
-        if max_model_len > limit:
-            raise ValueError(
-                f"max_model_len must not exceed the model's {limit} positions, got {max_model_len}."
-            )
-        return max_model_len
-
 
 _KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
 
@@ -332,9 +331,9 @@ def generate(
     return outputs[0] if single else outputs
 
 
-def _array_type(dtype: str) -> jnp.dtype:
-    if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'auto', got {dtype!r}.")
-    return jnp.dtype(dtype)
+def _model_len(max_model_len: int | None, limit: int) -> int:
+    if max_model_len is not None and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len must not exceed the model's {limit} positions, got {max_model_len}."
+        )
+    return min(limit, 8192) if max_model_len is None else max_model_len

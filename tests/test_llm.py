@@ -209,6 +209,7 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
 def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     metrics = drafted.metrics()
     assert metrics["num_steps"] > 0 and metrics["plan_time"] > 0
+    assert metrics["compile_seconds"]["4 rows, 64 prompt tokens, greedy"] > 0
     state = drafted._runner.state
     memory = metrics["memory_bytes"]
     assert memory["kv"] == state.cache.kv.nbytes and memory["states"] == state.cache.states.nbytes

@@ -31,9 +31,14 @@ def test_json_gives_an_object_a_prompt(capsys, tmp_path):
 
 
 def test_speculation_can_be_turned_off(capsys):
-    assert main(["import", "--max-tokens", "4", "--num-speculative-tokens", "0"]) == 0
-    assert "4 tokens" in (last := capsys.readouterr().out.splitlines()[-1])
+    typed = ["import", "--max-tokens", "4", "--num-speculative-tokens", "0", "--verbose"]
+    assert main(typed) == 0
+    printed = capsys.readouterr()
+    assert "4 tokens" in (last := printed.out.splitlines()[-1])
     assert last.endswith("no speculation")
+    head, weights, *_, total = printed.err.splitlines()  # --verbose
+    assert head == "The device holds" and weights.split()[0] == "weights"
+    assert re.fullmatch(r"  total +[\d.]+ MiB", total)
 
 
 @pytest.mark.parametrize(

@@ -408,6 +408,10 @@ CALLS = [
         "kv_dtype must be 'bfloat16', 'float8_e4m3fn' or None, the model's, got 'fp8'.",
     ),
     (
+        lambda llm: LLM(gpu_memory_utilization=1.5),
+        "gpu_memory_utilization must be in (0, 1], got 1.5.",
+    ),
+    (
         lambda llm: LLM(num_pages=-3),
         "num_pages must be at least 2, the null page and one, got -3.",
     ),
@@ -486,6 +490,9 @@ options:
                         of recurrent states: snapshot keeps one a drafted token, replay one a prompt
                         and what leads from it to the others (default: snapshot)
   --state-dtype DTYPE   of recurrent states: float32, float16 or bfloat16 (default: float32)
+  --gpu-memory-utilization F
+                        share of a GPU's memory, of what JAX may take, for weights and caches
+                        (default: 0.9)
   --max-tokens N        most tokens to add to a prompt (default: 128)
   --max-model-len N     most tokens of a prompt and its completion together (default: as many as the
                         model was made for, but not above 8192)
@@ -497,6 +504,7 @@ options:
                         the checkpoint has a draft head, else 0)
   --draft-vocab N       draft only the first N token ids, which costs less and accepts fewer; the
                         text stays the same (default: draft any token)
+  --verbose             first print what holds the memory (default: not)
   --json                print one JSON object a prompt (default: text)
 
 examples:

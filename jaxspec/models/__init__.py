@@ -3,6 +3,7 @@
 import importlib
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.models.base import Model
@@ -10,7 +11,7 @@ from jaxspec.models.config import read_architecture, read_config
 from jaxspec.models.dummy import dummy_weights
 from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
 
-__all__ = ["MODELS", "load_model", "resolve_folder"]
+__all__ = ["MODELS", "dtype_of", "load_model", "resolve_folder"]
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
@@ -21,6 +22,19 @@ MODELS = {
     "Qwen3ForCausalLM": "jaxspec.models.qwen3:Qwen3",
     "qwen3": "jaxspec.models.qwen3:Qwen3",
 }
+
+
+def dtype_of(word: str) -> jnp.dtype:
+    """The dtype of weights when the user says `word`; "auto": bfloat16 on a GPU, else float32.
+
+    Raises:
+        ValueError: another word.
+    """
+    if word == "auto":
+        word = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    if word not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'auto', got {word!r}.")
+    return jnp.dtype(word)
 
 
 def load_model(

@@ -19,8 +19,10 @@ from jaxspec.pallas.replay import ring_rows
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
+from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.step import StepConfig, jitted_step
+from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import Verifier
 
 
@@ -37,30 +39,33 @@ class ModelRunner:
         verifier: Verifier,
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
+        budget: MemoryBudget | None = None,
     ):
-        """Split the weights out of `model` and allocate the state; nothing is compiled yet.
+        """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
-        `kv_dtype`: of the cached keys and values; None: `dtype`.
+        What `model` holds besides the runner are its vectors: drop it, and they are held once.
+        `kv_dtype`: of the cached keys and values; None: `dtype`. `budget`: what there is room for;
+        `buckets` has fewer pages then, or a ValueError says what does not fit. None: all fits.
         """
         graph, weights = nnx.split(model)
-        leaves, tree = jax.tree.flatten(weights)
-        self.buckets = buckets
+        layout = WeightLayout.of(weights)
         self._shape = model.cache_shape()
         self._dtypes = dtype, jnp.dtype(states.dtype), kv_dtype
         self._states = states
-        self._weights = tuple(leaves)
+        self._weights = layout.pack(weights)
+        self._proposer, self._vocab_size = proposer, model.vocab_size
         self._tables = proposer.init_tables(model) if proposer else ()
+        self.buckets = buckets if budget is None else fit(buckets, budget, self._held_with)
         self._config = StepConfig(
-            buckets=buckets,
+            buckets=self.buckets,
             model=graph,
-            weights=tree,
+            weights=layout,
             proposer=proposer,
             verifier=verifier,
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
-        self._vocab_size = model.vocab_size
-        self._state = self._init_state()
+        self._state = self._init_state(self.buckets)
         self._programs: dict[Program, Callable[..., Any]] = {}
         self._watcher: Executor | None = None
 
@@ -91,10 +96,18 @@ class ModelRunner:
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one."""
         del self._state  # its memory goes first
-        self._state = self._init_state()
+        self._state = self._init_state(self.buckets)
+
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
+
+        Lowering neither copies nor donates them.
+        """
+        step = jitted_step(self._config, program)
+        return step.lower(self._weights, self._tables, self._state, self._empty_plan(program))
 
     def warm_up(self, program: Program) -> None:
-        """Compile `program` and run it on an empty plan, which changes nothing.
+        """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
         Twice: a GPU records its command buffers in the second run.
         """
@@ -103,8 +116,12 @@ class ModelRunner:
             self._run(step, self._empty_plan(program)).result()
         self._programs[program] = step
 
+    def lower_fork(self) -> jax.stages.Lowered:
+        """The copy of states that samples of one prompt start from, as XLA's compiler takes it."""
+        return _fork.lower(self._state, self._pack_forks(()))
+
     def warm_up_fork(self) -> None:
-        """Compile the copy of states that samples of one prompt start from."""
+        """Run the copy of states, without a copy; it is compiled if it was not."""
         self._state = _fork(self._state, self._pack_forks(()))
         jax.block_until_ready(self._state.page_tables)
 
@@ -114,36 +131,27 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        return {
-            "weights": _nbytes(self._weights),
-            **{name: _nbytes(pool) for name, pool in vars(self._state.cache).items()},
-            "page_tables": self._state.page_tables.nbytes,
-            "rows": _nbytes(self._state.rows),
-            "draft_logits": _nbytes(self._state.draft_logits),
-            "proposer_tables": _nbytes(self._tables),
-        }
+        return bytes_held(self._weights, self._tables, self._state)
+
+    def _held_with(self, buckets: Buckets) -> dict[str, int]:
+        state = jax.eval_shape(lambda: self._init_state(buckets))
+        return bytes_held(self._weights, self._tables, state)
 
     def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)
         return PendingOutput(output, self._watcher)
 
-    @property
-    def _sizes(self) -> CacheSizes:
-        b = self.buckets
-        states, rows = self._states, 0
+    def _init_state(self, buckets: Buckets) -> EngineState:
+        b, states, rows, logits = buckets, self._states, 0, None
         if states.policy == "replay":
             rows = ring_rows(b.width, jnp.dtype(states.dtype).itemsize, states.window)
-        return CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts, rows)
-
-    def _init_state(self) -> EngineState:
-        b, proposer = self.buckets, self._config.proposer
-        logits = None
-        if proposer is not None and proposer.is_probabilistic:
+        sizes = CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts, rows)
+        if self._proposer is not None and self._proposer.is_probabilistic:
             logits = jnp.zeros((b.num_slots, b.num_drafts, self._vocab_size), jnp.float32)
         return EngineState(
             rows=empty_rows(b.max_num_seqs, b.num_drafts),
             page_tables=jnp.zeros((b.num_slots, b.pages_per_seq), jnp.int32),
-            cache=init_cache(self._shape, self._sizes, *self._dtypes),
+            cache=init_cache(self._shape, sizes, *self._dtypes),
             draft_logits=logits,
         )
 
@@ -167,10 +175,6 @@ class ModelRunner:
                 f.last_index,
             )
         return packed
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

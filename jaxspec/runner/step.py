@@ -22,6 +22,7 @@ from jaxspec.runner.prepare import prepare, update_page_tables
 from jaxspec.runner.remap import remap, scatter_new_rows
 from jaxspec.runner.update import cut_at_end, update
 from jaxspec.runner.verify import verify
+from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import Verifier
 
 
@@ -31,14 +32,14 @@ class StepConfig:
 
     buckets: Buckets
     model: nnx.GraphDef
-    weights: Any  # PyTreeDef of the `nnx.State` whose leaves every step gets
+    weights: WeightLayout  # of the model's `nnx.State` in the arrays every step gets
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
     matmul_precision: str | None = None  # None: JAX's default
 
 
 @functools.lru_cache(maxsize=128)
-def jitted_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
+def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
     """The step of `make_step`, jitted with its state donated; engines of equal shape share it."""
     return jax.jit(make_step(config, program), donate_argnums=2)
 
@@ -46,7 +47,7 @@ def jitted_step(config: StepConfig, program: Program) -> Callable[..., tuple[Eng
 def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
     """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
 
-    `weights` are the leaves of the model's `nnx.State`, `tables` the proposer's; `state` is to be
+    `weights` are the arrays of `config.weights.pack`, `tables` the proposer's; `state` is to be
     donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`.
     """
 
@@ -58,7 +59,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "rows fields"]]:
         plan = plan_layout(program, config.buckets).unpack(packed)
-        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+        model = nnx.merge(config.model, config.weights.unpack(weights))
         entries = BatchState(plan["new_rows"])
         new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
         rows = remap(state.rows, plan["prev_positions"], new_rows)

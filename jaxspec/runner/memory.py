@@ -1,0 +1,105 @@
+"""Memory: what holds how much of the device's, and how many pages fit beside the rest."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspec.config import Buckets
+from jaxspec.runner.batch_state import EngineState
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """What weights and caches may take together; a step's own arrays live in what is left."""
+
+    device_bytes: int
+    utilization: float  # the share of them
+    fixed_pages: bool  # the user said how many pages; else there may be fewer than asked for
+
+    @staticmethod
+    def of(utilization: float, num_pages: int | None) -> "MemoryBudget | None":
+        """The default device's; None if it does not tell its memory, as a CPU.
+
+        A GPU tells what JAX may take of it: three quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION.
+
+        Raises:
+            ValueError: `utilization` is not in (0, 1].
+        """
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
+        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        return None if limit is None else MemoryBudget(limit, utilization, num_pages is not None)
+
+    @property
+    def max_bytes(self) -> int:
+        """The bound."""
+        return int(self.device_bytes * self.utilization)
+
+
+def bytes_held(weights: Any, tables: Any, state: EngineState) -> dict[str, int]:
+    """Bytes by what holds them, of arrays or of their shapes and dtypes."""
+    held = {"weights": weights, **vars(state.cache), "page_tables": state.page_tables}
+    held |= {"rows": state.rows, "draft_logits": state.draft_logits, "proposer_tables": tables}
+    return {
+        name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+        for name, pool in held.items()
+    }
+
+
+def fit(
+    buckets: Buckets, budget: MemoryBudget, held_with: Callable[[Buckets], dict[str, int]]
+) -> Buckets:
+    """`buckets`, with as many of its pages as the budget has room for.
+
+    `held_with` gives `bytes_held` of an engine with such buckets.
+
+    Raises:
+        ValueError: the pages that the user asked for do not fit, or not even those of one sample.
+    """
+    held = held_with(buckets)
+    page = held["kv"] // buckets.num_pages
+    room = budget.max_bytes - (sum(held.values()) - held["kv"])
+    fitting = buckets.num_pages if room >= held["kv"] else room // max(page, 1)
+    least = buckets.num_pages if budget.fixed_pages else 1 + buckets.pages_per_seq
+    if fitting < least:
+        too_big = dataclasses.replace(buckets, num_pages=least)
+        raise ValueError(_refusal(too_big, budget, held | {"kv": page * least}))
+    return dataclasses.replace(buckets, num_pages=fitting)
+
+
+def _refusal(buckets: Buckets, budget: MemoryBudget, held: dict[str, int]) -> str:
+    pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
+    fewer = "num_pages, " * budget.fixed_pages
+    return (
+        f"Weights and caches must fit gpu_memory_utilization={budget.utilization} of the "
+        f"{_human(budget.device_bytes)} that JAX may use, {_human(budget.max_bytes)}; with {pages} "
+        f"({buckets.num_pages}) they would take\n{memory_map(held, buckets)}\n"
+        f"Lower {fewer}max_num_seqs or max_model_len, or keep less with state_policy='replay', "
+        "state_dtype='float16' or kv_dtype='float8_e4m3fn'. JAX may use more of a GPU if "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says so."
+    )
+
+
+def memory_map(held: dict[str, int], buckets: Buckets) -> str:
+    """A line for each holder of `bytes_held` that holds something, the biggest first, and a sum."""
+    counts = {
+        "kv": f"{buckets.num_pages} pages of {buckets.page_size} tokens",
+        "states": f"{buckets.num_slots} slots",
+        "total": "",
+    }
+    holders = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
+    lines = [
+        f"  {name:<12}{_human(size):>11}  {counts.get(name, '')}".rstrip()
+        for name, size in [*holders, ("total", sum(held.values()))]
+    ]
+    return "\n".join(lines)
+
+
+def _human(num_bytes: int) -> str:
+    size, unit = num_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}"

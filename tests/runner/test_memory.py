@@ -1,0 +1,124 @@
+"""What is held is told without holding it, and as many pages are taken as fit beside the rest."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from harness import FIXTURES
+
+from jaxspec import LLM
+from jaxspec.config import Buckets
+from jaxspec.runner import memory
+from jaxspec.runner.memory import MemoryBudget, fit, memory_map
+
+BUCKETS = Buckets(
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=16,
+    num_pages=17,
+    num_drafts=0,
+    decode_rows=(4,),
+    prefill_tokens=(64,),
+)
+LEAST = 5  # one sample's pages and the null page
+
+
+def held_with(buckets):
+    """1000 bytes of weights, 100 a slot, 10 a page."""
+    held = {"weights": 1000, "states": 100 * buckets.num_slots, "kv": 10 * buckets.num_pages}
+    return held | {"ring": 0}
+
+
+def pages(max_bytes, *, fixed=False, **changes):
+    budget = MemoryBudget(2 * max_bytes, 0.5, fixed)
+    return fit(dataclasses.replace(BUCKETS, **changes), budget, held_with).num_pages
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "want"),
+    [(10**9, 17), (1670, 17), (1669, 16), (1600, 10), (1559, 5), (1550, LEAST)],
+)
+def test_as_many_pages_as_fit_and_are_needed(max_bytes, want):
+    assert pages(max_bytes) == want
+
+
+def test_pages_the_user_asked_for_are_taken_or_refused():
+    assert pages(1670, fixed=True) == 17
+    assert pages(1530, fixed=True, num_pages=3) == 3  # less than a long sample needs: his choice
+    with pytest.raises(ValueError, match=r"with num_pages \(17\) they would take"):
+        pages(1669, fixed=True)
+
+
+@pytest.mark.parametrize("max_bytes", [1549, 1400, 10])
+def test_without_room_for_one_sample_there_is_an_error(max_bytes):
+    with pytest.raises(ValueError) as caught:
+        pages(max_bytes)
+    share = f"gpu_memory_utilization=0.5 of the {memory._human(2 * max_bytes)}"
+    assert str(caught.value) == (
+        f"Weights and caches must fit {share} that JAX may use, {memory._human(max_bytes)}; with "
+        "the pages of one sample of max_model_len (5) they would take\n"
+        "  weights         1.0 KiB\n"
+        "  states          0.5 KiB  5 slots\n"
+        "  kv              0.0 KiB  5 pages of 16 tokens\n"
+        "  total           1.5 KiB\n"
+        "Lower max_num_seqs or max_model_len, or keep less with state_policy='replay', "
+        "state_dtype='float16' or kv_dtype='float8_e4m3fn'. JAX may use more of a GPU if "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says so."
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(1023, "1.0 KiB"), (2**20 - 103, "1023.9 KiB"), (2**20, "1.0 MiB"), (19 * 10**9, "17.7 GiB")],
+)
+def test_sizes_are_in_human_units(size, words):
+    first, last = memory_map({"weights": size, "kv": 0}, BUCKETS).splitlines()
+    assert first.split(maxsplit=1) == ["weights", words]
+    assert last.split(maxsplit=1) == ["total", words]
+
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "state_policy": "replay",
+    "speculative_config": {
+        "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    },
+}
+
+
+@pytest.fixture
+def device_with(monkeypatch):
+    """A device that tells how much memory it has."""
+
+    def patch(limit):
+        stats = None if limit is None else {"bytes_limit": limit}
+        device = SimpleNamespace(memory_stats=lambda: stats)
+        monkeypatch.setattr(memory.jax, "local_devices", lambda: [device])
+
+    return patch
+
+
+def test_an_engine_holds_what_was_computed_and_stays_inside(device_with):
+    device_with(None)
+    free = LLM(FIXTURES / "qwen3_5", **OPTIONS)
+    assert free.buckets.num_pages == 65
+    held = free.metrics()["memory_bytes"]
+    assert free._runner._held_with(free.buckets) == held
+    assert {name for name, size in held.items() if not size} == {"proposer_tables"}
+    leaves = jax.tree.leaves((free._runner._weights, free._runner.state))
+    assert sum(held.values()) == sum(leaf.nbytes for leaf in leaves)
+
+    device_with(sum(held.values()) - 1)
+    tight = LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=1.0)
+    assert tight.buckets.num_pages == tight._runner.buckets.num_pages == 64
+    assert tight._runner.state.cache.kv.shape[2] == tight._scheduler.pages.num_free + 1 == 64
+    assert re.search(r"kv .* 64 pages of 16 tokens", tight.memory_map())
+    with pytest.raises(ValueError, match=r"num_pages \(65\)"):
+        LLM(FIXTURES / "qwen3_5", **OPTIONS, num_pages=65, gpu_memory_utilization=1.0)
+    with pytest.raises(ValueError, match="one sample of max_model_len"):
+        LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=0.1)
