@@ -9,7 +9,7 @@ from case import INPUTS, Case, live_rows
 from shapes import GDN
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
-from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, split_qkv
+from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, gdn_qkv_reference
 
 
 def conv_update_cases() -> Iterator[Case]:
@@ -48,16 +48,14 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
     def run_conv(convolve, pool, layer, xs, taps, *index):
         return convolve(xs[layer % INPUTS], taps.T, pool, layer, *index)
 
-    def run_qkv(pool, layer, xs, taps, *index):
-        *outputs, pool = gdn_qkv(xs[layer % INPUTS], taps.T, pool, layer, *index, heads)
+    def run_qkv(convolve, pool, layer, xs, taps, *index):
+        *outputs, pool = convolve(xs[layer % INPUTS], taps.T, pool, layer, *index, heads)
         return outputs, pool
 
-    def run_parts(pool, *operands):
-        y, pool = run_conv(conv_update_reference, pool, *operands)
-        return split_qkv(y, heads), pool
-
     if op == "gdn_qkv":
-        run, reference, output_bytes = run_qkv, run_parts, 4 * xs[0].size
+        run = functools.partial(run_qkv, gdn_qkv)
+        reference = functools.partial(run_qkv, gdn_qkv_reference)
+        output_bytes = 4 * xs[0].size
     else:
         run = functools.partial(run_conv, conv_update)
         reference = functools.partial(run_conv, conv_update_reference)

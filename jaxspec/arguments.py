@@ -178,4 +178,11 @@ def speculation_of(args: argparse.Namespace) -> dict[str, int] | Literal["auto"]
     """What of speculation was asked for, as `LLM` takes it."""
     asked = {"num_speculative_tokens": args.num_speculative_tokens, "draft_vocab": args.draft_vocab}
     asked = {name: value for name, value in asked.items() if value is not None}
-    return None if asked.get("num_speculative_tokens") == 0 else asked or "auto"
+    if asked.get("num_speculative_tokens") != 0:
+        return asked or "auto"
+    if args.draft_vocab is not None:
+        raise ValueError(
+            "--draft-vocab says what to draft, and --num-speculative-tokens 0 not to draft. Drop "
+            "one of the two."
+        )
+    return None

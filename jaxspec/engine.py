@@ -112,9 +112,8 @@ class Engine:
             self._collect()
 
     def forget(self) -> None:
-        """Drop what is in flight, and what rows the device is believed to have."""
+        """Drop what is in flight, for a device that was reset: every request must have ended."""
         self._in_flight.clear()
-        self.scheduler.forget_rows()
 
     @property
     def has_work(self) -> bool:

@@ -39,7 +39,7 @@ class PackedLayout:
 
 
 @functools.cache
-def row_layout(num_drafts: int) -> PackedLayout:
+def batch_row_layout(num_drafts: int) -> PackedLayout:
     """The int32 fields of a row; `jaxspec.runner.batch_state.BatchState` says what they mean.
 
     `temperature` and `top_p` are float32, kept as their bits.
@@ -88,7 +88,7 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
         prev_positions=(rows,),
         num_decode=(),
         new_row_index=(new,),
-        new_rows=(new, row_layout(drafts).size),
+        new_rows=(new, batch_row_layout(drafts).size),
         append_slots=(appends,),
         append_indices=(appends,),
         append_pages=(appends,),

@@ -17,8 +17,8 @@ class SpeculativeConfig:
     `draft_vocab`: the tokens that MTP may draft: None, all of them; a number n, the first n ids (a
     byte-pair vocabulary has its frequent merges first, and what ends a text last); or a list of
     ids, such as those your texts use most. A draft reads no more of the output head than these,
-    and no output changes: the target still scores every token, and what is not listed is never
-    drafted (FR-Spec, arXiv 2502.14856).
+    and no output changes (of drafts that are drawn: not its distribution), for the target still
+    scores every token; what is not listed is never drafted (FR-Spec, arXiv 2502.14856).
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
@@ -77,7 +77,7 @@ class SpeculativeConfig:
             check_sizes(draft_vocab=vocab)
             return
         ids = tuple(vocab)
-        others = [i for i in ids if not isinstance(i, Integral) or i < 0]
+        others = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or i < 0]
         if others or not ids:
             raise ValueError(
                 "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a "

@@ -1,4 +1,4 @@
-"""Strict dtypes and ranks, exact fp32 products on a GPU too; programs compiled fast, and kept."""
+"""Strict dtypes and ranks, exact fp32 products on a GPU too, and compiled programs kept on disk."""
 
 import gc
 from pathlib import Path
@@ -12,9 +12,6 @@ from jaxspec.runner.compilation_cache import enable_compilation_cache
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-if jax.default_backend() == "cpu":
-    # Most of the suite's time is XLA's. Tiny programs need no optimizing: half the time to compile.
-    jax.config.update("jax_disable_most_optimizations", True)
 enable_compilation_cache()
 
 
@@ -26,6 +23,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_compile_fast(request):
+    """On a CPU, without most optimizations: most of the suite's time is XLA's, and this halves it.
+
+    A module that wants them says `OPTIMIZED = True`.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    if jax.default_backend() == "cpu" and not getattr(request.module, "OPTIMIZED", False):
+        jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

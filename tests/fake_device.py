@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import StepOutput, plan_layout, row_layout
+from jaxspec.plan import StepOutput, batch_row_layout, plan_layout
 from jaxspec.request import Finish, Request, SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
@@ -70,7 +70,7 @@ def true_tokens(request, count):
 
 @dataclasses.dataclass
 class Row:
-    """A row of the batch state, with the fields of `row_layout`."""
+    """A row of the batch state, with the fields of `batch_row_layout`."""
 
     request: Request
     fields: dict
@@ -175,7 +175,7 @@ class FakeDevice:
         assert {fork.source_slot for fork in forks} <= present
 
     def _remap(self, values, scheduler):
-        layout = row_layout(self.buckets.num_drafts)
+        layout = batch_row_layout(self.buckets.num_drafts)
         previous, old = values["prev_positions"], self.rows
         kept = previous[previous >= 0]
         assert len(set(kept)) == len(kept), "two rows come from one"

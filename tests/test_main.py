@@ -46,7 +46,6 @@ def test_speculation_can_be_turned_off(capsys):
     [
         ("", "auto"),
         ("--num-speculative-tokens 0", None),
-        ("--num-speculative-tokens 0 --draft-vocab 9", None),
         ("--num-speculative-tokens 2", {"num_speculative_tokens": 2}),
         ("--draft-vocab 9", {"draft_vocab": 9}),
         (

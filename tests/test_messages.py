@@ -131,6 +131,11 @@ COMMAND = [
         "speculative_config=None, or --num-speculative-tokens 0 to the command.",
     ),
     (
+        ["x", "--draft-vocab", "9", "--num-speculative-tokens", "0"],
+        "--draft-vocab says what to draft, and --num-speculative-tokens 0 not to draft. Drop "
+        "one of the two.",
+    ),
+    (
         ["x", "--draft-vocab", "0"],
         "draft_vocab must be an integer of at least 1, got 0.",
     ),

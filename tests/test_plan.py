@@ -6,10 +6,10 @@ from jaxspec.plan import (
     PackedLayout,
     Program,
     StepOutput,
+    batch_row_layout,
     output_layout,
     pack_plan,
     plan_layout,
-    row_layout,
 )
 
 BUCKETS = Buckets(
@@ -99,7 +99,7 @@ def test_an_output_comes_back_as_the_device_wrote_it(num_drafts):
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 8])
 def test_a_row_has_room_for_its_drafts_behind_fields_that_never_move(num_drafts):
-    layout, plain = row_layout(num_drafts), row_layout(0)
+    layout, plain = batch_row_layout(num_drafts), batch_row_layout(0)
     assert layout.size == plain.size + num_drafts
     assert {k: v for k, v in layout.slices.items() if k != "drafts"} == {
         k: v for k, v in plain.slices.items() if k != "drafts"

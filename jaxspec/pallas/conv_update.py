@@ -132,8 +132,11 @@ def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *,
 def convolve(plgpu, operands, block, layout, put):
     """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
 
-    `operands` are references as `launch` hands them on, the pool last; `block` is of channels, or
-    of heads of them. A thread reads what it has of the pool before it writes that.
+    `operands` are references as `launch` hands them on: tokens `[rows, width, *channels]`, taps
+    `[kernel, *channels]` (channels may be cut into heads), layer `[1]`, slots, offsets and lengths
+    `[rows]`, and the pool `[layers, slots, window, *channels]`. `block` is of the first axis of
+    channels, `layout` that of its registers. A thread reads what it has of the pool before it
+    writes that.
     """
     from jax.experimental import pallas as pl
 
@@ -168,14 +171,15 @@ def convolve(plgpu, operands, block, layout, put):
 def launch(plgpu, body, operands, conv, outputs, grid, interpret):
     """Run `body` on a grid of rows and parts: its outputs, and the pool `conv`, written in place.
 
-    `body` gets `operands`, the pool, and what is shaped as `outputs`.
+    `body` gets references to `operands`, the pool, and an array for each of `outputs`, a pytree of
+    anything with shape and dtype. `interpret`: parameters of Mosaic's interpreter, or None.
     """
     kernel = plgpu.kernel(
         body,
         out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
         grid=grid,
         grid_names=("row", "part"),
-        # Safe without barriers: no thread reads what another writes.
+        # Safe without barriers: in live rows no thread reads what another writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )

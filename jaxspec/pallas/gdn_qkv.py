@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import conv_update as conv_ops
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.conv_update import conv_update
+from jaxspec.pallas.conv_update import conv_update, conv_update_reference
 
 _Conv = Float[Array, "layers slots window channels"]
 _Keys = Float[Array, "*tokens key_heads key_dim"]
@@ -21,7 +21,7 @@ class GdnHeads(NamedTuple):
     """How the channels of a convolution divide: queries, as many keys, and the rest values."""
 
     key_heads: int
-    key_dim: int
+    key_dim: int  # of a value head: the channels left over, divided by `value_heads`
     value_heads: int
 
 
@@ -35,16 +35,22 @@ def gdn_qkv(
     query_len: Int[Array, " rows"],
     heads: GdnHeads,
 ) -> tuple[_Keys, _Keys, _Values, _Conv]:
-    """`conv_update`, then `split_qkv`: queries, keys, values, and the new pool.
+    """`conv_update`, then `split_qkv`: float32 queries, keys and values, and the new pool.
 
     One kernel instead of four where all heads are of one size. `x` holds the channels of all
-    queries, then of all keys, then of all values; padding is as in `conv_update`.
+    queries, then of all keys, then of all values; dtypes, padding and errors are `conv_update`'s.
     """
     conv_ops.check_window(x, weight, conv)
     if dispatch.runs_kernel("gdn_qkv", _unsupported(x, weight, conv, heads)):
         index = dispatch.layer_index(conv, layer), slots, state_offset, query_len
         return _gdn_qkv_kernel(x, weight.T, conv, *index, heads)
     y, conv = conv_update(x, weight, conv, layer, slots, state_offset, query_len)
+    return *split_qkv(y, heads), conv
+
+
+def gdn_qkv_reference(x, weight, conv, layer, slots, state_offset, query_len, heads):
+    """The specification of `gdn_qkv`."""
+    y, conv = conv_update_reference(x, weight, conv, layer, slots, state_offset, query_len)
     return *split_qkv(y, heads), conv
 
 
@@ -108,8 +114,8 @@ def _gdn_qkv_kernel(x, taps, conv, layer, slots, state_offset, query_len, heads,
 
             @pl.when(part < 2 * key_blocks)
             def _():
-                length = lax.rsqrt(jnp.sum(y * y, axis=1) + 1e-6)
-                unit = y * lax.broadcast_in_dim(length, y.shape, (0,))
+                scale = lax.rsqrt(jnp.sum(y * y, axis=1) + 1e-6)
+                unit = y * lax.broadcast_in_dim(scale, y.shape, (0,))
 
                 @pl.when(part < key_blocks)
                 def _():

@@ -29,9 +29,9 @@ def vectors(plgpu, vector: int):
 
 
 def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
-    """Register layout of rows of `size`, each over up to 16 lanes, by accesses of 16 bytes.
+    """Register layout of rows of `size`, each over up to `most_lanes` lanes of one warp.
 
-    A warp's access is then 256 to 512 bytes in one piece, and sums over a row are shuffles.
+    A lane has `16 // itemsize` neighbours at a time, and sums over a row are shuffles.
     """
     vector = 16 // itemsize
     lanes = min(most_lanes, size // vector)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import HybridCache
-from jaxspec.plan import PackedLayout, row_layout
+from jaxspec.plan import PackedLayout, batch_row_layout
 
-_WITHOUT_DRAFTS = row_layout(0).size
+_WITHOUT_DRAFTS = batch_row_layout(0).size
 
 
 def _column(name: str, meaning: str) -> property:
@@ -29,7 +29,7 @@ def _float_column(name: str, meaning: str) -> property:
 class BatchState:
     """One leaf; the named properties are views of its columns.
 
-    A row is a few hundred bytes, so moving rows is two gathers. What is big lives in pools that
+    A row is some 140 bytes, so moving rows is one gather. What is big lives in pools that
     never move, at index `slot`. A row of zeros is empty: slot 0 is the null slot.
     """
 
@@ -61,7 +61,7 @@ class BatchState:
     @property
     def layout(self) -> PackedLayout:
         """Where each field lies."""
-        return row_layout(self.fields.shape[-1] - _WITHOUT_DRAFTS)
+        return batch_row_layout(self.fields.shape[-1] - _WITHOUT_DRAFTS)
 
     @property
     def is_live(self) -> Array:
@@ -97,4 +97,4 @@ class EngineState:
 
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
     """`num_rows` empty rows."""
-    return BatchState(jnp.zeros((num_rows, row_layout(num_drafts).size), jnp.int32))
+    return BatchState(jnp.zeros((num_rows, batch_row_layout(num_drafts).size), jnp.int32))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import Buckets
+from jaxspec.pallas import dispatch
 from jaxspec.runner.batch_state import EngineState
 
 
@@ -17,10 +18,11 @@ class MemoryBudget:
     device_bytes: int
     utilization: float  # the share of them
     fixed_pages: bool  # the user said how many pages; else there may be fewer than asked for
+    others_bytes: int = 0  # what else is held already, such as another engine
 
     @staticmethod
     def of(utilization: float, num_pages: int | None) -> "MemoryBudget | None":
-        """The default device's; None if it does not tell its memory, as a CPU.
+        """The default device's, before anything is loaded; None if it does not tell, as a CPU.
 
         A GPU tells what JAX may take of it: three quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION.
 
@@ -29,13 +31,16 @@ class MemoryBudget:
         """
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        return None if limit is None else MemoryBudget(limit, utilization, num_pages is not None)
+        stats = dispatch.default_device().memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        in_use = stats.get("bytes_in_use", 0)
+        return MemoryBudget(stats["bytes_limit"], utilization, num_pages is not None, in_use)
 
     @property
     def max_bytes(self) -> int:
         """The bound."""
-        return int(self.device_bytes * self.utilization)
+        return int(self.device_bytes * self.utilization) - self.others_bytes
 
 
 def bytes_held(weights: Any, tables: Any, state: EngineState) -> dict[str, int]:
@@ -72,13 +77,15 @@ def fit(
 def _refusal(buckets: Buckets, budget: MemoryBudget, held: dict[str, int]) -> str:
     pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
     fewer = "num_pages, " * budget.fixed_pages
+    others = f" less {_human(budget.others_bytes)} in use" if budget.others_bytes else ""
     return (
         f"Weights and caches must fit gpu_memory_utilization={budget.utilization} of the "
-        f"{_human(budget.device_bytes)} that JAX may use, {_human(budget.max_bytes)}; with {pages} "
+        f"{_human(budget.device_bytes)} that JAX may use{others}, {_human(budget.max_bytes)}; with "
+        f"{pages} "
         f"({buckets.num_pages}) they would take\n{memory_map(held, buckets)}\n"
         f"Lower {fewer}max_num_seqs or max_model_len, or keep less with state_policy='replay', "
-        "state_dtype='float16' or kv_dtype='float8_e4m3fn'. JAX may use more of a GPU if "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says so."
+        "state_dtype='float16' or kv_dtype='float8_e4m3fn'; or raise gpu_memory_utilization, or "
+        "what JAX may use of a GPU, by XLA_PYTHON_CLIENT_MEM_FRACTION."
     )
 
 
@@ -90,8 +97,9 @@ def memory_map(held: dict[str, int], buckets: Buckets) -> str:
         "total": "",
     }
     holders = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
+    width = max(12, *(len(name) + 1 for name in held))
     lines = [
-        f"  {name:<12}{_human(size):>11}  {counts.get(name, '')}".rstrip()
+        f"  {name:<{width}}{_human(size):>11}  {counts.get(name, '')}".rstrip()
         for name, size in [*holders, ("total", sum(held.values()))]
     ]
     return "\n".join(lines)

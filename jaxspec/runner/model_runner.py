@@ -66,7 +66,9 @@ class ModelRunner:
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
         self._state = self._init_state(self.buckets)
+        self._steps: dict[Program, jax.stages.Wrapped] = {}  # compiled or about to be
         self._programs: dict[Program, Callable[..., Any]] = {}
+        self._is_fork_warm = False
         self._watcher: Executor | None = None
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
@@ -103,15 +105,15 @@ class ModelRunner:
 
         Lowering neither copies nor donates them.
         """
-        step = jitted_step(self._config, program)
-        return step.lower(self._weights, self._tables, self._state, self._empty_plan(program))
+        plan = self._empty_plan(program)
+        return self._step(program).lower(self._weights, self._tables, self._state, plan)
 
     def warm_up(self, program: Program) -> None:
         """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
         Twice: a GPU records its command buffers in the second run.
         """
-        step = jitted_step(self._config, program)
+        step = self._step(program)
         for _ in range(2):
             self._run(step, self._empty_plan(program)).result()
         self._programs[program] = step
@@ -124,10 +126,16 @@ class ModelRunner:
         """Run the copy of states, without a copy; it is compiled if it was not."""
         self._state = _fork(self._state, self._pack_forks(()))
         jax.block_until_ready(self._state.page_tables)
+        self._is_fork_warm = True
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""
         return program in self._programs
+
+    @property
+    def is_fork_warm(self) -> bool:
+        """Whether the copy of states is compiled, or never needed: one row has no samples."""
+        return self._is_fork_warm or self.buckets.max_num_seqs == 1
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
@@ -136,6 +144,12 @@ class ModelRunner:
     def _held_with(self, buckets: Buckets) -> dict[str, int]:
         state = jax.eval_shape(lambda: self._init_state(buckets))
         return bytes_held(self._weights, self._tables, state)
+
+    def _step(self, program: Program) -> jax.stages.Wrapped:
+        # Kept here too: the cache that engines share may have dropped it between two calls.
+        if program not in self._steps:
+            self._steps[program] = jitted_step(self._config, program)
+        return self._steps[program]
 
     def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)

@@ -42,7 +42,8 @@ def warm_up(
             seconds = _compile(jobs, pool, bar)
     finally:
         pool.shutdown(cancel_futures=True)
-    for _, _, run in jobs:  # not earlier: on a GPU compiling times kernels, which must be alone
+    # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
+    for _, _, run in jobs:
         run()
     return seconds
 
@@ -57,7 +58,7 @@ def _jobs(runner: ModelRunner, variants: Iterable[Variant]) -> list[_Job]:
         )
         for program in missing
     ]
-    if missing and runner.buckets.max_num_seqs > 1:
+    if missing and not runner.is_fork_warm:
         jobs.append(("copies of a prompt's state", runner.lower_fork, runner.warm_up_fork))
     return jobs
 

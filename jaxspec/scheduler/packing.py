@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import MAX_STOP_IDS, Program, pack_plan, row_layout
+from jaxspec.plan import MAX_STOP_IDS, Program, batch_row_layout, pack_plan
 from jaxspec.request import Request
 
 
@@ -25,7 +25,7 @@ def pack_step(
     """
     prev_positions = [request.row for request in rows]
     new_rows = [row for row, before in enumerate(prev_positions) if before < 0]
-    entries = np.zeros((len(new_rows), row_layout(buckets.num_drafts).size), np.int32)
+    entries = np.zeros((len(new_rows), batch_row_layout(buckets.num_drafts).size), np.int32)
     for entry, row in zip(entries, new_rows, strict=True):
         _write_row(entry, rows[row], buckets)
     chunks = [r.tokens[r.num_computed : r.num_computed + n] for r, n in prefills]
@@ -63,7 +63,7 @@ def _appends(grown: Iterable[Request]) -> dict[str, list[int]]:
 
 def _write_row(entry: np.ndarray, request: Request, buckets: Buckets) -> None:
     """Everything the device knows of a request when it enters; drafts and states start empty."""
-    fields = row_layout(buckets.num_drafts).unpack(entry)
+    fields = batch_row_layout(buckets.num_drafts).unpack(entry)
     params, prompt_len = request.params, len(request.prompt)
     values = {
         "slot": request.slot,

@@ -76,11 +76,6 @@ class Scheduler:
         if request.leader is not None:
             self._forget_follower(request)
 
-    def forget_rows(self) -> None:
-        """The device was reset: no row of an earlier plan is there any more."""
-        for request in self.running:
-            request.row = -1
-
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None when nothing can be dispatched before results arrive."""
         step = NextStep(self._prompt_budget())

@@ -40,6 +40,8 @@ pytestmark = [
     ),
 ]
 
+OPTIMIZED = True  # as for a user
+
 H200 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
@@ -61,16 +63,13 @@ gpu_device_info {
 
 @pytest.fixture(scope="module")
 def h200():
-    """A device that is not there; programs for it compile, as for a user, and cannot run."""
+    """A device that is not there; programs for it compile, and cannot run."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=H200
     )
-    quickly = jax.config.read("jax_disable_most_optimizations")  # set by conftest.py on a CPU
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield topology.devices[0]
-    jax.config.update("jax_disable_most_optimizations", quickly)
+    return topology.devices[0]
 
 
 def compile_for(h200, monkeypatch, step, operands, donated=()):

@@ -7,10 +7,10 @@ import pytest
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.conv_update import conv_update
-from jaxspec.pallas.gdn_qkv import GdnHeads, _gdn_qkv_kernel, gdn_qkv, split_qkv
+from jaxspec.pallas.gdn_qkv import GdnHeads, _gdn_qkv_kernel, gdn_qkv, gdn_qkv_reference, split_qkv
 
 LAYERS, SLOTS, KERNEL = 2, 7, 4
+reference = jax.jit(gdn_qkv_reference, static_argnums=(3, 7))
 
 
 def int32(*values):
@@ -44,13 +44,14 @@ def case(shape, dtype, width, spare=0):
 
 
 def check(shape, x, weight, conv, run):
-    """`run` is `conv_update` and `split_qkv`: in real tokens, and bit for bit in the pool."""
-    *ours, after = run(x, weight, conv, 1, *ROWS.values(), heads_of(shape))
-    y, expected_after = conv_update(x, weight, conv, 1, *ROWS.values())
+    """`run` is the reference: in real tokens, and bit for bit in the pool."""
+    operands = (x, weight, conv, 1, *ROWS.values(), heads_of(shape))
+    *ours, after = run(*operands)
+    *expected, expected_after = reference(*operands)
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (after, expected_after)))
     # In 16 bits the convolution may round to a neighbour, and a head's length with it.
     tolerance = max(4 * float(jnp.finfo(x.dtype).eps), 2e-5)
-    for mine, theirs in zip(ours, split_qkv(y, heads_of(shape)), strict=True):
+    for mine, theirs in zip(ours, expected, strict=True):
         assert mine.dtype == jnp.float32 and mine.shape == theirs.shape
         for row, count in REAL.items():
             got, wanted = np.asarray(mine)[row, :count], np.asarray(theirs)[row, :count]
@@ -75,7 +76,7 @@ def test_a_head_of_zeros_stays_zero():
     assert not q.any() and not k.any()
 
 
-def test_it_is_the_convolution_and_its_heads():
+def test_the_op_is_the_convolution_and_its_heads():
     shape = GdnShape(2, 4, 8, 8)
     check(shape, *case(shape, jnp.float32, 3), gdn_qkv)
 

@@ -64,8 +64,8 @@ def test_without_room_for_one_sample_there_is_an_error(max_bytes):
         "  kv              0.0 KiB  5 pages of 16 tokens\n"
         "  total           1.5 KiB\n"
         "Lower max_num_seqs or max_model_len, or keep less with state_policy='replay', "
-        "state_dtype='float16' or kv_dtype='float8_e4m3fn'. JAX may use more of a GPU if "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says so."
+        "state_dtype='float16' or kv_dtype='float8_e4m3fn'; or raise gpu_memory_utilization, or "
+        "what JAX may use of a GPU, by XLA_PYTHON_CLIENT_MEM_FRACTION."
     )
 
 
@@ -95,10 +95,10 @@ OPTIONS = {
 def device_with(monkeypatch):
     """A device that tells how much memory it has."""
 
-    def patch(limit):
-        stats = None if limit is None else {"bytes_limit": limit}
+    def patch(limit, in_use=0):
+        stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": in_use}
         device = SimpleNamespace(memory_stats=lambda: stats)
-        monkeypatch.setattr(memory.jax, "local_devices", lambda: [device])
+        monkeypatch.setattr(memory.dispatch, "default_device", lambda: device)
 
     return patch
 
@@ -113,7 +113,7 @@ def test_an_engine_holds_what_was_computed_and_stays_inside(device_with):
     leaves = jax.tree.leaves((free._runner._weights, free._runner.state))
     assert sum(held.values()) == sum(leaf.nbytes for leaf in leaves)
 
-    device_with(sum(held.values()) - 1)
+    device_with(sum(held.values()) + 6, in_use=7)  # by another engine
     tight = LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=1.0)
     assert tight.buckets.num_pages == tight._runner.buckets.num_pages == 64
     assert tight._runner.state.cache.kv.shape[2] == tight._scheduler.pages.num_free + 1 == 64
