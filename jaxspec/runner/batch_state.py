@@ -81,7 +81,9 @@ class BatchState:
         replaced = self.fields
         for name, value in fields.items():
             columns = self.layout.slices[name]
-            replaced = replaced.at[:, columns].set(value.reshape(len(replaced), -1))
+            value = value.reshape(len(replaced), -1)
+            # Not `.at[:, columns].set`, for which XLA makes a kernel that checks the bounds.
+            replaced = jax.lax.dynamic_update_slice_in_dim(replaced, value, columns.start, axis=1)
         return BatchState(replaced)
 
 
