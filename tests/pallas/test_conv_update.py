@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convolution import REAL, ROWS, int32, operands
 from shapes import GDN
 
 from jaxspec.pallas import dispatch
@@ -32,10 +33,6 @@ def oracle(inputs, weight):
 
 def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
-
-
-def int32(*values):
-    return jnp.asarray(values, jnp.int32)
 
 
 def test_a_convolution_rolled_back_equals_one_never_advanced():
@@ -126,28 +123,6 @@ def test_a_window_too_short_for_the_drafts_is_refused():
         )
 
 
-# The kernel. Rows: three tokens, two tokens; padding by slot, by length, by a slot that is not
-# there, by a negative one; one token with an offset out of range, one with a length out of range.
-ROWS = {
-    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
-    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
-    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
-}
-REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
-
-
-def kernel_case(channels, dtype, width, kernel=KERNEL, spare=0):
-    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
-    rng = np.random.default_rng(width)
-    x = normal(rng, len(ROWS["slots"]), width, channels)
-    for row in range(len(x)):
-        x[row, REAL.get(row, 0) :] = np.nan
-    x[1] = np.nan
-    pool = normal(rng, LAYERS, 7, kernel - 2 + width + spare, channels)
-    weight = normal(rng, channels, kernel)
-    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(pool, dtype)
-
-
 def check(x, weight, conv, run):
     """`run` is the reference: in the tokens that are real, and bit for bit in the pool."""
     y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, *ROWS.values()))
@@ -192,7 +167,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, k
         layer = jnp.asarray(layer, jnp.int32)
         return _conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
 
-    check(*kernel_case(channels, dtype, width, kernel, spare), run)
+    check(*operands(channels, dtype, width, kernel, spare), run)
     assert not get_races().races_found
 
 
@@ -202,12 +177,12 @@ def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, k
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
     dispatch._chosen.pop("conv_update", None)
-    check(*kernel_case(shape.conv_dim, dtype, width), update)
+    check(*operands(shape.conv_dim, dtype, width), update)
     assert dispatch.implementations()["conv_update"] == ("kernel",)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_channels_no_kernel_takes_are_seen_to_run_the_reference():
     dispatch._chosen.pop("conv_update", None)
-    check(*kernel_case(100, jnp.float32, 2), conv_update)
+    check(*operands(100, jnp.float32, 2), conv_update)
     assert dispatch.implementations()["conv_update"] == ("XLA: 100 channels",)

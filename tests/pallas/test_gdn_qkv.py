@@ -4,50 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from convolution import REAL, ROWS, operands
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gdn_qkv import GdnHeads, _gdn_qkv_kernel, gdn_qkv, gdn_qkv_reference, split_qkv
 
-LAYERS, SLOTS, KERNEL = 2, 7, 4
 reference = jax.jit(gdn_qkv_reference, static_argnums=(3, 7))
-
-
-def int32(*values):
-    return jnp.asarray(values, jnp.int32)
-
-
-# Rows: three tokens, two of NaN; padding by slot, by length, by a slot that is not there, by a
-# negative one; one token with an offset out of range, one with a length out of range.
-ROWS = {
-    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
-    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
-    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
-}
-REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
 
 
 def heads_of(shape: GdnShape):
     return GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
 
 
-def case(shape, dtype, width, spare=0):
-    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
-    rng = np.random.default_rng(width)
-    x = rng.normal(size=(len(ROWS["slots"]), width, shape.conv_dim))
-    for row in range(len(x)):
-        x[row, REAL.get(row, 0) :] = np.nan
-    x[1] = np.nan
-    pool = rng.normal(size=(LAYERS, SLOTS, KERNEL - 2 + width + spare, shape.conv_dim))
-    weight = rng.normal(size=(shape.conv_dim, KERNEL))
-    return tuple(jnp.asarray(a, dtype) for a in (x, weight, pool))
-
-
 def check(shape, x, weight, conv, run):
     """`run` is the reference: in real tokens, and bit for bit in the pool."""
-    operands = (x, weight, conv, 1, *ROWS.values(), heads_of(shape))
-    *ours, after = run(*operands)
-    *expected, expected_after = reference(*operands)
+    arguments = (x, weight, conv, 1, *ROWS.values(), heads_of(shape))
+    *ours, after = run(*arguments)
+    *expected, expected_after = reference(*arguments)
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (after, expected_after)))
     # In 16 bits the convolution may round to a neighbour, and a head's length with it.
     tolerance = max(4 * float(jnp.finfo(x.dtype).eps), 2e-5)
@@ -78,7 +52,7 @@ def test_a_head_of_zeros_stays_zero():
 
 def test_the_op_is_the_convolution_and_its_heads():
     shape = GdnShape(2, 4, 8, 8)
-    check(shape, *case(shape, jnp.float32, 3), gdn_qkv)
+    check(shape, *operands(shape.conv_dim, jnp.float32, 3), gdn_qkv)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
@@ -102,7 +76,7 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, spar
         layer = jnp.asarray(layer, jnp.int32)
         return _gdn_qkv_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
 
-    check(shape, *case(shape, dtype, width, spare), run)
+    check(shape, *operands(shape.conv_dim, dtype, width, spare=spare), run)
     assert not get_races().races_found
 
 
@@ -112,7 +86,7 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, spar
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
     dispatch._chosen.pop("gdn_qkv", None)
-    check(shape, *case(shape, dtype, width), gdn_qkv)
+    check(shape, *operands(shape.conv_dim, dtype, width), gdn_qkv)
     assert dispatch.implementations()["gdn_qkv"] == ("kernel",)
 
 
@@ -120,6 +94,6 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, wi
 def test_on_a_gpu_heads_no_kernel_takes_are_seen_to_run_the_reference():
     dispatch._chosen.pop("gdn_qkv", None)
     shape = GdnShape(1, 2, 128, 64)
-    check(shape, *case(shape, jnp.float32, 2), gdn_qkv)
+    check(shape, *operands(shape.conv_dim, jnp.float32, 2), gdn_qkv)
     (implementation,) = dispatch.implementations()["gdn_qkv"]
     assert implementation == "XLA: heads of 128 and 64, not all 64 or 128"

@@ -100,11 +100,10 @@ class GatedDeltaNet(nnx.Module):
 
     def _prefill(self, mixed, g, beta, prefill, cache, layer):
         """The chunks' outputs; conv window and state of each sequence stand at its last token."""
-        dtype = mixed.dtype
         progress = prefill.slots, prefill.state_offset, prefill.num_computed, prefill.query_start
         y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, *progress)
         q, k, v = split_qkv(y, self._heads)
-        v = v.astype(dtype)  # which it had: chunks are products, quick in 16 bits
+        v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
         out, states = gdn_prefill(q, k, v, g, beta, cache.states, layer, *progress)
         return out, dataclasses.replace(cache, conv=conv, states=states)
 
