@@ -30,6 +30,7 @@ import floor
 import jax
 import numpy as np
 import record
+from kernel_times import kernel_times
 from model_shapes import SHAPES
 
 from jaxspec import LLM, RequestMetrics, SamplingParams
@@ -39,6 +40,7 @@ from jaxspec.pallas import dispatch
 
 RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 HOST = ("plan", "dispatch", "collect")  # what its time goes to, but for waiting
+PROFILED = 8  # steps, enqueued back to back
 ROUNDS = 3  # of steady steps, by the engine and back to back
 PEER = Path(__file__).parent / "peer_h200.json"
 Prompts, Figures = list[dict[str, list[int]]], dict[str, Any]
@@ -141,11 +143,12 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
 
 def steady_tokens(case: Case, steps: int) -> int:
     """The most a row can get in `steady_steps`, and some behind it: no row may end."""
-    return (2 * ROUNDS * steps + 8) * (1 + case.drafts)
+    return (2 * ROUNDS * steps + PROFILED + 8) * (1 + case.drafts)
 
 
-def steady_steps(llm: LLM, case: Case, prompts: Prompts, steps: int) -> Figures:
+def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespace) -> Figures:
     """Milliseconds a step while all rows decode, by the engine and without it."""
+    steps, profile = args.steps, args.profile
     engine = llm._engine
     tokens = steady_tokens(case, steps)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -163,11 +166,13 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, steps: int) -> Figures:
         by_engine, after = time.perf_counter() - begin, vars(engine.metrics)
         host = {name: after[name + "_time"] - before[name + "_time"] for name in HOST}
         rounds.append({"engine": by_engine, "back_to_back": back_to_back(llm, steps), **host})
+    kernels = kernel_times(lambda: back_to_back(llm, PROFILED), PROFILED) if profile else {}
     llm._forget(groups)
     middle = {k: statistics.median(times[k] for times in rounds) / steps for k in rounds[0]}
     gap = statistics.median(times["engine"] / times["back_to_back"] for times in rounds) - 1
     milliseconds = {f"{name}_ms": 1000 * seconds for name, seconds in middle.items()}
-    return {**milliseconds, "host_ms": 1000 * sum(middle[name] for name in HOST), "gap": gap}
+    host = 1000 * sum(middle[name] for name in HOST)
+    return {**milliseconds, "host_ms": host, "gap": gap, **kernels}
 
 
 def back_to_back(llm: LLM, steps: int) -> float:
@@ -230,7 +235,7 @@ def measure(case: Case, folder: Path, copy: float, args: argparse.Namespace) -> 
     _, compiled = timed(lambda: llm.warm_up(["greedy"]))
     setting_up = {"load_seconds": load, "compile_seconds": compiled}
     figures = generation(llm, case, prompts, args.repeats)
-    figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args.steps)
+    figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args)
     metrics = llm.metrics()
     setting_up["compile_seconds_by_program"] = metrics["compile_seconds"]
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process
@@ -298,6 +303,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="of a round for the gap")
+    parser.add_argument("--profile", action="store_true", help="the kernels' times, too")
     parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
     parser.add_argument("--compilation-cache", type=Path, metavar="FOLDER")
     args = parser.parse_args()

@@ -53,7 +53,7 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     options = f"--shape tiny --rows 4 --dtype float32 --copy-tb-per-s 0.01 {sizes}".split()
     options += ["--json", str(tmp_path / "decode.json")]
     replayed = ["--drafts", "3", "--state-policy", "replay"]
-    for case in (["--drafts", "0"], [*replayed, "--draft-vocab", "100"]):
+    for case in (["--drafts", "0"], [*replayed, "--draft-vocab", "100", "--profile"]):
         monkeypatch.setattr(sys, "argv", ["decode.py", *options, *case])
         decode.main()
         assert json.loads(capsys.readouterr().out)["shape"] == "tiny"
@@ -74,6 +74,7 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
         assert min(result["engine_ms"], result["back_to_back_ms"], 1 + result["gap"]) > 0
         assert min(result["compile_seconds"], result["first_token_seconds"]) > 0
         assert result["prefill_tokens_per_second"] > 0 and "times_peer" not in result
+    assert drafted["kernels_per_step"] == 0  # of a GPU; this runs on a CPU
     assert drafted["memory_bytes"]["ring"] > 0 == plain["memory_bytes"]["ring"]
 
 
