@@ -12,7 +12,7 @@ The gap: while all rows decode, the engine's time a step, over that of steps whi
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
-measures one shape: most of its time it compiles, two programs a case.
+measures one shape: most of its time it compiles, two to four programs a case.
 """
 
 import argparse
@@ -64,10 +64,12 @@ class Case:
 
 
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
-    """An engine with two programs: all rows decode, and the same with prompts."""
+    """An engine for so many rows, all prompts of which come at once."""
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = max(case.tokens + 1, steady_tokens(case, args.steps))
     rates = RATES[: case.drafts]
+    # With drafts rows end one by one.
+    buckets = [case.rows // 4, case.rows] if case.drafts and case.rows >= 4 else [case.rows]
     speculation = {
         "num_speculative_tokens": case.drafts,
         "draft_vocab": case.draft_vocab,
@@ -86,7 +88,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
         max_model_len=case.prompt + longest,
         max_prefill_seqs=-(-chunk // case.prompt),
         max_num_batched_tokens=chunk + case.rows * (1 + case.drafts),
-        decode_buckets=[case.rows],
+        decode_buckets=buckets,
         prefill_buckets=[chunk],
         num_pages=1 + case.rows * -(-(case.prompt + longest) // 16),  # no row waits for another's
         page_size=16,

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,21 @@ def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nn
     return nnx.Param(jnp.zeros(shape, dtype), init=init)
 
 
+def matmul(
+    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], dtype: Any = None
+) -> Float[Array, "rows outer"]:
+    """`x @ weight`, in `dtype` or that of the operands.
+
+    Of a product with one row XLA makes multiplications and sums on a GPU, and some of the
+    multiplications it writes to memory. Twice the same row is a matrix, which it reads once (a step
+    of Qwen3.5-0.8B on an H200: 1.62 ms before, 1.22 ms so).
+    """
+    rows = x.shape[0]
+    if rows == 1 and dispatch.default_device().platform == "gpu":
+        x = jnp.broadcast_to(x, (2, x.shape[1]))
+    return jnp.matmul(x, weight, preferred_element_type=dtype)[:rows]
+
+
 class Linear(nnx.Module):
     """`y = x W` for one or several published matrices with the same input, side by side.
 
@@ -48,7 +66,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
-        y = x @ self.weight[...]
+        y = matmul(x, self.weight[...])
         if len(self.outputs) == 1:
             return (y,)
         ends = [end for _, _, end in self._spans()]
@@ -100,7 +118,7 @@ class OutputHead(nnx.Module):
     ) -> Float[Array, "n ids"]:
         """float32 scores; with `columns` in place of the whole weight."""
         weight = self.weight[...] if columns is None else columns
-        return jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+        return matmul(hidden, weight, jnp.float32)
 
     def columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
         """A copy of the weight's columns of `ids`."""
