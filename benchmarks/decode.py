@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3], choices=range(4))
     parser.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--state-policy", default="snapshot")
+    parser.add_argument("--state-policy", default="replay")
     parser.add_argument("--state-dtype", default="float32")
     parser.add_argument("--kv-dtype")
     parser.add_argument("--max-in-flight", type=int, default=2)

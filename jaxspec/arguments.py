@@ -71,10 +71,10 @@ def _add_caches(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--state-policy",
-        default="snapshot",
+        default="auto",
         metavar="POLICY",
         help="of recurrent states: snapshot keeps one a drafted token, replay one a prompt and "
-        "what leads from it to the others (default: snapshot)",
+        "what leads from it to the others; auto: replay where kernels run (default: auto)",
     )
     parser.add_argument(
         "--state-dtype",

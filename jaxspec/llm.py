@@ -42,7 +42,7 @@ class LLM:
             drafts if the checkpoint has the head; None: plain decoding.
         load_format: "auto"; "dummy": random weights, for which `config.json` is enough.
         dtype: "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 elsewhere).
-        state_policy: how recurrent states survive a verify, "snapshot" or "replay" (`StateConfig`).
+        state_policy: "snapshot" or "replay" (`StateConfig`); "auto": replay where kernels run.
         state_dtype: of recurrent states, "float32", "float16" or "bfloat16".
         kv_dtype: of cached keys and values, "bfloat16" or "float8_e4m3fn"; None: the model's.
         max_num_seqs: samples that run at once.
@@ -72,7 +72,7 @@ class LLM:
         speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto"] | None = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         dtype: str = "auto",
-        state_policy: Literal["snapshot", "replay"] = "snapshot",
+        state_policy: Literal["auto", "snapshot", "replay"] = "auto",
         state_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
         kv_dtype: Literal["bfloat16", "float8_e4m3fn"] | None = None,
         max_num_seqs: int = 8,
@@ -96,7 +96,8 @@ class LLM:
         self._show_progress, folder = progress, EMBEDDED_MODEL
         if model is not None:
             folder = resolve_folder(model, progress, weights=load_format != "dummy")
-        array_type, states = dtype_of(dtype), StateConfig(state_policy, state_dtype)
+        array_type, kernels = dtype_of(dtype), dispatch.kernels_here()[1] is None
+        states = StateConfig.resolve(state_policy, state_dtype, has_kernels=kernels)
         kv_type = kv_dtype_of(kv_dtype, array_type)  # before anything is loaded
         budget = MemoryBudget.of(gpu_memory_utilization, num_pages)
         loaded = load_model(folder, array_type, load_format=load_format, progress=progress)

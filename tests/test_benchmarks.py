@@ -52,8 +52,8 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     sizes = "--prompt 16 --prefill-tokens 32 --tokens 64 --repeats 1 --steps 3"
     options = f"--shape tiny --rows 4 --dtype float32 --copy-tb-per-s 0.01 {sizes}".split()
     options += ["--json", str(tmp_path / "decode.json")]
-    replayed = ["--drafts", "3", "--state-policy", "replay"]
-    for case in (["--drafts", "0"], [*replayed, "--draft-vocab", "100", "--profile"]):
+    snapshots = ["--drafts", "0", "--state-policy", "snapshot"]
+    for case in (snapshots, ["--drafts", "3", "--draft-vocab", "100", "--profile"]):
         monkeypatch.setattr(sys, "argv", ["decode.py", *options, *case])
         decode.main()
         assert json.loads(capsys.readouterr().out)["shape"] == "tiny"

@@ -111,6 +111,17 @@ def test_an_unknown_state_policy_or_dtype_is_refused(field):
         StateConfig(**{field: "float8"})
 
 
+def test_states_are_replayed_where_kernels_run_unless_told():
+    for policy, has_kernels, meant in (
+        ("auto", True, "replay"),
+        ("auto", False, "snapshot"),
+        ("snapshot", True, "snapshot"),
+        ("replay", False, "replay"),
+    ):
+        states = StateConfig.resolve(policy, "float16", has_kernels=has_kernels)
+        assert states == StateConfig(meant, "float16")
+
+
 @pytest.mark.parametrize("window", [0, -1, 2.5])
 def test_a_window_is_a_number_of_tokens(window):
     with pytest.raises(ValueError, match=f"window must be an integer of at least 1, got {window}"):

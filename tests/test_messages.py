@@ -123,7 +123,7 @@ COMMAND = [
     ),
     (
         ["x", "--state-policy", "rewind"],
-        "state_policy must be 'snapshot' or 'replay', got 'rewind'.",
+        "state_policy must be 'auto', 'snapshot' or 'replay', got 'rewind'.",
     ),
     (
         ["x", "--num-speculative-tokens", "9"],
@@ -402,7 +402,7 @@ CALLS = [
     ),
     (
         lambda llm: LLM(state_policy="rewind"),
-        "state_policy must be 'snapshot' or 'replay', got 'rewind'.",
+        "state_policy must be 'auto', 'snapshot' or 'replay', got 'rewind'.",
     ),
     (
         lambda llm: LLM(state_dtype="float8"),
