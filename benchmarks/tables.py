@@ -19,6 +19,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
+DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
 
 
@@ -147,6 +148,39 @@ def kernels(figures: Figures) -> str:
     return markdown(head, rows)
 
 
+def decode(figures: Figures) -> str:
+    """A line for each shape, number of rows and dtype of states; without drafts and with 3."""
+    by_case: dict[tuple[str, int, str], dict[int, Figures]] = {}
+    for case in figures["results"]:
+        if case["prompt"] == DECODE_PROMPT:
+            name = case["shape"].removeprefix("qwen3.5-"), case["rows"], case["state_dtype"]
+            by_case.setdefault(name, {})[case["drafts"]] = case
+    lines = []
+    for (shape, rows, dtype), by_drafts in sorted(by_case.items()):
+        line = [f"{shape.upper()}, {rows}, {dtype}"]
+        for drafts in (0, 3):
+            case = by_drafts.get(drafts)
+            if case is None or "error" in case:
+                line += ["–", "–", "–"]
+                continue
+            ratio = f"{case['times_peer']:.2f}" if "times_peer" in case else "–"
+            line += [f"{case['ms_per_token']:.2f}", ratio, f"{case['of_roofline']:.0%}"]
+        lines.append(line)
+    head = ["shape, rows, states", "0 drafts: ms", "vLLM's over it", "of the roofline"]
+    return markdown([*head, "3 drafts: ms", *head[2:]], lines)
+
+
+def prefill(figures: Figures) -> str:
+    lines = []
+    for case in figures["results"]:
+        if case["drafts"] == 0 and "error" not in case:
+            name = f"{case['shape']}, {case['rows']} x {case['prompt']}"
+            rate = f"{case['prefill_tokens_per_second'] / 1000:.1f}"
+            lines.append([name, rate, f"{1000 * case['first_token_seconds']:.1f}"])
+    head = ["shape, prompts x tokens", "thousand tokens a second", "ms to the first token (mean)"]
+    return markdown(head, lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "first command": ("first_command_cpu.json", first_command),
     "acceptance": ("acceptance_cpu.json", acceptance),
@@ -154,6 +188,8 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "drafts": ("cpu_decoding.json", drafts),
     "scaling": ("cpu_decoding.json", scaling),
     "step gap": ("step_gap_h200.json", step_gap),
+    "decode": ("decode_h200.json", decode),
+    "prefill": ("decode_h200.json", prefill),
     "kernels": ("kernels_h200.json", kernels),
 }
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
