@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
     def add(self, x: _Tokens, delta: _Tokens | None) -> tuple[_Tokens, _Tokens]:
-        """`x + delta`, and that normalised: one kernel on a GPU. Without a `delta`, of `x` alone."""
+        """`x + delta` and that normalised, in one kernel on a GPU; without a `delta`, `x` alone."""
         if delta is None:
             return x, self(x)
         return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
