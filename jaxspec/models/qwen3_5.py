@@ -45,7 +45,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[_Hidden, _Hidden, HybridCache]:
         """The residual stream, what is still to be added to it, and the cache with this step.
 
-        So it takes the stream too: a norm adds what came before it, in one kernel.
+        It is given the stream so too, with `delta` None before the first layer: the norm that
+        follows an addition does it, in one kernel.
         """
         x, normed = self.input_norm.add(x, delta)
         mixed, cache = self.mixer(normed, inputs, angles, cache, self.cache_layer)
