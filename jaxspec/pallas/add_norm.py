@@ -80,7 +80,7 @@ def _add_norm_kernel(x, delta, weight, *, eps, zero_centred, interpret=None):
     tokens, features = x.shape
     vector = 16 // x.dtype.itemsize
     if features % (mosaic.THREADS * vector):
-        vector = 4
+        vector = 4  # 8 bytes: Qwen3.5-4B's 2560 in 16 bits
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
 
     def body(x, delta, weight, total, normed):
