@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from shapes import ATTENTION, GDN, AttentionShape, GdnShape
+from shapes import ATTENTION, GDN, HIDDEN, AttentionShape, GdnShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ MIDDLE = ATTENTION["qwen3.5-9b"], GDN["qwen3.5-9b"]
 LARGE = ATTENTION["qwen3.5-27b"], GDN["qwen3.5-27b"]
 SHAPES = {
     "tiny": ModelShape(64, 4, 96, AttentionShape(4, 2, 16), GdnShape(2, 4, 16, 16), True, 512),
-    "qwen3.5-0.8b": ModelShape(1024, 24, 3584, *SMALL, tied=True),
-    "qwen3.5-2b": ModelShape(2048, 24, 6144, *SMALL, tied=True),
-    "qwen3.5-4b": ModelShape(2560, 32, 9216, *MIDDLE, tied=True),
-    "qwen3.5-9b": ModelShape(4096, 32, 12288, *MIDDLE, tied=False),
-    "qwen3.5-27b": ModelShape(5120, 64, 17408, *LARGE, tied=False),
+    "qwen3.5-0.8b": ModelShape(HIDDEN["qwen3.5-0.8b"], 24, 3584, *SMALL, tied=True),
+    "qwen3.5-2b": ModelShape(HIDDEN["qwen3.5-2b"], 24, 6144, *SMALL, tied=True),
+    "qwen3.5-4b": ModelShape(HIDDEN["qwen3.5-4b"], 32, 9216, *MIDDLE, tied=True),
+    "qwen3.5-9b": ModelShape(HIDDEN["qwen3.5-9b"], 32, 12288, *MIDDLE, tied=False),
+    "qwen3.5-27b": ModelShape(HIDDEN["qwen3.5-27b"], 64, 17408, *LARGE, tied=False),
 }

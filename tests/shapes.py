@@ -68,3 +68,12 @@ MAMBA2 = {
     "nemotron-3-nano": Mamba2Shape(64),
     "nemotron-h-8b": Mamba2Shape(128),
 }
+
+
+HIDDEN = {  # channels of the residual stream
+    "qwen3.5-0.8b": 1024,
+    "qwen3.5-2b": 2048,
+    "qwen3.5-4b": 2560,
+    "qwen3.5-9b": 4096,
+    "qwen3.5-27b": 5120,
+}

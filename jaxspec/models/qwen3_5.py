@@ -36,12 +36,22 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
 
     def __call__(
-        self, x: _Hidden, inputs: ModelInputs, angles: Rotation, cache: HybridCache
-    ) -> tuple[_Hidden, HybridCache]:
-        """The residual stream after this layer, and the cache with this step written."""
-        mixed, cache = self.mixer(self.input_norm(x), inputs, angles, cache, self.cache_layer)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        self,
+        x: _Hidden,
+        delta: _Hidden | None,
+        inputs: ModelInputs,
+        angles: Rotation,
+        cache: HybridCache,
+    ) -> tuple[_Hidden, _Hidden, HybridCache]:
+        """The residual stream, what is still to be added to it, and the cache with this step.
+
+        It is given the stream so too, with `delta` None before the first layer: the norm that
+        follows an addition does it, in one kernel.
+        """
+        x, normed = self.input_norm.add(x, delta)
+        mixed, cache = self.mixer(normed, inputs, angles, cache, self.cache_layer)
+        x, normed = self.mlp_norm.add(x, mixed)
+        return x, self.mlp(normed), cache
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
@@ -78,8 +88,9 @@ class DraftHead(nnx.Module):
         """What the output head scores, and the cache with the head's own layer written."""
         both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         (x,) = self.fc(both)
-        x, cache = self.layer(x, inputs, angles, cache)
-        return self.norm(x), cache
+        x, delta, cache = self.layer(x, None, inputs, angles, cache)
+        _, hidden = self.norm.add(x, delta)
+        return hidden, cache
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
@@ -172,10 +183,11 @@ class Qwen3_5(Model):
     def hidden(self, inputs: ModelInputs, cache: HybridCache) -> tuple[_Hidden, HybridCache]:
         """The trunk's output after its final norm, and the cache with this step written."""
         angles = self._angles(inputs)
-        x = self._embed(inputs.tokens)
+        x, delta = self._embed(inputs.tokens), None
         for layer in self.layers:
-            x, cache = layer(x, inputs, angles, cache)
-        return self.norm(x), cache
+            x, delta, cache = layer(x, delta, inputs, angles, cache)
+        _, hidden = self.norm.add(x, delta)
+        return hidden, cache
 
     def logits(
         self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None

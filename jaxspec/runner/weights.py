@@ -4,6 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+# Elements. A vector begins at a multiple of them, hence of 128 bytes; kernels need 16.
+_ALIGNED = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,9 +15,9 @@ class WeightLayout:
     """Where each leaf of the model's weights lies in the arrays that every step gets.
 
     A call pays for each array, each time, and most leaves are vectors: norms, decays. So the
-    vectors of a dtype lie end to end in one array, and the program reads slices of it, which XLA
-    fuses into what they are multiplied with. All else stays one array a leaf: a product of a slice
-    would be slower, and a kernel would have it copied.
+    vectors of a dtype lie end to end in one array, and the program reads slices of it. XLA fuses
+    them into what they are multiplied with, and hands a kernel a slice's address, whatever it is:
+    hence zeros between them. All else stays one array a leaf: a product of a slice would be slower.
     """
 
     tree: Any  # PyTreeDef of the weights
@@ -33,7 +37,8 @@ class WeightLayout:
         of_dtype: dict[str, list[jax.Array]] = {}
         for leaf, vector in zip(leaves, self.vectors, strict=True):
             if vector:
-                of_dtype.setdefault(vector[0], []).append(leaf)
+                padded = jnp.pad(leaf, (0, _padded(leaf.size) - leaf.size))
+                of_dtype.setdefault(vector[0], []).append(padded)
         flat = (jax.lax.concatenate(parts, 0) for parts in of_dtype.values())
         others = (x for x, v in zip(leaves, self.vectors, strict=True) if v is None)
         return *flat, *others
@@ -49,5 +54,9 @@ class WeightLayout:
                 continue
             dtype, size = vector
             leaves.append(jax.lax.slice(flat[dtype], [begin[dtype]], [begin[dtype] + size]))
-            begin[dtype] += size
+            begin[dtype] += _padded(size)
         return jax.tree.unflatten(self.tree, leaves)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

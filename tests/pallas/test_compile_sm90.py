@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import ATTENTION, GDN, MAMBA2, GdnShape, Mamba2Shape
+from shapes import ATTENTION, GDN, HIDDEN, MAMBA2, GdnShape, Mamba2Shape
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_qkv import GdnHeads, _gdn_qkv_kernel
@@ -388,6 +389,23 @@ def test_gdn_qkv(h200, monkeypatch, capfd, shape, dtype, width):
     operands = (x, taps, pool, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=2)
     assert_lean(compiled, capfd.readouterr().out, pool)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("features", [512, *HIDDEN.values(), 8192])
+def test_add_norm(h200, monkeypatch, capfd, features, dtype):
+    """A weight that is a slice, as the runner has them, is not copied for the kernel."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+
+    def step(x, delta, weights):
+        weight = jax.lax.slice(weights, [features], [2 * features])
+        return add_norm(x, delta, weight, 1e-6, zero_centred=True)
+
+    tokens, weights = array(4, features, dtype=dtype), array(3 * features, dtype=dtype)
+    compiled = compile_for(h200, monkeypatch, step, (tokens, tokens, weights))
+    assert_lean(compiled, capfd.readouterr().out)
+    _, program = compiled.as_text().split("ENTRY")
+    assert "mosaic_gpu" not in program and " slice(" not in program  # both inside one fusion
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

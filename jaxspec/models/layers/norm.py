@@ -8,13 +8,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.models.layers.linear import Placement, declare
+from jaxspec.pallas.add_norm import add_norm, rms_norm
+
+_Tokens = Float[Array, "tokens features"]
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * w`, or `* (1 + w)` when `zero_centred`; the product in float32, cast after.
+    """A weight, and what `pallas.add_norm.rms_norm` does with it.
 
-    Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". Qwen3.5 centres all its norms
-    but the output norm of Gated DeltaNet.
+    Qwen3.5 centres all its norms at zero but the output norm of Gated DeltaNet.
     """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, zero_centred: bool = False):
@@ -26,13 +28,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Normalised over the last axis, in the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        weight = self.weight[...].astype(jnp.float32)
-        if self.zero_centred:
-            weight = weight + 1.0
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-        return (wide * scale * weight).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps, zero_centred=self.zero_centred)
+
+    def add(self, x: _Tokens, delta: _Tokens | None) -> tuple[_Tokens, _Tokens]:
+        """`x + delta` and that normalised, in one kernel on a GPU; without a `delta`, `x` alone."""
+        if delta is None:
+            return x, self(x)
+        return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensor."""

@@ -1,0 +1,44 @@
+"""The cases of the residual add and its norm; `kernel_cases.OPS` lists them."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from case import INPUTS, Case
+from shapes import HIDDEN
+
+from jaxspec.pallas.add_norm import add_norm, add_norm_reference
+
+
+def add_norm_cases() -> Iterator[Case]:
+    """Tokens of a decode step of Qwen3.5-9B and of a prompt; the other models at one size."""
+    for model, features in HIDDEN.items():
+        for tokens in (256, 64, 8, 1, 8192):
+            if model == "qwen3.5-9b" or tokens == 256:
+                yield _case(model, features, tokens, jnp.dtype("bfloat16"))
+    yield _case("qwen3.5-9b", HIDDEN["qwen3.5-9b"], 256, jnp.dtype("float32"))
+
+
+def _case(model, features, tokens, dtype):
+    """As in a model, the stream is what the call before gave: of few tokens, in the cache."""
+    keys = jax.random.split(jax.random.key(0), INPUTS + 1)
+    stream = jax.random.normal(keys[0], (tokens, features)).astype(dtype)
+    deltas = tuple(jax.random.normal(key, stream.shape).astype(dtype) for key in keys[1:])
+    weight = jnp.ones(features, dtype)
+
+    def run(op, stream, layer, deltas, weight):
+        stream, normed = op(stream, deltas[layer % INPUTS], weight, 1e-6)
+        return normed, stream
+
+    return Case(
+        op="add_norm",
+        about={"model": model, "features": features, "dtype": dtype.name, "rows": tokens},
+        run=functools.partial(run, add_norm),
+        reference=functools.partial(run, add_norm_reference),
+        pool=lambda layers: stream + jnp.zeros((), dtype),
+        layer_bytes=4 * stream.nbytes,
+        operands=(deltas, weight),
+        total_bytes=4 * stream.nbytes + weight.nbytes,
+        writes=False,  # so that all that is normalised is put out
+    )
