@@ -1,6 +1,5 @@
-"""Packing loses nothing, and about halves what a call is given."""
+"""Packing loses nothing, and spares a call many arrays."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -33,8 +32,7 @@ def test_unpacking_gives_every_leaf_again(fixture, dtype):
     kinds = {leaf.dtype for leaf in leaves if leaf.ndim == 1}
     assert len(kinds) == 1 + (fixture != "qwen3" and dtype == "bfloat16")
     assert len(arrays) == len(kinds) + sum(leaf.ndim > 1 for leaf in leaves)
-    padded = sum(-x.size % 128 * x.itemsize for x in leaves if x.ndim == 1)
-    assert sum(x.nbytes for x in arrays) == sum(x.nbytes for x in leaves) + padded
+    assert sum(x.nbytes for x in arrays) == sum(x.nbytes for x in leaves)
 
 
 def test_vectors_of_several_dtypes_may_come_in_any_order():
@@ -48,17 +46,14 @@ def test_vectors_of_several_dtypes_may_come_in_any_order():
     }
     layout = WeightLayout.of(weights)
     arrays = layout.pack(weights)
-    assert [x.shape for x in arrays] == [(256,), (128,), (2, 2), ()]
+    assert [x.shape for x in arrays] == [(8,), (4,), (2, 2), ()]
     chex.assert_trees_all_equal(layout.unpack(arrays), weights)
 
 
-def test_a_kernel_finds_every_vector_aligned():
-    """XLA hands it the address of the slice; kernels read 16 bytes at a time."""
-    weights = {str(size): np.zeros(size, np.float16) for size in (3, 128, 129, 64)}
+def test_a_long_vector_is_an_array_of_its_own():
+    weights = {str(size): np.zeros(size, np.float16) for size in (3, 512, 511)}
     layout = WeightLayout.of(weights)
-    text = jax.jit(layout.unpack).lower(layout.pack(weights)).as_text()
-    begins = [int(begin) for begin in re.findall(r"slice %\w+ \[(\d+):", text)]
-    assert begins == [0, 128, 384, 512]
+    assert [x.shape for x in layout.pack(weights)] == [(514,), (512,)]
 
 
 def test_layouts_of_equal_models_are_equal_so_that_they_share_programs():
@@ -68,8 +63,8 @@ def test_layouts_of_equal_models_are_equal_so_that_they_share_programs():
     assert layout != WeightLayout.of(sizes | {"a": np.zeros(4, np.float32)})
 
 
-@pytest.mark.parametrize(("shape", "before", "after"), [("tiny", 52, 27), ("qwen3.5-9b", 319, 161)])
-def test_a_call_is_given_half_as_many_arrays(shape, before, after):
+@pytest.mark.parametrize(("shape", "before", "after"), [("tiny", 52, 27), ("qwen3.5-9b", 319, 231)])
+def test_a_call_is_given_fewer_arrays(shape, before, after):
     config = parse_config(SHAPES[shape].config())
     weights = nnx.state(nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16"))))
     arrays = jax.eval_shape(WeightLayout.of(weights).pack, weights)
