@@ -9,7 +9,7 @@ from case import INPUTS, Case, live_rows
 from shapes import GDN
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
-from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, gdn_qkv_reference
+from jaxspec.pallas.gdn_inputs import GdnHeads, gdn_inputs, gdn_inputs_reference
 
 
 def conv_update_cases() -> Iterator[Case]:

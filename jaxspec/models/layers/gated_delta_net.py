@@ -16,8 +16,8 @@ from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
+from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, split_qkv
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 
@@ -57,18 +57,13 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[_Hidden, HybridCache]:
         """`layer` is the index among the cache's recurrent layers; positions are not used."""
         del angles
-        mixed, z, b, a = self.in_proj(x)
-        beta = jax.nn.sigmoid(b.astype(jnp.float32))
-        step = jax.nn.softplus(a.astype(jnp.float32) + self.decay_bias[...][None])
-        g = -jnp.exp(self.log_decay[...])[None] * step
-
+        projected = self.in_proj.joined(x)
         split = inputs.num_decode_tokens
-        verified = mixed[:split], g[:split], beta[:split]
-        out, cache = self._verify(*verified, inputs, cache, layer)
+        out, cache = self._verify(projected[:split], inputs, cache, layer)
         if inputs.prefill is not None:
-            prompts = mixed[split:], g[split:], beta[split:]
-            chunks, cache = self._prefill(*prompts, inputs.prefill, cache, layer)
+            chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
             out = jnp.concatenate([out, chunks])
+        _, z, _, _ = self.in_proj.split(projected)
         gate = jax.nn.silu(split_heads(z, self.config.linear_value_heads).astype(jnp.float32))
         gated = (self.norm(out) * gate).reshape(x.shape[0], -1)
         (y,) = self.out_proj(gated.astype(x.dtype))
@@ -79,14 +74,19 @@ class GatedDeltaNet(nnx.Module):
         config = self.config
         return GdnHeads(config.linear_key_heads, config.linear_key_dim, config.linear_value_heads)
 
-    def _verify(self, mixed, g, beta, inputs, cache, layer):
+    @property
+    def _decay(self):
+        return self.log_decay[...], self.decay_bias[...]
+
+    def _verify(self, projected, inputs, cache, layer):
         """The rectangle's outputs; its states are kept, or what it takes to replay them."""
-        decode, width = inputs.decode, inputs.width
-        mixed, g, beta = (x.reshape(-1, width, x.shape[1]) for x in (mixed, g, beta))
+        decode = inputs.decode
+        projected = projected.reshape(-1, inputs.width, projected.shape[1])
         slots, offset, query_len = where = decode.slots, decode.state_offset, decode.query_len
-        weight = self.conv[...].T
-        q, k, v, conv = gdn_qkv(mixed, weight, cache.conv, layer, *where, self._heads)
-        operands = q, k, v, g, beta, cache.states
+        *read, conv = gdn_inputs(
+            projected, self.conv[...].T, *self._decay, cache.conv, layer, *where, self._heads
+        )
+        operands = *read, cache.states
         if cache.ring is None:
             out, states = gdn_step(*operands, layer, *where)
             cache = dataclasses.replace(cache, conv=conv, states=states)
@@ -98,9 +98,11 @@ class GatedDeltaNet(nnx.Module):
             cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
         return out.reshape(-1, *out.shape[2:]), cache
 
-    def _prefill(self, mixed, g, beta, prefill, cache, layer):
+    def _prefill(self, projected, prefill, cache, layer):
         """The chunks' outputs; conv window and state of each sequence stand at its last token."""
         progress = prefill.slots, prefill.state_offset, prefill.num_computed, prefill.query_start
+        mixed, _, b, a = self.in_proj.split(projected)
+        g, beta = gates(b, a, *self._decay)
         y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, *progress)
         q, k, v = split_qkv(y, self._heads)
         v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
