@@ -54,11 +54,9 @@ def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_ro
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
-def conv_offset_ignored(
-    x, weight, log_decay, decay_bias, pool, layer, slots, state_offset, query_len, heads
-):
-    operands, start = (x, weight, log_decay, decay_bias, pool), jnp.zeros_like(state_offset)
-    return real_gdn_inputs(*operands, layer, slots, start, query_len, heads)
+def conv_offset_ignored(x, weight, decay, pool, layer, slots, state_offset, query_len, heads):
+    start = jnp.zeros_like(state_offset)
+    return real_gdn_inputs(x, weight, decay, pool, layer, slots, start, query_len, heads)
 
 
 BUGS = [

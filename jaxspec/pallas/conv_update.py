@@ -84,7 +84,7 @@ def _stored(x, real, dtype):
 
 
 def unsupported(x, weight, conv):
-    """Why `_conv_update_kernel` does not take these operands, or None; `x` may have more columns."""
+    """Why `convolve` does not take these operands, or None; `x` may have more than channels."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
     if not 2 <= weight.shape[1] <= 8:

@@ -16,7 +16,7 @@ _Conv = Float[Array, "layers slots window channels"]
 _Keys = Float[Array, "*tokens key_heads key_dim"]
 _Values = Float[Array, "*tokens value_heads value_dim"]
 _Gates = Float[Array, "*tokens value_heads"]
-_Heads = Float[Array, " value_heads"]
+_Decay = Float[Array, "value_heads 2"]
 
 
 class GdnHeads(NamedTuple):
@@ -30,8 +30,7 @@ class GdnHeads(NamedTuple):
 def gdn_inputs(
     x: Float[Array, "rows width columns"],
     weight: Float[Array, "channels kernel"],
-    log_decay: _Heads,
-    decay_bias: _Heads,
+    decay: _Decay,
     conv: _Conv,
     layer: int,
     slots: Int[Array, " rows"],
@@ -53,19 +52,17 @@ def gdn_inputs(
     _check_columns(x, weight, heads)
     if dispatch.runs_kernel("gdn_inputs", _unsupported(x, weight, conv, heads)):
         index = dispatch.layer_index(conv, layer), slots, state_offset, query_len
-        return _gdn_inputs_kernel(x, weight.T, log_decay, decay_bias, conv, *index, heads)
+        return _gdn_inputs_kernel(x, weight.T, decay, conv, *index, heads)
     qkv, b, a = _columns(x, weight, heads)
     y, conv = conv_update(qkv, weight, conv, layer, slots, state_offset, query_len)
-    return *split_qkv(y, heads), *gates(b, a, log_decay, decay_bias), conv
+    return *split_qkv(y, heads), *gates(b, a, decay), conv
 
 
-def gdn_inputs_reference(
-    x, weight, log_decay, decay_bias, conv, layer, slots, state_offset, query_len, heads
-):
+def gdn_inputs_reference(x, weight, decay, conv, layer, slots, state_offset, query_len, heads):
     """The specification of `gdn_inputs`."""
     qkv, b, a = _columns(x, weight, heads)
     y, conv = conv_update_reference(qkv, weight, conv, layer, slots, state_offset, query_len)
-    return *split_qkv(y, heads), *gates(b, a, log_decay, decay_bias), conv
+    return *split_qkv(y, heads), *gates(b, a, decay), conv
 
 
 def _check_columns(x, weight, heads):
@@ -83,18 +80,17 @@ def _check_columns(x, weight, heads):
 
 def _columns(x, weight, heads):
     """The columns of `x` that are read: channels, b, a."""
-    qkv, _, b, a = jnp.split(
-        x, [weight.shape[0], -2 * heads.value_heads, -heads.value_heads], axis=-1
-    )
-    return qkv, b, a
+    b, a = jnp.split(x[..., -2 * heads.value_heads :], 2, axis=-1)
+    return x[..., : weight.shape[0]], b, a
 
 
-def gates(b: _Gates, a: _Gates, log_decay: _Heads, decay_bias: _Heads) -> tuple[_Gates, _Gates]:
-    """Float32 log decay `-exp(log_decay) softplus(a + decay_bias)` and strength `sigmoid(b)`.
+def gates(b: _Gates, a: _Gates, decay: _Decay) -> tuple[_Gates, _Gates]:
+    """Float32 log decay `-exp(decay[:, 0]) softplus(a + decay[:, 1])`, and strength `sigmoid(b)`.
 
-    Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the decay is Mamba2's.
+    Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the decay is Mamba2's. Both its
+    parameters are float32 and lie in one array: a kernel is handed whole arrays without a copy.
     """
-    rate, bias = (jnp.broadcast_to(x, a.shape) for x in (-jnp.exp(log_decay), decay_bias))
+    rate, bias = (jnp.broadcast_to(x, a.shape) for x in (-jnp.exp(decay[:, 0]), decay[:, 1]))
     step = jax.nn.softplus(a.astype(jnp.float32) + bias)
     return rate * step, jax.nn.sigmoid(b.astype(jnp.float32))
 
@@ -133,9 +129,8 @@ def _unsupported(x, weight, conv, heads):
 
 @functools.partial(jax.jit, static_argnames=("heads", "interpret"))
 def _gdn_inputs_kernel(
-    x, taps, log_decay, decay_bias, conv, layer, slots, state_offset, query_len, heads,
-    *, interpret=None,
-):  # fmt: skip
+    x, taps, decay, conv, layer, slots, state_offset, query_len, heads, *, interpret=None
+):
     """`gdn_inputs` on a Hopper GPU, with `taps` `[kernel, channels]`.
 
     A block has some whole heads of a row, and the last the row's gates. `interpret`: parameters of
@@ -148,7 +143,7 @@ def _gdn_inputs_kernel(
     rows, width, columns = x.shape
     size, blocks = _CHANNELS // key_dim, conv.shape[3] // _CHANNELS
 
-    def body(x, log_decay, decay_bias, *refs):
+    def body(x, decay, *refs):
         *operands, q, k, v, g, beta = refs
         row, part = lax.axis_index("row"), lax.axis_index("part")
 
@@ -165,13 +160,13 @@ def _gdn_inputs_kernel(
 
         @pl.when(part == blocks)
         def _():
-            _put_gates(plgpu, x, columns - 2 * value_heads, log_decay, decay_bias, g, beta)
+            _put_gates(plgpu, x, columns - 2 * value_heads, decay, g, beta)
 
     of_keys = jax.ShapeDtypeStruct((rows, width, key_heads, key_dim), jnp.float32)
     of_values = jax.ShapeDtypeStruct((rows, width, value_heads, key_dim), jnp.float32)
     of_gates = jax.ShapeDtypeStruct((rows, width, value_heads), jnp.float32)
     taps, pool = (a.reshape(*a.shape[:-1], -1, key_dim) for a in (taps, conv))
-    operands = x, log_decay, decay_bias, taps, layer[None], slots, state_offset, query_len
+    operands = x, decay, taps, layer[None], slots, state_offset, query_len
     outputs, pool = conv_ops.launch(
         plgpu, body, operands, pool, (of_keys, of_keys, of_values, of_gates, of_gates),
         (rows, blocks + 1), interpret,
@@ -211,7 +206,7 @@ def _put_heads(plgpu, outputs, dtype, t, y):
         write(v, 2 * key_blocks, y)
 
 
-def _put_gates(plgpu, x, first, log_decay, decay_bias, g, beta):
+def _put_gates(plgpu, x, first, decay, g, beta):
     """Write `gates` of a row's tokens, whose `b` and then `a` begin at column `first` of `x`."""
     from jax.experimental import pallas as pl
 
@@ -223,14 +218,14 @@ def _put_gates(plgpu, x, first, log_decay, decay_bias, g, beta):
 
     b = [load(x.at[row, t, pl.ds(first, heads)]) for t in range(width)]
     a = [load(x.at[row, t, pl.ds(first + heads, heads)]) for t in range(width)]
-    rate, bias = -_exp(load(log_decay)), load(decay_bias)
+    rate, bias = -_exp(load(decay.at[:, 0])), load(decay.at[:, 1])
     for t in range(width):
         mosaic.store(plgpu, g.at[row, t], rate * _softplus(a[t] + bias))
         mosaic.store(plgpu, beta.at[row, t], _sigmoid(b[t]))
 
 
-# `approx_math` makes of exp(x) 2^(x log2 e), whose rounded exponent is as wrong as x is large; there
-# is no `log1p`, and log(1 + u) has lost a small u. These are right to some units in the last place.
+# `approx_math` makes of exp(x) 2^(x log2 e), whose rounded exponent is as wrong as x is large, and
+# of log(1 + u) something that forgot a small u. These are right to some units in the last place.
 
 
 def _exp(x):

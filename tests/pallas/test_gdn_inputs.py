@@ -20,7 +20,7 @@ from jaxspec.pallas.gdn_inputs import (
     split_qkv,
 )
 
-reference = jax.jit(gdn_inputs_reference, static_argnums=(5, 9))
+reference = jax.jit(gdn_inputs_reference, static_argnums=(4, 8))
 
 
 def heads_of(shape: GdnShape):
@@ -28,7 +28,7 @@ def heads_of(shape: GdnShape):
 
 
 def projection(shape: GdnShape, dtype, width, spare=0):
-    """x, weight, log_decay, decay_bias and pool: columns beside the channels of `operands`."""
+    """x, weight, decay and pool: columns beside the channels of `operands`."""
     rng = np.random.default_rng(width)
     x, weight, conv = operands(shape.conv_dim, dtype, width, spare=spare)
     values = shape.value_heads * shape.value_dim
@@ -36,13 +36,13 @@ def projection(shape: GdnShape, dtype, width, spare=0):
     b_and_a = jnp.asarray(6 * rng.normal(size=(*x.shape[:2], 2 * shape.value_heads)), dtype)
     # As the channels' are, row 1's are not numbers.
     columns = x, unread, jnp.where(jnp.isnan(x[..., :1]), jnp.nan, b_and_a)
-    decay = rng.normal(size=(2, shape.value_heads)).astype(np.float32)
-    return jnp.concatenate(columns, axis=2), weight, *jnp.asarray(decay), conv
+    decay = rng.normal(size=(shape.value_heads, 2)).astype(np.float32)
+    return jnp.concatenate(columns, axis=2), weight, jnp.asarray(decay), conv
 
 
-def check(shape, x, weight, log_decay, decay_bias, conv, run):
+def check(shape, x, weight, decay, conv, run):
     """`run` is the reference: in real tokens, and bit for bit in the pool."""
-    arguments = (x, weight, log_decay, decay_bias, conv, 1, *ROWS.values(), heads_of(shape))
+    arguments = (x, weight, decay, conv, 1, *ROWS.values(), heads_of(shape))
     *ours, after = run(*arguments)
     *expected, expected_after = reference(*arguments)
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (after, expected_after)))
@@ -77,10 +77,11 @@ def test_a_head_of_zeros_stays_zero():
 def test_decay_and_strength_are_those_of_the_paper():
     rng = np.random.default_rng(1)
     b, a = 4 * rng.normal(size=(2, 5, 3)).astype(np.float32)
-    log_decay, bias = rng.normal(size=(2, 3)).astype(np.float32)
-    g, beta = gates(*map(jnp.asarray, (b, a, log_decay, bias)))
-    decay = (1 + np.exp(np.float64(a) + bias)) ** -np.exp(np.float64(log_decay))
-    np.testing.assert_allclose(np.exp(np.float64(g)), decay, rtol=1e-5)
+    decay = rng.normal(size=(3, 2)).astype(np.float32)
+    g, beta = gates(*map(jnp.asarray, (b, a, decay)))
+    log_decay, bias = np.float64(decay.T)
+    factor = (1 + np.exp(a + bias)) ** -np.exp(log_decay)
+    np.testing.assert_allclose(np.exp(np.float64(g)), factor, rtol=1e-5)
     np.testing.assert_allclose(beta, 1 / (1 + np.exp(-np.float64(b))), rtol=1e-6)
 
 
@@ -131,9 +132,9 @@ def interpreter(monkeypatch):
 def test_the_kernel_equals_its_reference_without_races(interpreter, shape, dtype, width, spare):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    def run(x, weight, log_decay, decay_bias, conv, layer, *index):
+    def run(x, weight, decay, conv, layer, *index):
         layer = jnp.asarray(layer, jnp.int32)
-        operands = x, weight.T, log_decay, decay_bias, conv, layer, *index
+        operands = x, weight.T, decay, conv, layer, *index
         return _gdn_inputs_kernel(*operands, interpret=interpreter)
 
     check(shape, *projection(shape, dtype, width, spare=spare), run)
