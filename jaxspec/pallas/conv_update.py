@@ -127,7 +127,7 @@ def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *,
         convolve(plgpu, new, operands, block, layout, put)
 
     operands = x, taps, layer[None], slots, state_offset, query_len
-    return launch(plgpu, body, operands, conv, x, (rows, channels // size), interpret)
+    return launch(plgpu, body, operands, conv, x, (channels // size, rows), interpret)
 
 
 def convolve(plgpu, new, operands, block, layout, put):
@@ -168,7 +168,7 @@ def convolve(plgpu, new, operands, block, layout, put):
 
 
 def launch(plgpu, body, operands, conv, outputs, grid, interpret):
-    """Run `body` on a grid of rows and parts: its outputs, and the pool `conv`, written in place.
+    """Run `body` on a grid of parts and rows: its outputs, and the pool `conv`, written in place.
 
     `body` gets references to `operands`, the pool, and an array for each of `outputs`, a pytree of
     anything with shape and dtype. `interpret`: parameters of Mosaic's interpreter, or None.
@@ -177,7 +177,7 @@ def launch(plgpu, body, operands, conv, outputs, grid, interpret):
         body,
         out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
         grid=grid,
-        grid_names=("row", "part"),
+        grid_names=("part", "row"),  # the last part of all rows begins last
         # Safe without barriers: in live rows no thread reads what another writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),

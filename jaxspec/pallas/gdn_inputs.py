@@ -169,7 +169,7 @@ def _gdn_inputs_kernel(
     operands = x, decay, taps, layer[None], slots, state_offset, query_len
     outputs, pool = conv_ops.launch(
         plgpu, body, operands, pool, (of_keys, of_keys, of_values, of_gates, of_gates),
-        (rows, blocks + 1), interpret,
+        (blocks + 1, rows), interpret,
     )  # fmt: skip
     return *outputs, pool.reshape(conv.shape)
 
