@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from case import FEW, MANY, Case, live_rows
-from kernel_cases_conv import conv_update_cases, gdn_qkv_cases
+from kernel_cases_conv import conv_update_cases, gdn_inputs_cases
 from kernel_cases_norm import add_norm_cases
 from kernel_cases_prefill import (
     gdn_prefill_cases,
@@ -387,7 +387,7 @@ OPS = {
     "mamba2_replay": mamba2_replay_cases,
     "mamba2_prefill": mamba2_prefill_cases,
     "conv_update": conv_update_cases,
-    "gdn_qkv": gdn_qkv_cases,
+    "gdn_inputs": gdn_inputs_cases,
     "add_norm": add_norm_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

@@ -9,7 +9,7 @@ from case import INPUTS, Case, live_rows
 from shapes import GDN
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
-from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, gdn_qkv_reference
+from jaxspec.pallas.gdn_inputs import GdnHeads, gdn_inputs, gdn_inputs_reference
 
 
 def conv_update_cases() -> Iterator[Case]:
@@ -18,10 +18,10 @@ def conv_update_cases() -> Iterator[Case]:
         yield _case("conv_update", model, shape, *sizes)
 
 
-def gdn_qkv_cases() -> Iterator[Case]:
-    """As for `conv_update`, whose bytes it moves, but for outputs in float32."""
+def gdn_inputs_cases() -> Iterator[Case]:
+    """As for `conv_update`, whose bytes it moves, but for outputs in float32 and the gates."""
     for model, shape, *sizes in _sizes():
-        yield _case("gdn_qkv", model, shape, *sizes)
+        yield _case("gdn_inputs", model, shape, *sizes)
 
 
 def _sizes():
@@ -35,31 +35,34 @@ def _sizes():
 
 def _case(op, model, shape, dtype, rows, width, kernel=4):
     channels, window = shape.conv_dim, kernel - 2 + width
+    taken = op == "gdn_inputs"  # a whole projection, of which the output gate's part is not read
+    gates = 2 * shape.value_heads if taken else 0
+    columns = channels + taken * shape.value_heads * shape.value_dim + gates
     keys = jax.random.split(jax.random.key(0), INPUTS + 1)
     # Several, so that none is found in the cache.
-    xs = tuple(jax.random.normal(key, (rows, width, channels)).astype(dtype) for key in keys[1:])
+    xs = tuple(jax.random.normal(key, (rows, width, columns)).astype(dtype) for key in keys[1:])
     taps = jax.random.normal(keys[0], (kernel, channels)).astype(dtype)
+    decay = jnp.zeros((shape.value_heads, 2))
     heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
 
     def pool(layers):
         one = jax.random.normal(keys[0], (window, channels)).astype(dtype)
         return jnp.broadcast_to(one, (layers, 1 + rows, window, channels)) + jnp.zeros((), dtype)
 
-    def run_conv(convolve, pool, layer, xs, taps, *index):
+    def run_conv(convolve, pool, layer, xs, taps, decay, *index):
         return convolve(xs[layer % INPUTS], taps.T, pool, layer, *index)
 
-    def run_qkv(convolve, pool, layer, xs, taps, *index):
-        *outputs, pool = convolve(xs[layer % INPUTS], taps.T, pool, layer, *index, heads)
+    def run_inputs(inputs, pool, layer, xs, taps, decay, *index):
+        *outputs, pool = inputs(xs[layer % INPUTS], taps.T, decay, pool, layer, *index, heads)
         return outputs, pool
 
-    if op == "gdn_qkv":
-        run = functools.partial(run_qkv, gdn_qkv)
-        reference = functools.partial(run_qkv, gdn_qkv_reference)
-        output_bytes = 4 * xs[0].size
+    if taken:
+        run = functools.partial(run_inputs, gdn_inputs)
+        reference = functools.partial(run_inputs, gdn_inputs_reference)
     else:
         run = functools.partial(run_conv, conv_update)
         reference = functools.partial(run_conv, conv_update_reference)
-        output_bytes = xs[0].nbytes
+    output_bytes = 4 if taken else dtype.itemsize
     about = {"model": model, "channels": channels, "dtype": dtype.name}
     return Case(
         op=op,
@@ -68,9 +71,8 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
         reference=reference,
         pool=pool,
         layer_bytes=rows * window * channels * dtype.itemsize,
-        operands=(xs, taps, *live_rows(rows, width)),
-        total_bytes=xs[0].nbytes
-        + output_bytes
+        operands=(xs, taps, decay, *live_rows(rows, width)),
+        total_bytes=rows * width * (channels + gates) * (dtype.itemsize + output_bytes)
         + taps.nbytes
         + rows * (kernel - 1 + window) * channels * dtype.itemsize,
     )

@@ -13,7 +13,7 @@ from jaxspec.runner import step as step_module
 from jaxspec.runner.step import jitted_step
 
 real_remap, real_update = step_module.remap, step_module.update
-real_gdn_qkv = gated_delta_net.gdn_qkv
+real_gdn_inputs = gated_delta_net.gdn_inputs
 
 
 def accepted_count_not_remapped(state, prev_positions, new_rows):
@@ -54,9 +54,9 @@ def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_ro
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
-def conv_offset_ignored(x, weight, pool, layer, slots, state_offset, query_len, heads):
+def conv_offset_ignored(x, weight, decay, pool, layer, slots, state_offset, query_len, heads):
     start = jnp.zeros_like(state_offset)
-    return real_gdn_qkv(x, weight, pool, layer, slots, start, query_len, heads)
+    return real_gdn_inputs(x, weight, decay, pool, layer, slots, start, query_len, heads)
 
 
 BUGS = [
@@ -65,7 +65,7 @@ BUGS = [
     (step_module, "remap", stale_drafts_on_a_reused_row),
     (step_module, "update", optimistic_length_for_the_next_token),
     (step_module, "update", state_slot_off_by_one),
-    (gated_delta_net, "gdn_qkv", conv_offset_ignored),
+    (gated_delta_net, "gdn_inputs", conv_offset_ignored),
 ]
 
 

@@ -84,15 +84,15 @@ def _stored(x, real, dtype):
 
 
 def unsupported(x, weight, conv):
-    """Why `_conv_update_kernel` does not take these operands, or None."""
+    """Why `convolve` does not take these operands, or None; `x` may have more than channels."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
     if not 2 <= weight.shape[1] <= 8:
         return f"a kernel of {weight.shape[1]}, not 2 to 8"
     if x.dtype != conv.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{x.dtype} tokens on a {conv.dtype} window"
-    if x.shape[2] % (mosaic.THREADS * _VECTOR):
-        return f"{x.shape[2]} channels"
+    if conv.shape[3] % (mosaic.THREADS * _VECTOR):
+        return f"{conv.shape[3]} channels"
     return None
 
 
@@ -113,39 +113,38 @@ def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *,
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    rows, _, channels = x.shape
+    rows, width, channels = x.shape
     size, layout = mosaic.THREADS * _VECTOR, mosaic.vectors(plgpu, _VECTOR)
 
-    def body(*refs):
+    def body(x, *refs):
         *operands, out = refs
         row, block = lax.axis_index("row"), pl.ds(lax.axis_index("part") * size, size)
 
         def put(t, y):
             mosaic.store(plgpu, out.at[row, t, block], y.astype(out.dtype))
 
-        convolve(plgpu, operands, block, layout, put)
+        new = [mosaic.load(plgpu, x.at[row, t, block], layout) for t in range(width)]
+        convolve(plgpu, new, operands, block, layout, put)
 
     operands = x, taps, layer[None], slots, state_offset, query_len
-    return launch(plgpu, body, operands, conv, x, (rows, channels // size), interpret)
+    return launch(plgpu, body, operands, conv, x, (channels // size, rows), interpret)
 
 
-def convolve(plgpu, operands, block, layout, put):
+def convolve(plgpu, new, operands, block, layout, put):
     """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
 
-    `operands` are references as `launch` hands them on: tokens `[rows, width, *channels]`, taps
-    `[kernel, *channels]` (channels may be cut into heads), layer `[1]`, slots, offsets and lengths
-    `[rows]`, and the pool `[layers, slots, window, *channels]`. `block` is of the first axis of
-    channels, `layout` that of its registers. A thread reads what it has of the pool before it
-    writes that.
+    `new` has a row's tokens, loaded first because their addresses do not wait for an index.
+    `operands` are references as `launch` hands them on: taps `[kernel, *channels]` (channels may be
+    cut into heads), layer `[1]`, slots, offsets and lengths `[rows]`, and the pool `[layers, slots,
+    window, *channels]`. `block` is of the first axis of channels, `layout` that of its registers. A
+    thread reads what it has of the pool before it writes that.
     """
     from jax.experimental import pallas as pl
 
-    x, taps, layer, slots, state_offset, query_len, pool = operands
+    taps, layer, slots, state_offset, query_len, pool = operands
     load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
     _, num_slots, window = pool.shape[:3]
-    width, history, row = x.shape[1], taps.shape[0] - 1, lax.axis_index("row")
-    # The tokens first: their addresses do not wait for an index.
-    new = [load(x.at[row, t, block], layout) for t in range(width)]
+    width, history, row = len(new), taps.shape[0] - 1, lax.axis_index("row")
     weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
     slot, count = slots[row], query_len[row]
     place = layer[0], jnp.clip(slot, 0, num_slots - 1)
@@ -154,7 +153,7 @@ def convolve(plgpu, operands, block, layout, put):
 
     @pl.when((slot > 0) & (slot < num_slots) & (count > 0))
     def _():
-        nothing = plgpu.layout_cast(jnp.zeros(new[0].shape, x.dtype), layout)
+        nothing = plgpu.layout_cast(jnp.zeros_like(new[0]), layout)
         stored = [
             jnp.where(jnp.broadcast_to(t < count, nothing.shape), new[t], nothing)
             for t in range(width)
@@ -169,7 +168,7 @@ def convolve(plgpu, operands, block, layout, put):
 
 
 def launch(plgpu, body, operands, conv, outputs, grid, interpret):
-    """Run `body` on a grid of rows and parts: its outputs, and the pool `conv`, written in place.
+    """Run `body` on a grid of parts and rows: its outputs, and the pool `conv`, written in place.
 
     `body` gets references to `operands`, the pool, and an array for each of `outputs`, a pytree of
     anything with shape and dtype. `interpret`: parameters of Mosaic's interpreter, or None.
@@ -178,7 +177,7 @@ def launch(plgpu, body, operands, conv, outputs, grid, interpret):
         body,
         out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
         grid=grid,
-        grid_names=("row", "part"),
+        grid_names=("part", "row"),  # the last part of all rows begins last
         # Safe without barriers: in live rows no thread reads what another writes.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),

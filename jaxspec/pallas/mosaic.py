@@ -4,6 +4,7 @@ They are handed the module `plgpu`, because importing it takes 0.2 s and not eve
 for a CPU can.
 """
 
+from math import gcd
 from typing import Any
 
 THREADS = 128  # of a block: Mosaic's warpgroup
@@ -43,3 +44,15 @@ def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
         tiles, warps, lane_dims = (whole, (rows, lanes * vector), (vector,)), (-5,), (-3, -2)
     tiling = plgpu.Tiling(tiles)
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lane_dims, vector_dim=-1)
+
+
+def lane_layout(plgpu, size: int):
+    """Register layout of `size` elements in a row, one a lane at a time, the same in every warp."""
+    lanes = gcd(size, 32)
+    copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((lanes,), (1,))),
+        warp_dims=(plgpu.Replicated(4),),
+        lane_dims=(-2, *copies),
+        vector_dim=-1,
+    )

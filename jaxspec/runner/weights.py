@@ -14,7 +14,7 @@ _LONG = 512
 class WeightLayout:
     """Where each leaf of the model's weights lies in the arrays that every step gets.
 
-    A call pays for each array, each time, and most leaves are vectors: norms, decays. So the short
+    A call pays for each array, each time, and most leaves are vectors: norms. So the short
     ones of a dtype lie end to end in one array, and the program reads slices of it, which XLA fuses
     into what they are multiplied with. All else stays one array a leaf: a product of a slice would
     be slower, and a kernel reads long vectors.

@@ -37,7 +37,7 @@ def test_it_has_the_parameters_of_the_checkpoint(folder, fixture_folder, request
     again = load_model(folder, jnp.bfloat16, load_format="dummy")
     for one, other in zip(*map(leaves, (drawn, again)), strict=True):
         np.testing.assert_array_equal(one, other)
-        if one.ndim == 2:
+        if one.ndim == 2 and one.shape[1] > 2:  # a matrix, but the decays'
             assert np.std(one) == pytest.approx(0.02, rel=0.15)
 
 
@@ -46,8 +46,8 @@ def test_norms_and_decays_are_those_of_a_model_before_training(folder):
     layer = load_model(folder, jnp.float32, load_format="dummy").layers[0]
     np.testing.assert_array_equal(layer.input_norm.weight[...], 0.0)  # zero-centred
     np.testing.assert_array_equal(layer.mixer.norm.weight[...], 1.0)
-    rates = np.exp(layer.mixer.log_decay[...])
-    steps = np.asarray(jax.nn.softplus(layer.mixer.decay_bias[...]))
+    log_rates, biases = layer.mixer.decay[...].T
+    rates, steps = np.exp(log_rates), np.asarray(jax.nn.softplus(biases))
     assert rates.min() >= 1 and rates.max() <= 16
     assert steps.min() > 0.99e-3 and steps.max() < 0.101
 

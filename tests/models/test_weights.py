@@ -66,7 +66,7 @@ def test_every_stored_dtype_loads_into_every_dtype(folder, stored, wanted):
     edit(folder, lambda t: t.update({k: v.astype(jnp.dtype(stored)) for k, v in t.items()}))
     model = load_model(folder, wanted)
     assert model.output_head.weight[...].dtype == wanted
-    assert model.layers[0].mixer.log_decay[...].dtype == jnp.float32
+    assert model.layers[0].mixer.decay[...].dtype == jnp.float32
     for one, other in zip(exact, leaves(model), strict=True):
         # A_log is published in float32 and loses digits when stored as bfloat16.
         np.testing.assert_allclose(one, other.astype(jnp.float32), rtol=0.01)

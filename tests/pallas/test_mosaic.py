@@ -9,17 +9,25 @@ from jaxspec.pallas import mosaic
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
-@pytest.mark.parametrize(("dtype", "vector"), [(jnp.bfloat16, 2), (jnp.float32, 4)])
-def test_what_is_loaded_is_stored(dtype, vector):
+@pytest.mark.parametrize(
+    ("dtype", "size", "layout"),
+    [
+        (jnp.bfloat16, 256, lambda plgpu: mosaic.vectors(plgpu, 2)),
+        (jnp.float32, 512, lambda plgpu: mosaic.vectors(plgpu, 4)),
+        (jnp.bfloat16, 48, lambda plgpu: mosaic.lane_layout(plgpu, 48)),
+        (jnp.float32, 64, lambda plgpu: mosaic.lane_layout(plgpu, 64)),
+    ],
+)
+def test_what_is_loaded_is_stored(dtype, size, layout):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def body(x, out):
         piece = jax.lax.axis_index("piece")
-        values = mosaic.load(plgpu, x.at[piece], mosaic.vectors(plgpu, vector))
+        values = mosaic.load(plgpu, x.at[piece], layout(plgpu))
         mosaic.store(plgpu, out.at[piece], values)
 
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(3, mosaic.THREADS * vector)), dtype)
+    x = jnp.asarray(rng.normal(size=(3, size)), dtype)
     copy = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(x.shape, dtype),

@@ -16,8 +16,8 @@ from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
+from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_qkv import GdnHeads, gdn_qkv, split_qkv
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 
@@ -45,9 +45,8 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj = Linear(config.hidden_size, outputs, dtype)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
-        # Published as A_log and dt_bias.
-        self.log_decay = declare((heads,), jnp.float32, _init_log_decay)
-        self.decay_bias = declare((heads,), jnp.float32, _init_decay_bias)
+        # Published as A_log and dt_bias; one matrix, which the kernel gets without a copy.
+        self.decay = declare((heads, 2), jnp.float32, _init_decay)
         # Of all norms of the model, this one is not zero-centred.
         self.norm = RMSNorm(config.linear_value_dim, config.rms_norm_eps, jnp.float32)
         self.out_proj = Linear(values, {"out_proj": config.hidden_size}, dtype)
@@ -57,18 +56,13 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[_Hidden, HybridCache]:
         """`layer` is the index among the cache's recurrent layers; positions are not used."""
         del angles
-        mixed, z, b, a = self.in_proj(x)
-        beta = jax.nn.sigmoid(b.astype(jnp.float32))
-        step = jax.nn.softplus(a.astype(jnp.float32) + self.decay_bias[...][None])
-        g = -jnp.exp(self.log_decay[...])[None] * step
-
+        projected = self.in_proj.joined(x)
         split = inputs.num_decode_tokens
-        verified = mixed[:split], g[:split], beta[:split]
-        out, cache = self._verify(*verified, inputs, cache, layer)
+        out, cache = self._verify(projected[:split], inputs, cache, layer)
         if inputs.prefill is not None:
-            prompts = mixed[split:], g[split:], beta[split:]
-            chunks, cache = self._prefill(*prompts, inputs.prefill, cache, layer)
+            chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
             out = jnp.concatenate([out, chunks])
+        _, z, _, _ = self.in_proj.split(projected)
         gate = jax.nn.silu(split_heads(z, self.config.linear_value_heads).astype(jnp.float32))
         gated = (self.norm(out) * gate).reshape(x.shape[0], -1)
         (y,) = self.out_proj(gated.astype(x.dtype))
@@ -79,13 +73,15 @@ class GatedDeltaNet(nnx.Module):
         config = self.config
         return GdnHeads(config.linear_key_heads, config.linear_key_dim, config.linear_value_heads)
 
-    def _verify(self, mixed, g, beta, inputs, cache, layer):
+    def _verify(self, projected, inputs, cache, layer):
         """The rectangle's outputs; its states are kept, or what it takes to replay them."""
-        decode, width = inputs.decode, inputs.width
-        mixed, g, beta = (x.reshape(-1, width, x.shape[1]) for x in (mixed, g, beta))
+        decode = inputs.decode
+        projected = projected.reshape(-1, inputs.width, projected.shape[1])
         slots, offset, query_len = where = decode.slots, decode.state_offset, decode.query_len
-        weight = self.conv[...].T
-        q, k, v, conv = gdn_qkv(mixed, weight, cache.conv, layer, *where, self._heads)
+        weight, decay = self.conv[...].T, self.decay[...]
+        q, k, v, g, beta, conv = gdn_inputs(
+            projected, weight, decay, cache.conv, layer, *where, self._heads
+        )
         operands = q, k, v, g, beta, cache.states
         if cache.ring is None:
             out, states = gdn_step(*operands, layer, *where)
@@ -98,9 +94,11 @@ class GatedDeltaNet(nnx.Module):
             cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
         return out.reshape(-1, *out.shape[2:]), cache
 
-    def _prefill(self, mixed, g, beta, prefill, cache, layer):
+    def _prefill(self, projected, prefill, cache, layer):
         """The chunks' outputs; conv window and state of each sequence stand at its last token."""
         progress = prefill.slots, prefill.state_offset, prefill.num_computed, prefill.query_start
+        mixed, _, b, a = self.in_proj.split(projected)
+        g, beta = gates(b, a, self.decay[...])
         y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, *progress)
         q, k, v = split_qkv(y, self._heads)
         v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
@@ -113,18 +111,16 @@ class GatedDeltaNet(nnx.Module):
         taps, channels = self.conv.shape
         yield from self.in_proj.checkpoint(prefix)
         yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
-        yield Placement(prefix + "A_log", self.log_decay.shape, self.log_decay)
-        yield Placement(prefix + "dt_bias", self.decay_bias.shape, self.decay_bias)
+        for column, name in enumerate(("A_log", "dt_bias")):
+            shape, columns = self.decay.shape[:1], (column, column + 1)
+            yield Placement(prefix + name, shape, self.decay, columns=columns)
         yield from self.norm.checkpoint(prefix + "norm")
         yield from self.out_proj.checkpoint(prefix)
 
 
-def _init_log_decay(key, shape, dtype):
-    """Rates from 1 to 16, as in Mamba2."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
-
-
-def _init_decay_bias(key, shape, dtype):
-    """The inverse softplus of steps from 0.001 to 0.1, as in Mamba2."""
-    step = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(1e-1)))
-    return step + jnp.log(-jnp.expm1(-step))
+def _init_decay(key, shape, dtype):
+    """As in Mamba2: rates from 1 to 16, and the inverse softplus of steps from 0.001 to 0.1."""
+    of_rate, of_step = jax.random.split(key)
+    rate = jax.random.uniform(of_rate, shape[:1], dtype, 1.0, 16.0)
+    step = jnp.exp(jax.random.uniform(of_step, shape[:1], dtype, math.log(1e-3), math.log(1e-1)))
+    return jnp.stack([jnp.log(rate), step + jnp.log(-jnp.expm1(-step))], axis=1)
