@@ -214,7 +214,7 @@ def load_weights(
             value = np.empty(param.shape, param.dtype)
             for part in parts:
                 tensor = checkpoint.read(published[part.name][0])
-                target = value[..., slice(*part.columns)] if part.columns else value
+                target = value[part.index]
                 target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
             param.set_value(jax.device_put(value))
             bar.update(value.nbytes)

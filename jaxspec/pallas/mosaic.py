@@ -56,3 +56,29 @@ def lane_layout(plgpu, size: int):
         lane_dims=(-2, *copies),
         vector_dim=-1,
     )
+
+
+def piece_layout(plgpu, rows: int, size: int, itemsize: int):
+    """Register layout of `[rows, size]`, powers of two, where each row lies in one warp.
+
+    Spread over all threads, in up to 16 neighbouring bytes each; threads to whom nothing is left
+    have what others have.
+    """
+    vector = max(1, min(rows * size // THREADS, 16 // itemsize))
+    lanes = min(size // vector, 32)
+    of_warp = min(rows, 32 // lanes)
+    warps = min(rows // of_warp, 4)
+    width = lanes * vector
+    # In Mosaic's canonical form, where no tile is one row high and none is as the one before.
+    if of_warp > 1:
+        tiles, warp_dim, lane_dims = [(of_warp, width), (vector,)], -5, (-3, -2)
+        tiles = [(warps * of_warp, width)] * (warps > 1) + tiles
+    else:
+        tiles, warp_dim, lane_dims = [(warps, width), (vector,)], -3, (-2,)
+    warp_copies, lane_copies = 4 // warps, 32 // (of_warp * lanes)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(tiles)),
+        warp_dims=(warp_dim,) * (warps > 1) + (plgpu.Replicated(warp_copies),) * (warp_copies > 1),
+        lane_dims=lane_dims + (plgpu.Replicated(lane_copies),) * (lane_copies > 1),
+        vector_dim=-1,
+    )

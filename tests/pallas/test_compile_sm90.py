@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import ATTENTION, GDN, HIDDEN, MAMBA2, GdnShape, Mamba2Shape
+from shapes import ATTENTION, GDN, HIDDEN, MAMBA2, AttentionShape, GdnShape, Mamba2Shape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.attention_inputs import attention_inputs
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_inputs import GdnHeads, _gdn_inputs_kernel
 from jaxspec.pallas.gdn_prefill import gdn_prefill
@@ -409,6 +410,30 @@ def test_add_norm(h200, monkeypatch, capfd, features, dtype):
     assert_lean(compiled, capfd.readouterr().out)
     _, program = compiled.as_text().split("ENTRY")
     assert "mosaic_gpu" not in program and " slice(" not in program  # both inside one fusion
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
+def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
+    """Nor is a projection copied, which the kernel reads in two shapes; rotated is as published."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    rule = {"heads": shape.heads, "gated": gated, "eps": 1e-6, "zero_centred": gated}
+
+    def step(qkv, norms, angles, kv, slots):
+        for layer in range(2):
+            queries, kv = attention_inputs(qkv, norms, angles, kv, layer, slots, **rule)
+            qkv = jnp.sin(qkv) * queries[0, 0, 0]
+        return queries, kv
+
+    tokens, half = 64, shape.head_dim // (8 if gated else 2)
+    columns = ((1 + gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkv, norms = array(tokens, columns, dtype=dtype), array(2, shape.head_dim, dtype=dtype)
+    angles, slots = (array(tokens, half),) * 2, array(tokens, dtype=jnp.int32)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
+    compiled = compile_for(h200, monkeypatch, step, (qkv, norms, angles, pool, slots), donated=3)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    assert "transpose(" not in compiled.as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -112,8 +112,7 @@ class GatedDeltaNet(nnx.Module):
         yield from self.in_proj.checkpoint(prefix)
         yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
         for column, name in enumerate(("A_log", "dt_bias")):
-            shape, columns = self.decay.shape[:1], (column, column + 1)
-            yield Placement(prefix + name, shape, self.decay, columns=columns)
+            yield Placement(prefix + name, self.decay.shape[:1], self.decay, index=(..., column))
         yield from self.norm.checkpoint(prefix + "norm")
         yield from self.out_proj.checkpoint(prefix)
 

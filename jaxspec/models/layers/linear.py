@@ -14,13 +14,13 @@ from jaxspec.pallas import dispatch
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One published tensor and where it goes: `param[..., columns] = reshape(tensor)` or its .T."""
+    """One published tensor and where it goes: `param[index] = reshape(tensor)` or its .T."""
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     param: nnx.Param
     transpose: bool = False  # published [out, in], kept [in, out]
-    columns: tuple[int, int] | None = None  # of the last axis of the parameter; None: all
+    index: Any = ...  # as NumPy takes it
 
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
@@ -83,7 +83,8 @@ class Linear(nnx.Module):
         """The published tensors."""
         for name, start, end in self._spans():
             shape = (end - start, self.in_features)
-            yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, (start, end))
+            columns = ..., slice(start, end)
+            yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, columns)
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         end = 0

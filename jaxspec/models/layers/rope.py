@@ -1,10 +1,10 @@
-"""Rotary position embedding."""
+"""The angles of rotary position embedding; `pallas/attention_inputs.py` rotates."""
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
+from jaxspec.pallas.attention_inputs import Rotation
 
 
 def rotation(positions: Int[Array, " tokens"], rotary_dim: int, theta: float) -> Rotation:
@@ -16,15 +16,3 @@ def rotation(positions: Int[Array, " tokens"], rotary_dim: int, theta: float) ->
     frequencies = jnp.asarray((theta**-exponent).astype(np.float32))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(
-    x: Float[Array, "tokens heads dim"], angles: Rotation
-) -> Float[Array, "tokens heads dim"]:
-    """`x` with its first `2 * half` channels rotated, pairs `(i, i + half)`; the rest untouched."""
-    cos, sin = (a[:, None, :] for a in angles)
-    half = cos.shape[-1]
-    wide = x[..., : 2 * half].astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half:]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)
