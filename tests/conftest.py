@@ -37,13 +37,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Neighbours share programs: each process takes a stretch of tests, and then of what is left.
+    """`pytest -n 2` is `--dist worksteal`: each process takes a stretch of tests.
 
-    pytest-xdist's default deals them out singly, and every process compiles nearly everything.
+    Neighbours share programs. By pytest-xdist's default every process would compile nearly all.
     """
     from xdist.scheduler import WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log)
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 @pytest.fixture(scope="module", autouse=True)
