@@ -18,6 +18,8 @@ from jaxspec.runner.compilation_cache import enable_compilation_cache
 FAST_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_TO_COMPILE}"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("NPROC", "1")  # XLA's threads: the other cores have tests of their own
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -61,9 +63,9 @@ def programs_compile_fast(request):
 
 @pytest.fixture(scope="session")
 def short_model(tmp_path_factory):
-    """The embedded model's lower half, which takes half as long to compile and to run.
+    """The embedded model's lower half, for tests that ask neither for its text nor for good drafts.
 
-    It writes near-words, and of its drafts some stand and many fall.
+    It takes two thirds of the time. It writes near-words; few of its drafts stand.
     """
     folder = tmp_path_factory.mktemp("models") / "short"
     shutil.copytree(EMBEDDED_MODEL, folder)
