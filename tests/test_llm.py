@@ -18,13 +18,24 @@ PROMPTS = ["def fibonacci(n):", "import os\n", "class Stack:\n    def push(self,
 
 
 @pytest.fixture(scope="module")
-def drafted():
+def embedded():
+    """The default model, which drafts well; the tests that do not ask for that take a short one."""
     return LLM(**OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def plain():
+def embedded_plain():
     return LLM(speculative_config=None, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def drafted(short_model):
+    return LLM(short_model, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def plain(short_model):
+    return LLM(short_model, speculative_config=None, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +47,9 @@ def bytes_llm(tmp_path_factory):
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 
-def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted):
-    single = jaxspec.generate(PROMPTS[0], sampling_params=GREEDY)
-    several = jaxspec.generate([PROMPTS[0]], sampling_params=GREEDY, max_num_seqs=1)
+def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted, short_model):
+    single = jaxspec.generate(PROMPTS[0], short_model, GREEDY)
+    several = jaxspec.generate([PROMPTS[0]], short_model, GREEDY, max_num_seqs=1)
     assert single.outputs[0].token_ids == several[0].outputs[0].token_ids
     assert single.prompt == PROMPTS[0] and single.outputs[0].finish_reason == "length"
     assert single.prompt_token_ids == drafted.tokenizer.encode(PROMPTS[0])
@@ -47,9 +58,9 @@ def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted):
     assert len(kept._runner._programs) <= 3
 
 
-def test_the_embedded_model_drafts_well(drafted, plain):
-    outputs = drafted.generate(PROMPTS, GREEDY)
-    want = plain.generate(PROMPTS, GREEDY)
+def test_the_embedded_model_drafts_well(embedded, embedded_plain):
+    outputs = embedded.generate(PROMPTS, GREEDY)
+    want = embedded_plain.generate(PROMPTS, GREEDY)
     for output, expected in zip(outputs, want, strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         metrics = output.metrics
@@ -73,8 +84,8 @@ def check_held_out_prompts(llm):
     assert total.mean_acceptance_length >= 2.0
 
 
-def test_held_out_prompts_give_the_published_ids_and_acceptance(drafted):
-    check_held_out_prompts(drafted)
+def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
+    check_held_out_prompts(embedded)
 
 
 @pytest.mark.gpu
@@ -132,8 +143,8 @@ def test_after_a_failed_step_the_llm_starts_afresh(drafted, monkeypatch):
 
 
 @pytest.mark.parametrize("shown", [False, None, True])  # None: standard error is no terminal here
-def test_progress_shows_only_when_asked_for(capfd, shown):
-    llm = LLM(**OPTIONS, show_progress=shown)
+def test_progress_shows_only_when_asked_for(capfd, short_model, shown):
+    llm = LLM(short_model, **OPTIONS, show_progress=shown)
     llm.generate(PROMPTS, GREEDY)
     bars = capfd.readouterr().err
     if not shown:
@@ -216,16 +227,17 @@ def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
 
 
-def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain):
+def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain, short_model):
     """80 tokens: the ring of 32 is folded at least twice."""
     long = dataclasses.replace(GREEDY, max_tokens=80)
-    llm = LLM(state_policy="replay", **OPTIONS)
+    llm = LLM(short_model, state_policy="replay", **OPTIONS)
     for output, expected in zip(
         llm.generate(PROMPTS, long), plain.generate(PROMPTS, long), strict=True
     ):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     snapshots = drafted.metrics()["memory_bytes"]
-    half = LLM(state_policy="replay", state_dtype="float16", kv_dtype="float8_e4m3fn", **OPTIONS)
+    small = {"state_dtype": "float16", "kv_dtype": "float8_e4m3fn"}
+    half = LLM(short_model, state_policy="replay", **small, **OPTIONS)
     for each, share in ((llm, 0.5), (half, 0.25)):
         memory = each.metrics()["memory_bytes"]
         assert memory["ring"] > 0 and snapshots["ring"] == 0
@@ -233,19 +245,19 @@ def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain):
     assert half.metrics()["memory_bytes"]["kv"] == snapshots["kv"] // 4  # of float32
 
 
-def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(plain):
+def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_plain):
     llm = LLM(speculative_config={"draft_vocab": 1024}, **OPTIONS)
     outputs = llm.generate(PROMPTS, GREEDY)
-    for output, expected in zip(outputs, plain.generate(PROMPTS, GREEDY), strict=True):
+    for output, expected in zip(outputs, embedded_plain.generate(PROMPTS, GREEDY), strict=True):
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
     assert total.mean_acceptance_length > 1.5
     # Of each id a column of the tied head, 160 float32, and the id.
-    memory = [each.metrics()["memory_bytes"]["proposer_tables"] for each in (llm, plain)]
+    memory = [each.metrics()["memory_bytes"]["proposer_tables"] for each in (llm, embedded_plain)]
     assert memory == [1024 * (160 + 1) * 4, 0]
 
 
-def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says(bytes_llm):
+def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says():
     rates = [0.8, 0.6, 0.45]
     llm = LLM(
         FIXTURES / "qwen3_5",
@@ -310,7 +322,7 @@ def test_bad_input_harms_nothing_that_runs(drafted, call):
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out():
-    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, max_model_len=64)
+    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, max_model_len=96)  # shares bytes_llm's programs
     output = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY)[0]
     assert len(output.outputs[0].token_ids) == 24 and output.outputs[0].text == ""
     with pytest.raises(ValueError, match="tokenizer.json"):

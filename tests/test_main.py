@@ -19,20 +19,21 @@ def test_the_command_streams_text_and_then_one_line_of_figures(capsys):
     assert re.fullmatch(figures, out.splitlines()[-1])
 
 
-def test_json_gives_an_object_a_prompt(capsys, tmp_path):
+def test_json_gives_an_object_a_prompt(capsys, tmp_path, short_model):
+    typed = ["--json", "--max-tokens", "6", "--model", str(short_model)]
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\n")
-    assert main(["--json", "--max-tokens", "6", "--prompts-file", str(file)]) == 0
+    assert main([*typed, "--prompts-file", str(file)]) == 0
     several = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["prompt"] for one in several] == ["import os", "def f(x):"]
-    assert main(["--json", "--max-tokens", "6", "def f(x):"]) == 0
+    assert main([*typed, "def f(x):"]) == 0
     single = json.loads(capsys.readouterr().out)
     assert single["token_ids"] == several[1]["token_ids"] and single["num_drafts"] > 0
 
 
-def test_speculation_can_be_turned_off(capsys):
+def test_speculation_can_be_turned_off(capsys, short_model):
     typed = ["import", "--max-tokens", "4", "--num-speculative-tokens", "0", "--verbose"]
-    assert main(typed) == 0
+    assert main([*typed, "--model", str(short_model)]) == 0
     printed = capsys.readouterr()
     assert "4 tokens" in (last := printed.out.splitlines()[-1])
     assert last.endswith("no speculation")

@@ -493,7 +493,8 @@ options:
   --kv-dtype DTYPE      of keys and values: bfloat16 or float8_e4m3fn (default: as --dtype)
   --state-policy POLICY
                         of recurrent states: snapshot keeps one a drafted token, replay one a prompt
-                        and what leads from it to the others (default: snapshot)
+                        and what leads from it to the others; auto: replay where kernels run
+                        (default: auto)
   --state-dtype DTYPE   of recurrent states: float32, float16 or bfloat16 (default: float32)
   --gpu-memory-utilization F
                         share of a GPU's memory, of what JAX may take, for weights and caches

@@ -55,7 +55,8 @@ def test_links_lead_to_files(path):
             assert (path.parent / target).exists(), f"{match[0]} leads nowhere"
 
 
-def test_the_python_in_it_runs(monkeypatch, tmp_path):
+def test_the_python_in_it_runs(monkeypatch, tmp_path, short_model):
+    monkeypatch.setattr("jaxspec.llm.EMBEDDED_MODEL", short_model)
     text = README.read_text()
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "readme"}
