@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from case import FEW, MANY, Case, live_rows
+from kernel_cases_attention_inputs import attention_inputs_cases
 from kernel_cases_conv import conv_update_cases, gdn_inputs_cases
 from kernel_cases_norm import add_norm_cases
 from kernel_cases_prefill import (
@@ -389,6 +390,7 @@ OPS = {
     "conv_update": conv_update_cases,
     "gdn_inputs": gdn_inputs_cases,
     "add_norm": add_norm_cases,
+    "attention_inputs": attention_inputs_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "paged_attention": paged_attention_cases,

@@ -10,15 +10,19 @@ from jaxspec.pallas import mosaic
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("dtype", "size", "layout"),
+    ("dtype", "shape", "layout"),
     [
-        (jnp.bfloat16, 256, lambda plgpu: mosaic.vectors(plgpu, 2)),
-        (jnp.float32, 512, lambda plgpu: mosaic.vectors(plgpu, 4)),
-        (jnp.bfloat16, 48, lambda plgpu: mosaic.lane_layout(plgpu, 48)),
-        (jnp.float32, 64, lambda plgpu: mosaic.lane_layout(plgpu, 64)),
+        (jnp.bfloat16, (256,), lambda plgpu: mosaic.vectors(plgpu, 2)),
+        (jnp.float32, (512,), lambda plgpu: mosaic.vectors(plgpu, 4)),
+        (jnp.bfloat16, (48,), lambda plgpu: mosaic.lane_layout(plgpu, 48)),
+        (jnp.float32, (64,), lambda plgpu: mosaic.lane_layout(plgpu, 64)),
+        (jnp.bfloat16, (16, 32), lambda plgpu: mosaic.piece_layout(plgpu, 16, 32, 2)),
+        (jnp.bfloat16, (2, 32), lambda plgpu: mosaic.piece_layout(plgpu, 2, 32, 2)),
+        (jnp.float32, (1, 8), lambda plgpu: mosaic.piece_layout(plgpu, 1, 8, 4)),
+        (jnp.float32, (4, 8), lambda plgpu: mosaic.piece_layout(plgpu, 4, 8, 4)),
     ],
 )
-def test_what_is_loaded_is_stored(dtype, size, layout):
+def test_what_is_loaded_is_stored(dtype, shape, layout):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def body(x, out):
@@ -27,7 +31,7 @@ def test_what_is_loaded_is_stored(dtype, size, layout):
         mosaic.store(plgpu, out.at[piece], values)
 
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(3, size)), dtype)
+    x = jnp.asarray(rng.normal(size=(3, *shape)), dtype)
     copy = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(x.shape, dtype),
