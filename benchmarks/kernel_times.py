@@ -13,9 +13,10 @@ import jax
 def kernel_times(run: Callable[[], Any], steps: int) -> dict[str, Any]:
     """What `run`, of so many steps, kept the GPU busy with; all times are of one step.
 
-    Returns `kernels_per_step`, `kernels_ms` (their time), `idle_ms` (between them, from the first's
-    begin to the last's end) and `kernel_ms_by_name`, the longest first. Kernels that differ in
-    their number only go by one name. An empty profile, as of a CPU, has no kernels.
+    Returns `kernels_per_step`, `kernels_ms` (their time), `idle_ms` (between them; more than else,
+    as XLA launches each alone under the profiler) and `kernel_ms_by_name`, the longest first.
+    Kernels that differ in their number only go by one name. An empty profile, as of a CPU, has no
+    kernels.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -109,7 +109,7 @@ def _unsupported(qkv, norms, angles, kv):
         return f"a projection in {qkv.dtype} and norms in {norms.dtype} for a {kv.dtype} pool"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
-    if half < 8 or head_dim % half:
+    if half < 8 or head_dim % (2 * half):
         return f"{2 * half} rotated channels of {head_dim}"
     return None
 

@@ -46,11 +46,14 @@ def gdn_inputs(
     padding and errors these are, and `split_qkv`; `b` and `a` through `gates`. ValueError where the
     columns are not as many as that makes.
 
-    One kernel where all heads are of one size, which reads `x` where it lies.
+    One kernel, which reads `x` where it lies, if all heads are of 64 channels or of 128, and the
+    channels of all keys, and all channels, multiples of 512.
     """
     conv_ops.check_window(x, weight, conv)
     _check_columns(x, weight, heads)
-    if dispatch.runs_kernel("gdn_inputs", _unsupported(x, weight, conv, heads)):
+    is_small = weight.shape[0] < 2048  # nobody waits for it
+    why = _unsupported(x, weight, conv, heads)
+    if dispatch.runs_kernel("gdn_inputs", why, by_choice=is_small):
         index = dispatch.layer_index(conv, layer), slots, state_offset, query_len
         return _gdn_inputs_kernel(x, weight.T, decay, conv, *index, heads)
     qkv, b, a = _columns(x, weight, heads)

@@ -55,7 +55,8 @@ def attend(
 class Attention(nnx.Module):
     """Grouped-query attention with normalised queries and keys and rotary positions (Qwen3)."""
 
-    gated = False  # whether each query head is followed by a gate; then norms are zero-centred
+    gated = False  # whether each query head is followed by a gate
+    zero_centred = False  # the norms of queries and keys
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype`: of the weights."""
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         outputs = {"q_proj": (1 + self.gated) * width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = Linear(config.hidden_size, outputs, dtype)
-        init = jax.nn.initializers.zeros if self.gated else jax.nn.initializers.ones
+        init = jax.nn.initializers.zeros if self.zero_centred else jax.nn.initializers.ones
         # The queries' and the keys', in one matrix, which the kernel gets without a copy.
         self.norms = declare((2, config.head_dim), dtype, init)
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
@@ -83,7 +84,7 @@ class Attention(nnx.Module):
             heads=config.num_heads,
             gated=self.gated,
             eps=config.rms_norm_eps,
-            zero_centred=self.gated,
+            zero_centred=self.zero_centred,
         )
         attended = attend(queries, kv, layer, inputs)
         if self.gated:
@@ -110,3 +111,4 @@ class GatedAttention(Attention):
     """
 
     gated = True
+    zero_centred = True
