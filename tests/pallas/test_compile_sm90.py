@@ -155,7 +155,7 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
 )
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
     def step(q, k, v, g, beta, states, *index):
         for layer in range(2):
@@ -331,7 +331,7 @@ PREFILL_CASES = [  # shape, dtypes of tokens and of states, tokens: 256 are one 
 
 @pytest.mark.parametrize(("shape", "dtype", "states_dtype", "tokens"), PREFILL_CASES, ids=str)
 def test_mamba2_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype, tokens):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
     def step(x, dt, a, b, c, d, states, *index):
         for layer in range(2):
@@ -355,7 +355,7 @@ def test_mamba2_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype, to
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_conv_update(h200, monkeypatch, capfd, shape, dtype, width):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
     def step(x, taps, conv, slots, state_offset, query_len):
         for layer in range(2):
@@ -399,7 +399,7 @@ def test_gdn_inputs(h200, monkeypatch, capfd, shape, dtype, width):
 @pytest.mark.parametrize("features", [512, *HIDDEN.values(), 8192])
 def test_add_norm(h200, monkeypatch, capfd, features, dtype):
     """At every model's width."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
     def step(x, delta, weight):
         return add_norm(x, delta, weight, 1e-6, zero_centred=True)
@@ -414,7 +414,7 @@ def test_add_norm(h200, monkeypatch, capfd, features, dtype):
 @pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
 def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
     """Nor is a projection copied, which the kernel reads in two shapes; rotated is as published."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
     rule = {"heads": shape.heads, "gated": gated, "eps": 1e-6, "zero_centred": gated}
 
     def step(qkv, norms, angles, kv, slots):
@@ -459,7 +459,7 @@ def test_slot_mapping(h200, monkeypatch, capfd, tokens):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
     def step(queries, kv, tables, *index):
         for layer in range(2):
