@@ -14,12 +14,16 @@ from jaxspec.llm import EMBEDDED_MODEL
 from jaxspec.pallas import dispatch
 from jaxspec.runner.compilation_cache import enable_compilation_cache
 
-# Twice as fast to compile on a CPU. Read when the first program is; jax 0.11 has no such flags.
-FAST_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_TO_COMPILE}"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("NPROC", "1")  # XLA's threads: the other cores have tests of their own
+# XLA reads these when its first program is compiled.
+if jax.__version_info__ < (0, 11):  # later versions have no such flags
+    twice_as_fast = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {twice_as_fast}"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("NPROC", "1")  # XLA's threads: other cores have tests of their own
+else:
+    # Mosaic's interpreter runs each thread of a kernel as a program that waits for the others'.
+    # One of XLA's threads waits with it: were there fewer, it would wait for ever.
+    os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
