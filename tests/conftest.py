@@ -25,6 +25,9 @@ else:
     # One of XLA's threads waits with it: were there fewer, it would wait for ever.
     os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
+# For the processes of `pytest -n 2`: a second thread of OpenBLAS's spins where products are small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -32,7 +35,8 @@ enable_compilation_cache()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU with kernels where there is none."""
+    """`LONG` modules come first; what needs a GPU with kernels is skipped where there is none."""
+    items.sort(key=lambda item: not getattr(item.module, "LONG", False))
     _, missing = dispatch.kernels_here()
     if missing is None:
         return

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 
+LONG = True  # begun last, it would run alone
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
