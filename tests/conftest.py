@@ -21,8 +21,8 @@ if jax.__version_info__ < (0, 11):  # later versions have no such flags
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("NPROC", "1")  # XLA's threads: other cores have tests of their own
 else:
-    # Mosaic's interpreter runs each thread of a kernel as a program that waits for the others'.
-    # One of XLA's threads waits with it: were there fewer, it would wait for ever.
+    # Mosaic's interpreter runs each thread of a kernel as a program of its own. One that waits for
+    # another keeps one of XLA's threads meanwhile; with too few of those they wait for ever.
     os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 # For the processes of `pytest -n 2`: a second thread of OpenBLAS's spins where products are small.
