@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,6 @@ from jaxspec.runner.batch_state import EngineState, empty_rows
 from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.step import StepConfig, jitted_step
-from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import Verifier
 
 
@@ -43,32 +40,31 @@ class ModelRunner:
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
-        What `model` holds besides the runner are its vectors: drop it, and they are held once.
         `kv_dtype`: of the cached keys and values; None: `dtype`. `budget`: what there is room for;
         `buckets` has fewer pages then, or a ValueError says what does not fit. None: all fits.
         """
         graph, weights = nnx.split(model)
-        layout = WeightLayout.of(weights)
+        leaves, tree = jax.tree.flatten(weights)
         self._shape = model.cache_shape()
         self._dtypes = dtype, jnp.dtype(states.dtype), kv_dtype
         self._states = states
-        self._weights = layout.pack(weights)
+        self._weights = tuple(leaves)
         self._proposer, self._vocab_size = proposer, model.vocab_size
         self._tables = proposer.init_tables(model) if proposer else ()
         self.buckets = buckets if budget is None else fit(buckets, budget, self._held_with)
         self._config = StepConfig(
             buckets=self.buckets,
             model=graph,
-            weights=layout,
+            weights=tree,
             proposer=proposer,
             verifier=verifier,
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
-        self._state = self._init_state(self.buckets)
-        self._steps: dict[Program, jax.stages.Wrapped] = {}  # compiled or about to be
-        self._programs: dict[Program, Callable[..., Any]] = {}
-        self._is_fork_warm = False
+        self._state = self._new_state()
+        self._steps: dict[Program, jax.stages.Wrapped] = {}
+        self._programs: dict[Program, jax.stages.Compiled] = {}
+        self._fork: jax.stages.Compiled | None = None
         self._watcher: Executor | None = None
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
@@ -78,7 +74,7 @@ class ModelRunner:
             KeyError: the program was not warmed up.
         """
         if plan.forks:
-            self._state = _fork(self._state, self._pack_forks(plan.forks))
+            self._run_fork(plan.forks)
         return self._run(self._programs[plan.program], plan.packed)
 
     @contextlib.contextmanager
@@ -98,7 +94,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one."""
         del self._state  # its memory goes first
-        self._state = self._init_state(self.buckets)
+        self._state = self._new_state()
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
@@ -111,22 +107,23 @@ class ModelRunner:
     def warm_up(self, program: Program) -> None:
         """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
-        Twice: a GPU records its command buffers in the second run.
+        Twice: a GPU records its command buffers in the second run. JAX keeps what it compiled with
+        what it lowered, so what another thread made of `lower(program)` is found here.
         """
-        step = self._step(program)
+        step = self.lower(program).compile()
         for _ in range(2):
             self._run(step, self._empty_plan(program)).result()
         self._programs[program] = step
 
     def lower_fork(self) -> jax.stages.Lowered:
         """The copy of states that samples of one prompt start from, as XLA's compiler takes it."""
-        return _fork.lower(self._state, self._pack_forks(()))
+        return _copy_states.lower(self._state, self._pack_forks(()))
 
     def warm_up_fork(self) -> None:
         """Run the copy of states, without a copy; it is compiled if it was not."""
-        self._state = _fork(self._state, self._pack_forks(()))
+        self._fork = self.lower_fork().compile()
+        self._run_fork(())
         jax.block_until_ready(self._state.page_tables)
-        self._is_fork_warm = True
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""
@@ -135,7 +132,7 @@ class ModelRunner:
     @property
     def is_fork_warm(self) -> bool:
         """Whether the copy of states is compiled, or never needed: one row has no samples."""
-        return self._is_fork_warm or self.buckets.max_num_seqs == 1
+        return self._fork is not None or self.buckets.max_num_seqs == 1
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
@@ -151,9 +148,18 @@ class ModelRunner:
             self._steps[program] = jitted_step(self._config, program)
         return self._steps[program]
 
-    def _run(self, step: Callable[..., Any], packed: np.ndarray) -> PendingOutput:
+    def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)
         return PendingOutput(output, self._watcher)
+
+    def _run_fork(self, forks: tuple[Fork, ...]) -> None:
+        assert self._fork is not None, "a row has samples, and `warm_up_fork` was not called"
+        self._state = self._fork(self._state, self._pack_forks(forks))
+
+    def _new_state(self) -> EngineState:
+        """On its device to stay, as that is which a step gives: all lower to the same program."""
+        state = self._init_state(self.buckets)
+        return jax.device_put(state, state.page_tables.sharding)
 
     def _init_state(self, buckets: Buckets) -> EngineState:
         b, states, rows, logits = buckets, self._states, 0, None
@@ -192,7 +198,7 @@ class ModelRunner:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fork(state: EngineState, packed: jax.Array) -> EngineState:
+def _copy_states(state: EngineState, packed: jax.Array) -> EngineState:
     """Give each target slot its source's page table, states and a copy of its partial page."""
     source, target, source_page, target_page, last_index = packed.T
     tables = state.page_tables

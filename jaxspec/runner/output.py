@@ -1,4 +1,4 @@
-"""PendingOutput: a step's output on its way to the host; nothing else waits for the device."""
+"""PendingOutput: a step's output that the device may still owe; nothing else waits for it."""
 
 import time
 from concurrent.futures import Executor, Future
@@ -10,14 +10,13 @@ from jaxspec.plan import StepOutput
 
 
 class PendingOutput:
-    """The packed output of a dispatched step. Its copy to the host begins at once."""
+    """The packed output of a dispatched step, which puts it into the host's memory."""
 
     def __init__(self, packed: jax.Array, watcher: Executor | None = None):
-        """Start the copy of `packed`, int32 `[rows, output_layout(K).size]`.
+        """`packed`: int32 `[rows, output_layout(K).size]`.
 
         A `watcher` (one thread, for traces) notes when the step was done.
         """
-        packed.copy_to_host_async()
         self._packed = packed
         self._done: Future[float] | None = (
             watcher.submit(_time_when_done, packed) if watcher else None

@@ -22,7 +22,6 @@ from jaxspec.runner.prepare import prepare, update_page_tables
 from jaxspec.runner.remap import remap, scatter_new_rows
 from jaxspec.runner.update import cut_at_end, update
 from jaxspec.runner.verify import verify
-from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import Verifier
 
 
@@ -32,7 +31,7 @@ class StepConfig:
 
     buckets: Buckets
     model: nnx.GraphDef
-    weights: WeightLayout  # of the model's `nnx.State` in the arrays every step gets
+    weights: jax.tree_util.PyTreeDef  # of the model's `nnx.State`; a step gets the leaves
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
     matmul_precision: str | None = None  # None: JAX's default
@@ -47,8 +46,8 @@ def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
 def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
     """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
 
-    `weights` are the arrays of `config.weights.pack`, `tables` the proposer's; `state` is to be
-    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`.
+    `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
+    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`, in the host's memory.
     """
 
     def step(*arguments: Any) -> tuple[EngineState, Array]:
@@ -59,7 +58,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "rows fields"]]:
         plan = plan_layout(program, config.buckets).unpack(packed)
-        model = nnx.merge(config.model, config.weights.unpack(weights))
+        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
         entries = BatchState(plan["new_rows"])
         new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
         rows = remap(state.rows, plan["prev_positions"], new_rows)
@@ -85,7 +84,10 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
         num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
         counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
         state = EngineState(rows.put(inputs.index, active), page_tables, cache, draft_logits)
-        return state, jnp.concatenate([acceptance.tokens, counts], axis=1)
+        output = jnp.concatenate([acceptance.tokens, counts], axis=1)
+        # Pinned memory of the host's, so nobody asks for a copy. And in memory of the device's, new
+        # each step, XLA would put temporaries too, and what a graph finds elsewhere it must update.
+        return state, jax.device_put(output, jax.memory.Space.Host)
 
     # The name that profiles and compilation logs show.
     step.__name__ = f"step_{program.decode_rows}_{program.prefill_tokens}_{program.variant}"

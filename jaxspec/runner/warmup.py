@@ -64,10 +64,7 @@ def _jobs(runner: ModelRunner, variants: Iterable[Variant]) -> list[_Job]:
 
 
 def _compile(jobs: list[_Job], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
-    """Lower one after the other, which is Python, while XLA compiles what is lowered.
-
-    JAX keeps what it compiled with what it lowered, so a call of the same step finds it.
-    """
+    """Lower one after the other, which is Python, while XLA compiles what is lowered."""
     compiling: dict[str, Future[float]] = {}
     for words, lower, _ in jobs:
         bar.set_postfix_str(words)

@@ -16,7 +16,6 @@ from jaxspec.proposers import Drafts, Proposer
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.step import StepConfig, make_step
-from jaxspec.runner.weights import WeightLayout
 from jaxspec.sampling import ExactVerifier
 
 VOCAB = 400
@@ -89,8 +88,8 @@ BUCKETS = Buckets(
 def compiled_step(program):
     """The step, and with its results what the proposer heard."""
     graph, weights = nnx.split(SuccessorModel({}))
-    layout, proposer = WeightLayout.of(weights), Listener()
-    step = make_step(StepConfig(BUCKETS, graph, layout, proposer, ExactVerifier()), program)
+    tree, proposer = jax.tree.structure(weights), Listener()
+    step = make_step(StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier()), program)
 
     def listen(weights, state, packed):
         state, output = step(weights, (), state, packed)
@@ -118,8 +117,7 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=
         cache=init_cache(model.cache_shape(), sizes, float32, float32),
         draft_logits=None,
     )
-    weights = nnx.state(model)
-    weights = WeightLayout.of(weights).pack(weights)
+    weights = jax.tree.leaves(nnx.state(model))
     heard, state, output = compiled_step(program)(
         weights, state, pack_plan(program, BUCKETS, values)
     )
