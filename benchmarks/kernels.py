@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,30 +38,34 @@ def chain(run: Callable, layers: int, calls: int, writes: bool = True) -> Callab
     """One program of `calls` calls, one after the other, each on the next layer.
 
     The pool orders those that write it. For others a barrier does, which also keeps XLA from
-    taking two of them for the same; all they put out is returned, or they would not run.
+    taking two of them for the same; all they put out is returned, or they would not run. What the
+    program before returned is donated: a graph whose outputs lie elsewhere each time keeps the host
+    longer than such kernels take.
     """
 
-    def program(pool, *operands):
+    def program(pool, before, *operands):
         outs = []
         for call in range(calls):
             out, pool = run(pool, call % layers, *operands)
             if not writes:
                 operands, out = jax.lax.optimization_barrier((operands, out))
             outs.append(out)
-        return outs[-1] if writes else outs, pool
+        return pool, outs[-1:] if writes else outs
 
-    return jax.jit(program, donate_argnums=0)
+    return jax.jit(program, donate_argnums=(0, 1), keep_unused=True)
 
 
-def samples(program: Callable, pool: jax.Array, operands: tuple) -> list[float]:
+def samples(program: Callable, pool: Any, operands: tuple) -> list[float]:
     """Seconds a program takes on the device."""
+    sizes = jax.eval_shape(lambda *args: program(*args)[1], pool, None, *operands)
+    carry = pool, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sizes)
 
     def seconds(count):
-        nonlocal pool
+        nonlocal carry
         begin = time.perf_counter()
         for _ in range(count):
-            out, pool = program(pool, *operands)
-        jax.block_until_ready(out)
+            carry = program(*carry, *operands)
+        jax.block_until_ready(carry)
         return time.perf_counter() - begin
 
     for _ in range(2):  # compiles, then records the command buffer
@@ -75,7 +80,8 @@ def copy_bandwidth() -> float:
     x = jnp.ones(2**28, jnp.float32)
     programs = jax.jit(jnp.copy), jax.jit(lambda x: x + 1)
     return max(
-        2 * x.nbytes / statistics.median(samples(lambda x, p=p: (p(x), x), x, ())) for p in programs
+        2 * x.nbytes / statistics.median(samples(lambda x, _, p=p: (x, p(x)), x, ()))
+        for p in programs
     )
 
 

@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import TOGETHER
+from jaxspec.pallas.replay import folding_first
 
 _MULTIPROCESSORS = 132  # with a block each, more blocks do not help
 
@@ -61,6 +62,7 @@ def gdn_replay_kernel(
         key_heads=q.shape[2],
         slots=slots_in_pool,
         dtype=states.dtype,
+        at_once=splits > 1,
     )
 
     def body(*refs, **scratch):
@@ -84,20 +86,18 @@ def gdn_replay_kernel(
         **({} if interpret is None else {"interpret": interpret}),
     )
     pools = (states, ring.k, ring.u, ring.g)
-    flat = (-1, value_dim, key_dim), (-1, key_dim), (-1, value_dim), (-1,)
-    in_place = [
-        jax.new_ref(x.reshape(shape), memory_space=plgpu.GMEM)
-        for x, shape in zip(pools, flat, strict=True)
-    ]
-    out = kernel(
-        q, k, v, g, beta, layer[None], slots, num_computed, ring_length, query_len, *in_place
-    )
+    flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
+    in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
+    order = folding_first(slots, ring_length, query_len, sizes.width, sizes.rows)
+    index = layer[None], order, slots, num_computed, ring_length, query_len
+    out = kernel(q, k, v, g, beta, *index, *in_place)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
     return out, after[0], type(ring)(*after[1:])
 
 
 _OPERANDS = (
-    *("q", "k", "v", "g", "beta", "layer", "slots", "num_computed", "ring_length", "query_len"),
+    *("q", "k", "v", "g", "beta", "layer", "order"),
+    *("slots", "num_computed", "ring_length", "query_len"),
     *("states", "ring_k", "ring_u", "ring_g", "out"),
 )
 
@@ -158,6 +158,7 @@ class _Sizes:
     key_heads: int
     slots: int
     dtype: Any  # of checkpoint and ring
+    at_once: bool  # all blocks begin, so their order does not matter
 
     @property
     def on_tensor_cores(self) -> bool:

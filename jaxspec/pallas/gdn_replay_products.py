@@ -27,7 +27,8 @@ class Products:
         self.sizes, self.refs = sizes, refs
         self.load = functools.partial(mosaic.load, plgpu)
         self.store = functools.partial(mosaic.store, plgpu)
-        self.row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
+        row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
+        self.row = row if sizes.at_once else refs.order[row]
         self.key_head = lax.div(self.head, sizes.heads // sizes.key_heads)
         self.count = refs.query_len[self.row]
         self.length = jnp.clip(refs.ring_length[self.row], 0, sizes.rows - sizes.width)

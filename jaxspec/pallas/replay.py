@@ -52,6 +52,26 @@ def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Arr
     return ring_length > rows - 2 * width
 
 
+def folding_first(
+    slots: Int[Array, " rows"],
+    ring_length: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+    width: int,
+    rows: int,
+) -> Int[Array, " rows"]:
+    """The rows' indices: of those that fold, the longest work, of other live ones, of padding.
+
+    So no multiprocessor begins a fold when others have nothing left to do. All layers of a step ask
+    the same, and XLA answers once.
+    """
+    folds = must_fold(ring_length, width, rows)
+    rank = jnp.where((slots > 0) & (query_len > 0), jnp.where(folds, 0, 1), 2)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    rank = rank * slots.shape[0] + index
+    place = jnp.sum(rank[None, :] < rank[:, None], axis=1)
+    return jnp.sum(jnp.where(place[None, :] == index[:, None], index, 0), axis=1, dtype=jnp.int32)
+
+
 def next_ring_length(
     ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, rows: int
 ) -> Int[Array, "..."]:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -47,7 +47,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
 
     `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
-    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`, in the host's memory.
+    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`, on the host.
     """
 
     def step(*arguments: Any) -> tuple[EngineState, Array]:

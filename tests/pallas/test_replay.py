@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.pallas.replay import must_fold, next_ring_length, ring_rows
+from jaxspec.pallas.replay import folding_first, must_fold, next_ring_length, ring_rows
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -28,3 +28,12 @@ def test_the_example_of_the_docstring():
     """8 rows, 3 tokens a step: a ring of 5 folds, and what that step kept stays in it."""
     assert [bool(must_fold(length, 3, 8)) for length in (0, 2, 3, 5)] == [False, False, True, True]
     assert [int(next_ring_length(p, n, 3, 8)) for p, n in ((0, 2), (2, 3), (5, 1))] == [2, 5, 1]
+
+
+def test_rows_that_fold_come_first_and_padding_last():
+    slots = np.array([4, 0, 2, 3, -1, 1, 5])
+    length = np.array([1, 9, 5, 2, 9, 8, 9])
+    query_len = np.array([3, 3, 1, 2, 3, 3, 0])
+    order = folding_first(slots, length, query_len, 3, 8)
+    assert order.tolist() == [2, 5, 0, 3, 1, 4, 6]
+    assert order.dtype == np.int32
