@@ -20,6 +20,11 @@ from kernel_cases_prefill import (
     mamba2_tokens,
     prefill_attention_cases,
 )
+from kernel_cases_products import (
+    gated_norm_matmul_cases,
+    norm_matmul_cases,
+    split_matmul_cases,
+)
 from shapes import ATTENTION, GDN, MAMBA2
 
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
@@ -391,6 +396,9 @@ OPS = {
     "gdn_inputs": gdn_inputs_cases,
     "add_norm": add_norm_cases,
     "attention_inputs": attention_inputs_cases,
+    "norm_matmul": norm_matmul_cases,
+    "split_matmul": split_matmul_cases,
+    "gated_norm_matmul": gated_norm_matmul_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "paged_attention": paged_attention_cases,

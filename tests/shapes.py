@@ -77,3 +77,5 @@ HIDDEN = {  # channels of the residual stream
     "qwen3.5-9b": 4096,
     "qwen3.5-27b": 5120,
 }
+
+INTERMEDIATE = {"qwen3.5-0.8b": 3584, "qwen3.5-2b": 6144}  # channels of the feed-forward layer

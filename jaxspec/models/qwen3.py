@@ -14,6 +14,7 @@ from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation, rotation
+from jaxspec.pallas.few_rows import Delta
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -32,20 +33,20 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: _Hidden,
-        delta: _Hidden | None,
+        delta: Delta,
         inputs: ModelInputs,
         angles: Rotation,
         cache: HybridCache,
-    ) -> tuple[_Hidden, _Hidden, HybridCache]:
+    ) -> tuple[_Hidden, Delta, HybridCache]:
         """The residual stream, what is still to be added to it, and the cache with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
-        follows an addition does it, in one kernel.
+        follows an addition does it, in one kernel, for few rows with the product that follows it.
         """
-        x, normed = self.input_norm.add(x, delta)
-        mixed, cache = self.attention(normed, inputs, angles, cache, self.cache_layer)
-        x, normed = self.mlp_norm.add(x, mixed)
-        return x, self.mlp(normed), cache
+        where = inputs, angles, cache, self.cache_layer
+        x, delta, cache = self.attention(x, delta, self.input_norm, *where)
+        x, delta = self.mlp(x, delta, self.mlp_norm)
+        return x, delta, cache
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

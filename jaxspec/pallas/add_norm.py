@@ -1,6 +1,7 @@
 """Residual add and RMSNorm: what every layer of a decoder does before its mixer and its MLP."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, mosaic
+from jaxspec.pallas.few_rows import whole
 
 _Tokens = Float[Array, "tokens features"]
 
 
 def add_norm(
     x: _Tokens,
-    delta: _Tokens,
+    delta: _Tokens | Float[Array, "parts tokens features"],
     weight: Float[Array, " features"],
     eps: float,
     *,
@@ -22,6 +24,7 @@ def add_norm(
 ) -> tuple[_Tokens, _Tokens]:
     """`x + delta`, rounded to their dtype, and `rms_norm` of that, as one kernel.
 
+    `delta` may be float32 sums over parts, which are summed and rounded first (`few_rows.Delta`).
     Rows do not meet: padding and NaN stay in their own. The kernel takes float32, bfloat16 and
     float16, the weight in any of them too, and 512 to 8192 features, a multiple of 512.
     """
@@ -33,7 +36,7 @@ def add_norm(
 
 def add_norm_reference(x, delta, weight, eps, *, zero_centred=False):
     """The specification of `add_norm`."""
-    total = x + delta
+    total = x + whole(delta, x.dtype)
     return total, rms_norm(total, weight, eps, zero_centred=zero_centred)
 
 
@@ -63,7 +66,8 @@ _MOST = 8192  # features: a thread keeps 64 of them, of three arrays, in registe
 
 def _unsupported(x, delta, weight):
     """Why `_add_norm_kernel` does not take these operands, or None."""
-    if x.dtype != delta.dtype or x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+    expected = x.dtype if delta.ndim == 2 else jnp.float32
+    if delta.dtype != expected or x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return f"{x.dtype} and {delta.dtype} with a weight in {weight.dtype}"
     if x.shape[1] % (4 * mosaic.THREADS) or x.shape[1] > _MOST:
         return f"{x.shape[1]} features"
@@ -87,7 +91,11 @@ def _add_norm_kernel(x, delta, weight, *, eps, zero_centred, interpret=None):
     def body(x, delta, weight, total, normed):
         row, load = lax.axis_index("row"), functools.partial(mosaic.load, plgpu, layout=layout)
         # All loads before the first use, the weight's too: one wait for the memory.
-        old, new, scale = load(x.at[row]), load(delta.at[row]), load(weight)
+        where = (
+            [(row,)] if len(delta.shape) == 2 else [(part, row) for part in range(delta.shape[0])]
+        )
+        old, parts, scale = load(x.at[row]), [load(delta.at[i]) for i in where], load(weight)
+        new = functools.reduce(operator.add, parts).astype(x.dtype)
         rounded = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(x.dtype)
         wide = rounded.astype(jnp.float32)
         mosaic.store(plgpu, total.at[row], rounded)

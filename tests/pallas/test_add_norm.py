@@ -23,8 +23,18 @@ def operands(tokens, features, dtype, weight_dtype=None):
     return *(jnp.asarray(a, dtype) for a in (x, delta)), jnp.asarray(weight, weight_dtype or dtype)
 
 
+def in_parts(delta, parts):
+    """Float32 sums over `parts` whose sum is, but for a rounding of float32, `delta`."""
+    rng = np.random.default_rng(parts)
+    shares = rng.normal(size=(parts, *delta.shape)).astype(np.float32)
+    shares[-1] = np.asarray(delta, np.float32) - shares[:-1].sum(axis=0)
+    return jnp.asarray(shares)
+
+
 def oracle(x, delta, weight, zero_centred):
     """Sum and norm in float64, of the sum as the operands' dtype rounds it."""
+    if delta.ndim == 3:
+        delta = jnp.asarray(np.asarray(delta).sum(axis=0), x.dtype)
     total = (np.asarray(x, np.float64) + np.asarray(delta, np.float64)).astype(x.dtype)
     wide = total.astype(np.float64)
     root = np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS)
@@ -50,6 +60,12 @@ def test_the_norm_is_of_the_rounded_sum(dtype, zero_centred):
     check(*operands(5, 24, dtype), add_norm, zero_centred)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_parts_are_summed_and_rounded_first(parts):
+    x, delta, weight = operands(5, 24, jnp.bfloat16)
+    check(x, in_parts(delta, parts), weight, add_norm)
+
+
 def test_the_norm_alone_takes_any_batch_and_keeps_zeros():
     x, _, weight = operands(6, 8, jnp.float32)
     by_heads = rms_norm(x.reshape(2, 3, 8), weight, EPS)
@@ -59,17 +75,18 @@ def test_the_norm_alone_takes_any_batch_and_keeps_zeros():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("tokens", "features", "dtype", "weight_dtype"),
+    ("tokens", "features", "dtype", "weight_dtype", "parts"),
     [
-        (3, 1024, jnp.bfloat16, None),
-        (1, 2560, jnp.bfloat16, None),  # by 8 bytes
-        (2, 512, jnp.float32, None),
-        (2, 2048, jnp.float16, jnp.float32),
+        (3, 1024, jnp.bfloat16, None, 0),
+        (1, 2560, jnp.bfloat16, None, 0),  # by 8 bytes
+        (2, 512, jnp.float32, None, 0),
+        (2, 2048, jnp.float16, jnp.float32, 0),
+        (3, 1024, jnp.bfloat16, None, 4),
     ],
 )
 @pytest.mark.parametrize("zero_centred", [False, True])
 def test_the_kernel_equals_the_oracle_without_races(
-    tokens, features, dtype, weight_dtype, zero_centred
+    tokens, features, dtype, weight_dtype, parts, zero_centred
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -80,7 +97,8 @@ def test_the_kernel_equals_the_oracle_without_races(
             x, delta, weight, eps=eps, zero_centred=zero_centred, interpret=interpret
         )
 
-    check(*operands(tokens, features, dtype, weight_dtype), run, zero_centred)
+    x, delta, weight = operands(tokens, features, dtype, weight_dtype)
+    check(x, in_parts(delta, parts) if parts else delta, weight, run, zero_centred)
     assert not get_races().races_found
 
 
@@ -90,7 +108,9 @@ def test_the_kernel_equals_the_oracle_without_races(
 @pytest.mark.parametrize("features", HIDDEN.values())
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, dtype, tokens):
     dispatch._chosen.pop("add_norm", None)
-    check(*operands(tokens, features, dtype), add_norm)
+    x, delta, weight = operands(tokens, features, dtype)
+    check(x, delta, weight, add_norm)
+    check(x, in_parts(delta, 4), weight, add_norm)
     assert dispatch.implementations()["add_norm"] == ("kernel",)
 
 

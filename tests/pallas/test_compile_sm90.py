@@ -7,15 +7,31 @@ No GPU is needed, only two wheels (142 MB) of jax's version, 0.11 or later:
 
 import importlib.util
 import re
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import ATTENTION, GDN, HIDDEN, MAMBA2, AttentionShape, GdnShape, Mamba2Shape
+from shapes import (
+    ATTENTION,
+    GDN,
+    HIDDEN,
+    INTERMEDIATE,
+    MAMBA2,
+    AttentionShape,
+    GdnShape,
+    Mamba2Shape,
+)
 
+from jaxspec.models.base import DecodeRegion, ModelInputs
+from jaxspec.models.cache import CacheSizes, init_cache
+from jaxspec.models.config import parse_config
+from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.attention_inputs import attention_inputs
@@ -28,11 +44,16 @@ from jaxspec.pallas.gdn_step import _gdn_step_kernel
 from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
+from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
+from jaxspec.pallas.split_matmul import gated_norm_matmul, split_matmul
 from jaxspec.pallas.state_select import _state_select_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from model_shapes import SHAPES
 
 pytestmark = [
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
@@ -409,6 +430,64 @@ def test_add_norm(h200, monkeypatch, capfd, features, dtype):
     assert_lean(compiled, capfd.readouterr().out)
 
 
+@pytest.mark.parametrize("features", [1024, 5120])
+def test_add_norm_of_parts(h200, monkeypatch, capfd, features):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+
+    def step(x, delta, weight):
+        return add_norm(x, delta, weight, 1e-6, zero_centred=True)
+
+    x, weight = (array(*dims, features, dtype=jnp.bfloat16) for dims in ((4,), ()))
+    compiled = compile_for(h200, monkeypatch, step, (x, array(8, 4, features), weight))
+    assert_lean(compiled, capfd.readouterr().out)
+
+
+SMALL = "qwen3.5-0.8b", "qwen3.5-2b"  # models whose products of few rows are kernels
+COLUMNS = GDN[SMALL[0]].conv_dim + GDN[SMALL[0]].value_heads * (GDN[SMALL[0]].value_dim + 2)
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(1, True), (8, True), (8, 0), (4, None)])
+@pytest.mark.parametrize("columns", ["in_proj", "qkv", "gate_up"])
+@pytest.mark.parametrize("model", SMALL)
+def test_norm_matmul(h200, monkeypatch, capfd, model, columns, parts, tokens):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    features = HIDDEN[model]
+    parts = parts and 8192 // features  # as many as `split_matmul` makes
+
+    def step(x, delta, norm, weight):
+        rule = {"zero_centred": True, "gated": columns == "gate_up"}
+        total, y = norm_matmul(x, delta, norm, 1e-6, weight, **rule)
+        return y if delta is None else (total, y)  # not what was given: that would be a copy
+
+    x = array(tokens, features, dtype=jnp.bfloat16)
+    outer = {"in_proj": COLUMNS, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}[columns]
+    weight = array(features, outer, dtype=jnp.bfloat16)
+    delta = array(parts, tokens, features) if parts else (None if parts is None else x)
+    operands = x, delta, array(features, dtype=jnp.bfloat16), weight
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("model", SMALL)
+def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
+    """The feed-forward layer's, and both that follow a mixer, one with the norm before it."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    shape, outer = GDN[SMALL[0]], HIDDEN[model]
+
+    def step(x, down, attended, out, heads, gates, norm):
+        gated = gated_norm_matmul(heads, gates, shape.conv_dim, norm, 1e-6, out)
+        return split_matmul(x, down), split_matmul(attended, out), gated
+
+    sizes = (tokens, INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
+    products = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (2048, outer))]
+    heads, norm = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
+    operands = *products, heads, array(tokens, COLUMNS, dtype=jnp.bfloat16), norm
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out)
+    assert not re.findall(r"(slice|fusion)\(", compiled.as_text())  # no gates cut out
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
@@ -475,3 +554,46 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     assert_lean(compiled, capfd.readouterr().out, pool)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
     assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        (
+            "GatedDeltaNet",
+            ["norm_matmul", "gdn_inputs", "gdn_step", "gated_norm_matmul"],
+        ),
+        ("GatedAttention", ["norm_matmul", "attention_inputs", "attend", "split_matmul"]),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_layer_of_few_rows_is_its_kernels(h200, monkeypatch, kind, kernels, width):
+    """Between them nothing is left of a step of one row, but attention's gate and its padding."""
+    monkeypatch.setattr(dispatch, "default_device", lambda: h200)
+    config = parse_config(SHAPES["qwen3.5-0.8b"].config())
+    model = nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16")))
+    (layer, *_) = (x for x in model.layers[1:] if type(x.mixer).__name__ == kind)
+    graph, params = nnx.split(layer)
+    sizes = CacheSizes(num_pages=64, page_size=16, num_slots=3, num_drafts=width - 1)
+    dtypes = map(jnp.dtype, ("bfloat16", "float32"))
+    cache = jax.eval_shape(lambda: init_cache(model.cache_shape(), sizes, *dtypes))
+
+    def step(params, x, delta, decode, per_token, tables, angles, cache):
+        inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
+        return nnx.merge(graph, params)(x, delta, inputs, angles, cache)
+
+    operands = (
+        params,
+        array(width, config.hidden_size, dtype=jnp.bfloat16),
+        array(8, width, config.hidden_size),
+        DecodeRegion(*[array(1, dtype=jnp.int32)] * 5),
+        array(width, dtype=jnp.int32),
+        array(3, 16, dtype=jnp.int32),
+        (array(width, config.rotary_dim // 2),) * 2,
+        cache,
+    )
+    program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()
+    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="jit\(step\)/jit\(_?(\w+?)(?:_kernel)?\)'
+    assert re.findall(names, program) == [*kernels, "norm_matmul", "split_matmul"]
+    fusions = len(re.findall(r"= [^=]* fusion\(", program))
+    assert fusions <= (0 if kind == "GatedDeltaNet" else 3)

@@ -97,28 +97,6 @@ def test_a_part_of_a_projection_is_refused():
         gdn_inputs(x[..., : shape.conv_dim], *others, 1, *ROWS.values(), heads_of(shape))
 
 
-@pytest.fixture
-def interpreter(monkeypatch):
-    """Mosaic's interpreter, with its race detector, taught to read a reference reshaped."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-    from jax._src.state.types import ReshapeTransform
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    get = gpu_callbacks.call_get
-
-    def get_reshaped(*, transforms, result_shape_and_dtype, **others):
-        out = result_shape_and_dtype
-        if not (transforms and isinstance(transforms[-1], ReshapeTransform)):
-            return get(transforms=transforms, result_shape_and_dtype=out, **others)
-        flat = jax.ShapeDtypeStruct((out.size,), out.dtype)
-        token, values = get(transforms=transforms[:-1], result_shape_and_dtype=flat, **others)
-        return token, values.reshape(out.shape)
-
-    monkeypatch.setattr(gpu_callbacks, "call_get", get_reshaped)
-    return plgpu.InterpretGPUParams(detect_races=True)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("shape", "dtype", "width", "spare"),
     [

@@ -12,8 +12,10 @@ from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
+from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.attention_inputs import attention_inputs
+from jaxspec.pallas.few_rows import Delta
 from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.prefill_attention import prefill_attention
 
@@ -70,10 +72,21 @@ class Attention(nnx.Module):
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
 
     def __call__(
-        self, x: _Hidden, inputs: ModelInputs, angles: Rotation, cache: HybridCache, layer: int
-    ) -> tuple[_Hidden, HybridCache]:
-        """`layer` is the index among the cache's attention layers."""
-        config, qkv = self.config, self.qkv.joined(x)
+        self,
+        x: _Hidden,
+        delta: Delta,
+        norm: RMSNorm,
+        inputs: ModelInputs,
+        angles: Rotation,
+        cache: HybridCache,
+        layer: int,
+    ) -> tuple[_Hidden, Delta, HybridCache]:
+        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds to it.
+
+        `layer` is the index among the cache's attention layers.
+        """
+        config = self.config
+        x, qkv = norm.matmul(x, delta, self.qkv)
         queries, kv = attention_inputs(
             qkv,
             self.norms[...],
@@ -91,8 +104,8 @@ class Attention(nnx.Module):
             q, _, _ = self.qkv.split(qkv)
             gate = split_heads(q, config.num_heads)[..., config.head_dim :]
             attended = attended * jax.nn.sigmoid(gate)
-        (y,) = self.out(attended.reshape(x.shape[0], -1))
-        return y, dataclasses.replace(cache, kv=kv)
+        delta = self.out.delta(attended.reshape(x.shape[0], -1))
+        return x, delta, dataclasses.replace(cache, kv=kv)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""

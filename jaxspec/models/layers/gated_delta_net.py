@@ -12,14 +12,16 @@ from jaxtyping import Array, Float
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
+from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
+from jaxspec.pallas.few_rows import Delta
 from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.split_matmul import gated_norm_matmul
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -52,21 +54,29 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(values, {"out_proj": config.hidden_size}, dtype)
 
     def __call__(
-        self, x: _Hidden, inputs: ModelInputs, angles: Rotation, cache: HybridCache, layer: int
-    ) -> tuple[_Hidden, HybridCache]:
-        """`layer` is the index among the cache's recurrent layers; positions are not used."""
+        self,
+        x: _Hidden,
+        delta: Delta,
+        norm: RMSNorm,
+        inputs: ModelInputs,
+        angles: Rotation,
+        cache: HybridCache,
+        layer: int,
+    ) -> tuple[_Hidden, Delta, HybridCache]:
+        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds to it.
+
+        `layer` is the index among the cache's recurrent layers; positions are not used.
+        """
         del angles
-        projected = self.in_proj.joined(x)
+        x, projected = norm.matmul(x, delta, self.in_proj)
         split = inputs.num_decode_tokens
         out, cache = self._verify(projected[:split], inputs, cache, layer)
         if inputs.prefill is not None:
             chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
             out = jnp.concatenate([out, chunks])
-        _, z, _, _ = self.in_proj.split(projected)
-        gate = jax.nn.silu(split_heads(z, self.config.linear_value_heads).astype(jnp.float32))
-        gated = (self.norm(out) * gate).reshape(x.shape[0], -1)
-        (y,) = self.out_proj(gated.astype(x.dtype))
-        return y, cache
+        weights = self.norm.weight[...], self.norm.eps, self.out_proj.weight[...]
+        # The gates lie behind the channels.
+        return x, gated_norm_matmul(out, projected, self.config.conv_dim, *weights), cache
 
     @property
     def _heads(self) -> GdnHeads:

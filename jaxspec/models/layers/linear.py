@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas import dispatch
+from jaxspec.pallas.few_rows import Delta, matmul
+from jaxspec.pallas.split_matmul import split_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,21 +36,6 @@ def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nn
     return nnx.Param(jnp.zeros(shape, dtype), init=init)
 
 
-def matmul(
-    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], dtype: Any = None
-) -> Float[Array, "rows outer"]:
-    """`x @ weight`, in `dtype` or that of the operands.
-
-    Of a product with one row XLA makes multiplications and sums on a GPU, and some of the
-    multiplications it writes to memory. Twice the same row is a matrix, which it reads once (the
-    kernels of a step of Qwen3.5-0.8B took an H200 1.54 ms before, and 1.27 so).
-    """
-    rows = x.shape[0]
-    if rows == 1 and dispatch.default_device().platform == "gpu":
-        x = jnp.broadcast_to(x, (2, x.shape[1]))
-    return jnp.matmul(x, weight, preferred_element_type=dtype)[:rows]
-
-
 class Linear(nnx.Module):
     """`y = x W` for one or several published matrices with the same input, side by side.
 
@@ -71,6 +57,10 @@ class Linear(nnx.Module):
     def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
         """All outputs side by side, for a kernel that reads them where they lie."""
         return matmul(x, self.weight[...])
+
+    def delta(self, x: Float[Array, "tokens features"]) -> Delta:
+        """The output as what is to be added to the residual stream."""
+        return split_matmul(x, self.weight[...])
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
         """What `joined` gave, cut into one array for each entry of `outputs`."""

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.pallas.few_rows import Delta
 
 
 class GatedMLP(nnx.Module):
@@ -19,11 +20,12 @@ class GatedMLP(nnx.Module):
         self.gate_up = Linear(hidden_size, outputs, dtype)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """In the dtype of `x`."""
-        gate, up = self.gate_up(x)
-        (y,) = self.down(jax.nn.silu(gate) * up)
-        return y
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], delta: Delta, norm: RMSNorm
+    ) -> tuple[Float[Array, "tokens hidden"], Delta]:
+        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds."""
+        x, gated = norm.matmul(x, delta, self.gate_up, gated=True)
+        return x, self.down.delta(gated)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.layers.linear import Placement, declare
+from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.pallas.add_norm import add_norm, rms_norm
+from jaxspec.pallas.few_rows import Delta
+from jaxspec.pallas.norm_matmul import norm_matmul
 
 _Tokens = Float[Array, "tokens features"]
 
@@ -30,11 +32,22 @@ class RMSNorm(nnx.Module):
         """Normalised over the last axis, in the dtype of `x`."""
         return rms_norm(x, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
-    def add(self, x: _Tokens, delta: _Tokens | None) -> tuple[_Tokens, _Tokens]:
+    def add(self, x: _Tokens, delta: Delta) -> tuple[_Tokens, _Tokens]:
         """`x + delta` and that normalised, in one kernel on a GPU; without a `delta`, `x` alone."""
         if delta is None:
             return x, self(x)
         return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
+
+    def matmul(
+        self, x: _Tokens, delta: Delta, linear: Linear, *, gated: bool = False
+    ) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
+        """`x + delta`, and all outputs of `linear` for that normalised, side by side.
+
+        `gated`: they are as many gates and then as many others, which they gate. Few rows take one
+        kernel for it all.
+        """
+        rule = {"zero_centred": self.zero_centred, "gated": gated}
+        return norm_matmul(x, delta, self.weight[...], self.eps, linear.weight[...], **rule)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensor."""

@@ -1,0 +1,150 @@
+"""The cases of the products of few rows, beside what a step runs without their kernels."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from case import INPUTS, MANY, Case
+from shapes import GDN, HIDDEN, INTERMEDIATE
+
+from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.few_rows import matmul
+from jaxspec.pallas.norm_matmul import norm_matmul
+from jaxspec.pallas.split_matmul import (
+    gated_norm_matmul,
+    gated_norm_matmul_reference,
+    split_matmul,
+    split_matmul_reference,
+)
+
+_SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
+_PROJECTED = _SHAPE.conv_dim + _SHAPE.value_heads * (_SHAPE.value_dim + 2)
+_VALUES = _SHAPE.value_heads * _SHAPE.value_dim
+_DTYPE = jnp.bfloat16
+_WEIGHTS = 2**28  # bytes
+_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that the products before put out
+
+
+def norm_matmul_cases() -> Iterator[Case]:
+    """Gated DeltaNet's projection, attention's, and the feed-forward layer's first."""
+    for model in INTERMEDIATE:
+        products = {"in_proj": _PROJECTED, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
+        for name, columns in products.items():
+            for tokens in (1, 4, 8):
+                yield _norm_matmul_case(model, name, columns, tokens)
+
+
+def _norm_matmul_case(model, name, columns, tokens):
+    """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
+    features, parts, gated = HIDDEN[model], _PARTS[model], name == "gate_up"
+    x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
+    halves = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
+    norm = jnp.zeros(features, _DTYPE)
+
+    def run(op, which, weight, at, x, *others):
+        return op(x[at], others[which][at], others[2], 1e-6, weight, gated=gated)
+
+    def apart(x, delta, norm, eps, weight, *, gated):
+        total, normed = add_norm(x, delta, norm, eps, zero_centred=True)
+        y = matmul(normed, weight)
+        if gated:
+            gate, other = jnp.split(y, 2, axis=-1)
+            y = jax.nn.silu(gate) * other
+        return total, y
+
+    outer = columns // (1 + gated)
+    return _case(
+        "norm_matmul",
+        (model, name, tokens),
+        functools.partial(run, functools.partial(norm_matmul, zero_centred=True), 0),
+        functools.partial(run, apart, 1),
+        (features, columns),
+        (x, halves, whole, norm),
+        2 * tokens * (2 * features + outer) + 4 * parts * tokens * features,
+    )
+
+
+def split_matmul_cases() -> Iterator[Case]:
+    """The feed-forward layer's second product, and attention's."""
+    for model in INTERMEDIATE:
+        for name, inner in (("down", INTERMEDIATE[model]), ("o_proj", _VALUES)):
+            for tokens in (1, 4, 8):
+                yield _split_matmul_case(model, name, inner, tokens)
+
+
+def _split_matmul_case(model, name, inner, tokens):
+    def run(op, weight, at, x):
+        return op(x[at], weight)
+
+    outer = HIDDEN[model]
+    return _case(
+        "split_matmul",
+        (model, name, tokens),
+        functools.partial(run, split_matmul),
+        functools.partial(run, split_matmul_reference),
+        (inner, outer),
+        (_draw(0, INPUTS, tokens, inner),),
+        tokens * (2 * inner + 4 * _PARTS[model] * outer),
+    )
+
+
+def gated_norm_matmul_cases() -> Iterator[Case]:
+    """What follows Gated DeltaNet's recurrence."""
+    for model in INTERMEDIATE:
+        for tokens in (1, 4, 8):
+            yield _gated_norm_matmul_case(model, tokens)
+
+
+def _gated_norm_matmul_case(model, tokens):
+    def run(op, weight, at, heads, gates, norm):
+        return op(heads[at], gates[at], _SHAPE.conv_dim, norm, 1e-6, weight)
+
+    outer, dims = HIDDEN[model], (_SHAPE.value_heads, _SHAPE.value_dim)
+    flat = _draw(0, INPUTS, tokens, _VALUES)
+    heads = tuple(x.astype(jnp.float32).reshape(tokens, *dims) for x in flat)
+    return _case(
+        "gated_norm_matmul",
+        (model, "out_proj", tokens),
+        functools.partial(run, gated_norm_matmul),
+        functools.partial(run, gated_norm_matmul_reference),
+        (_VALUES, outer),
+        (heads, _draw(1, INPUTS, tokens, _PROJECTED), jnp.ones(dims[1])),
+        tokens * (6 * _VALUES + 4 * _PARTS[model] * outer),
+    )
+
+
+def _draw(seed, count, *dims):
+    keys = jax.random.split(jax.random.key(seed), count)
+    return tuple(jax.random.normal(key, dims).astype(_DTYPE) for key in keys)
+
+
+def _case(op, about, run, reference, weight, operands, other_bytes):
+    """The pool is empty: each array in it would cost the host more than a kernel takes."""
+    model, name, tokens = about
+    size = 2 * weight[0] * weight[1]
+    # So many that no call finds its own in the cache.
+    weights = tuple(w * weight[0] ** -0.5 for w in _draw(2, -(-_WEIGHTS // size), *weight))
+
+    def with_pool(run, pool, layer, weights, *operands):
+        return run(weights[layer % len(weights)], layer % INPUTS, *operands), pool
+
+    return Case(
+        op=op,
+        about={
+            "model": model,
+            "product": name,
+            "features": weight[0],
+            "columns": weight[1],
+            "dtype": jnp.dtype(_DTYPE).name,
+            "rows": tokens,
+        },
+        run=functools.partial(with_pool, run),
+        reference=functools.partial(with_pool, reference),
+        pool=lambda layers: (),
+        layer_bytes=size,
+        operands=(weights, *operands),
+        total_bytes=size + other_bytes,
+        calls=MANY,
+        writes=False,
+    )

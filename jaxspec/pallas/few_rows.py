@@ -1,0 +1,59 @@
+"""Products of few rows: which of them are kernels, and what they hand on.
+
+A step that decodes one or two requests does little but read its weights, and much of its time is
+that of kernels which begin and end. Three kernels therefore take into the products what came
+between them. `norm_matmul` adds to the residual stream and norms it; `gated_norm_matmul` norms and
+gates the heads of Gated DeltaNet; and as `split_matmul` does, it puts out sums over parts of its
+features, which are summed up where they are added to the residual stream.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.pallas import dispatch
+
+# What is still to be added to the residual stream: nothing yet, tokens in its dtype, or float32
+# sums over parts of a product's features, which make such tokens when summed and rounded.
+Delta = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
+
+MOST_ROWS = 8  # what tensor cores take at least; of more, cuBLAS makes better use
+HIDDEN = 1024, 2048  # of a model: with wider ones cuBLAS is near the memory's speed as it is
+_MOST_INNER = 8192  # features, which a block must have room for if they cannot be cut
+_DTYPES = jnp.bfloat16, jnp.float16
+
+
+def unsupported(
+    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], hidden: int
+) -> str | None:
+    """Why no kernel takes this product of a model so wide, or None."""
+    if x.dtype not in _DTYPES or x.dtype != weight.dtype:
+        return f"{x.dtype} and {weight.dtype}"
+    if hidden not in HIDDEN:
+        return f"{hidden} features"
+    if weight.shape[0] % 64 or weight.shape[0] > _MOST_INNER or weight.shape[1] % 32:
+        return f"a weight of {weight.shape[0]} x {weight.shape[1]}"
+    if not 0 < x.shape[0] <= MOST_ROWS:
+        return f"not 1 to {MOST_ROWS} rows"  # last: the one that changes from program to program
+    return None
+
+
+def matmul(
+    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], dtype: Any = None
+) -> Float[Array, "rows outer"]:
+    """`x @ weight` by XLA, in `dtype` or that of the operands.
+
+    Of a product with one row XLA makes multiplications and sums on a GPU, and some of the
+    multiplications it writes to memory. Twice the same row is a matrix, which it reads once (the
+    kernels of a step of Qwen3.5-0.8B took an H200 1.54 ms before, and 1.27 so).
+    """
+    rows = x.shape[0]
+    if rows == 1 and dispatch.default_device().platform == "gpu":
+        x = jnp.broadcast_to(x, (2, x.shape[1]))
+    return jnp.matmul(x, weight, preferred_element_type=dtype)[:rows]
+
+
+def whole(delta: Float[Array, "*parts tokens features"], dtype: Any) -> Float[Array, "tokens _"]:
+    """Tokens in `dtype`: of sums over parts the sum, rounded once."""
+    return delta if delta.ndim == 2 else jnp.sum(delta, axis=0).astype(dtype)

@@ -1,0 +1,72 @@
+"""Residual add, RMSNorm and a product: how a layer of a decoder begins each of its halves."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.pallas import dispatch, few_rows
+from jaxspec.pallas.add_norm import add_norm, add_norm_reference, rms_norm
+from jaxspec.pallas.few_rows import Delta, matmul
+
+_Tokens = Float[Array, "tokens features"]
+
+
+def norm_matmul(
+    x: _Tokens,
+    delta: Delta,
+    norm: Float[Array, " features"],
+    eps: float,
+    weight: Float[Array, "features columns"],
+    *,
+    zero_centred: bool = False,
+    gated: bool = False,
+) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
+    """`x + delta`, rounded to the dtype of `x`, and `rms_norm` of that times `weight`.
+
+    `delta` may be sums over parts, as `split_matmul` gives them; they are summed and rounded first.
+    `gated`: the columns are as many gates and then as many others, and what is put out is
+    `silu(gate) * other` (Shazeer 2020, "GLU Variants Improve Transformer"). Rows do not meet:
+    padding and NaN stay in their own.
+
+    One kernel for up to 8 rows of 1024 or 2048 features in 16 bits; otherwise `add_norm` and XLA.
+    """
+    why = _unsupported(x, delta, norm, weight, gated)
+    if dispatch.runs_kernel("norm_matmul", why, by_choice=True):
+        from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
+
+        rule = {"eps": eps, "zero_centred": zero_centred, "gated": gated}
+        return norm_matmul_kernel(x, delta, norm, weight, **rule)
+    return _composed(add_norm, x, delta, norm, eps, weight, zero_centred, gated)
+
+
+def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False, gated=False):
+    """The specification of `norm_matmul`."""
+    return _composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred, gated)
+
+
+def _composed(add, x, delta, norm, eps, weight, zero_centred, gated):
+    if delta is None:
+        normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
+    else:
+        x, normed = add(x, delta, norm, eps, zero_centred=zero_centred)
+    y = matmul(normed, weight)
+    if gated:
+        gate, other = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * other
+    return x, y
+
+
+_MOST_PARTS = 8192  # features in all: `split_matmul` makes no more, and a thread loads some at once
+
+
+def _unsupported(x, delta, norm, weight, gated):
+    """Why the kernel does not take these operands, or None."""
+    if delta is not None and delta.ndim == 2 and delta.dtype != x.dtype:
+        return f"{x.dtype} and {delta.dtype}"
+    if delta is not None and delta.ndim == 3 and delta.shape[0] * x.shape[1] > _MOST_PARTS:
+        return f"{delta.shape[0]} parts"
+    if norm.dtype != x.dtype:
+        return f"{x.dtype} with a norm in {norm.dtype}"
+    if gated and weight.shape[1] % 128:
+        return f"{weight.shape[1] // 2} gates"
+    return few_rows.unsupported(x, weight, x.shape[1])

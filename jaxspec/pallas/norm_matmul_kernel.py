@@ -1,0 +1,146 @@
+"""`norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+
+Every block norms all rows anew, while its share of the weight is under way: they are few, and come
+from the L2 cache.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.few_rows import MOST_ROWS
+from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
+
+_AT_ONCE = 192  # values of `delta` that a thread loads: it has 255 registers
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "gated", "interpret"))
+def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, gated, interpret=None):
+    """`norm_matmul`, with the norm's weight before the product's.
+
+    `interpret`: parameters of Mosaic's interpreter.
+    """
+    (tokens, features), pieces = x.shape, 2 if gated else 1
+    outer = weight.shape[1] // pieces
+    blocks = pl.cdiv(outer, COLUMNS)
+    beside = 2 * (MOST_ROWS + 1) * features + 2048
+    product = Product.of(weight, features, blocks, pieces, beside)
+    scratch = product.scratch()
+    scratch["rows"] = plgpu.SMEM((MOST_ROWS + 1, features), x.dtype)
+    scratch["out"] = plgpu.SMEM((MOST_ROWS, COLUMNS), x.dtype)
+    y = jax.ShapeDtypeStruct((tokens, outer), x.dtype)
+    total = () if delta is None else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+    out = plgpu.kernel(
+        functools.partial(_block, product, eps, zero_centred, outer),
+        out_type=(y, *total),
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        # Safe without barriers but its own, and a row's sum is one warp's.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(x, norm, weight, *(() if delta is None else (delta,)))
+    return (x, *out) if delta is None else out[::-1]
+
+
+def _block(
+    product, eps, zero_centred, outer, x, norm, weight, *refs,
+    ring, tile, arrived, rows, out,
+):  # fmt: skip
+    """A block's columns of `y`; the first also writes the sum."""
+    delta, y, total = (None, *refs, None) if len(refs) == 1 else refs
+    block = lax.axis_index("block")
+    column = block * COLUMNS
+    columns = [column + piece * outer for piece in range(product.pieces)]
+    source = weight, 0, columns, ring, arrived
+    product.start(*source)
+
+    # The norm's weight too is loaded before what others wait for.
+    layout = mosaic.vectors(plgpu, x.shape[1] // mosaic.THREADS)
+    scale = mosaic.load(plgpu, norm, layout)
+    _put_totals(x, delta, rows, None if total is None else (block == 0, total))
+    mosaic.store(plgpu, rows.at[MOST_ROWS], scale)
+    plgpu.commit_smem()
+    _norm(product.layout(), rows, eps, zero_centred, tile)
+    plgpu.commit_smem()
+
+    sums = product.run(tile, *source)
+    result = sums[0] if product.pieces == 1 else _gate(sums, x.dtype)
+    put_out(result, out, y.at[:, pl.ds(column, COLUMNS)])
+
+
+def _put_totals(x, delta, rows, written):
+    """What `x` and `delta` make in `rows`, zeros in those that `x` has not.
+
+    `written`: where else, and whether.
+    """
+    count, features = x.shape
+    parts = 1 if delta is None or len(delta.shape) == 2 else delta.shape[0]
+    at_once = min(count, max(1, _AT_ONCE * mosaic.THREADS // (parts * features)))
+    for begin in range(0, count, at_once):
+        some = range(begin, min(begin + at_once, count))
+        for row, sum_ in zip(some, _totals(x, delta, some), strict=True):
+            mosaic.store(plgpu, rows.at[row], sum_)
+            if written is not None:
+                here, total = written
+                pl.when(here)(lambda at=total.at[row], x=sum_: mosaic.store(plgpu, at, x))
+    layout = mosaic.vectors(plgpu, features // mosaic.THREADS)
+    nothing = plgpu.layout_cast(jnp.zeros(features, x.dtype), layout)
+    for row in range(count, MOST_ROWS):
+        mosaic.store(plgpu, rows.at[row], nothing)
+
+
+def _totals(x, delta, rows):
+    """What `x` and `delta` make in each of `rows`; all is loaded before anything is stored."""
+    layout = plgpu.Layout.WG_STRIDED(x.shape[1:], vec_size=8)
+    load = functools.partial(mosaic.load, plgpu, layout=layout)
+    old = [load(x.at[row]) for row in rows]
+    if delta is None:
+        return old
+    if len(delta.shape) == 2:
+        new = [load(delta.at[row]) for row in rows]
+    else:
+        sums = [load(delta.at[0, row]) for row in rows]
+        for part in range(1, delta.shape[0]):
+            more = [load(delta.at[part, row]) for row in rows]
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
+        new = [a.astype(x.dtype) for a in sums]
+    wide = [[a.astype(jnp.float32) for a in both] for both in zip(old, new, strict=True)]
+    return [(a + b).astype(x.dtype) for a, b in wide]
+
+
+def _norm(layout, rows, eps, zero_centred, tile):
+    """`rms_norm` of `rows`, each of them in one warp, into what tensor cores read.
+
+    The last of `rows` is the weight. 1024 columns at a time, twice: more would not fit into a
+    thread's registers.
+    """
+    tokens, features = pl.ds(0, MOST_ROWS), rows.shape[1]
+    parts = [pl.ds(column, 1024) for column in range(0, features, 1024)]
+    square = 0.0
+    for part in parts:
+        x = mosaic.load(plgpu, rows.at[tokens, part], layout).astype(jnp.float32)
+        square = square + jnp.sum(x * x, axis=1)
+    root = lax.rsqrt(square * (1 / features) + eps)
+    if len(parts) > 1:
+        plgpu.commit_smem()  # or the compiler would keep what is loaded again below
+    for part in parts:
+        x = mosaic.load(plgpu, rows.at[tokens, part], layout).astype(jnp.float32)
+        scale = mosaic.load(plgpu, rows.at[MOST_ROWS, part], layout.reduce(0)).astype(jnp.float32)
+        scale = scale + 1.0 if zero_centred else scale
+        normed = x * lax.broadcast_in_dim(root, x.shape, (0,))
+        normed = normed * lax.broadcast_in_dim(scale, x.shape, (1,))
+        mosaic.store(plgpu, tile.at[:, part], normed.astype(tile.dtype))
+
+
+def _gate(sums, dtype):
+    """`silu(gate) * up`, of both as `dtype` rounds them."""
+    gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
+    return gate / (1.0 + jnp.exp(-gate)) * up

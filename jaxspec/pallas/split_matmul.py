@@ -1,0 +1,78 @@
+"""Products that are added to the residual stream; of few rows as sums over parts of features."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.pallas import dispatch, few_rows
+from jaxspec.pallas.add_norm import rms_norm
+from jaxspec.pallas.few_rows import Delta, matmul
+
+
+def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner outer"]) -> Delta:
+    """`x @ weight`: in their dtype, or as float32 sums over parts of `inner`.
+
+    Of up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens, outer]`:
+    so many blocks that every multiprocessor has one, and the sum of the parts is left to what adds
+    it to the residual stream, as `norm_matmul` and `add_norm` do. Otherwise XLA makes the product,
+    `[tokens, outer]`. Rows do not meet: padding and NaN stay in their own.
+    """
+    why = few_rows.unsupported(x, weight, weight.shape[1])
+    if dispatch.runs_kernel("split_matmul", why, by_choice=True):
+        from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
+
+        return split_matmul_kernel(x, weight)
+    return split_matmul_reference(x, weight)
+
+
+def split_matmul_reference(x, weight):
+    """What `split_matmul` gives, or its parts give when summed and rounded."""
+    return matmul(x, weight)
+
+
+def gated_norm_matmul(
+    heads: Float[Array, "tokens heads dim"],
+    gates: Float[Array, "tokens columns"],
+    first: int,
+    norm: Float[Array, " dim"],
+    eps: float,
+    weight: Float[Array, "inner outer"],
+) -> Delta:
+    """`split_matmul` of what Gated DeltaNet puts out: normed head by head, and gated.
+
+    Each of the float32 `heads` goes through `rms_norm` with the float32 weight `norm`, and is then
+    multiplied by `silu` of its columns of `gates`, all in float32 and rounded to the dtype of
+    `gates`. Its columns from `first` on, as many as the heads', are the gates; the others are not
+    read (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
+
+    One kernel where `split_matmul` is one, and heads are of 64 or 128.
+    """
+    why = _unsupported(heads, gates, first, norm, weight)
+    if dispatch.runs_kernel("gated_norm_matmul", why, by_choice=True):
+        from jaxspec.pallas.split_matmul_kernel import gated_norm_matmul_kernel
+
+        return gated_norm_matmul_kernel(heads, gates, norm, weight, first=first, eps=eps)
+    return split_matmul(_gated_norm(heads, gates, first, norm, eps), weight)
+
+
+def gated_norm_matmul_reference(heads, gates, first, norm, eps, weight):
+    """What `gated_norm_matmul` gives, or its parts give when summed and rounded."""
+    return matmul(_gated_norm(heads, gates, first, norm, eps), weight)
+
+
+def _gated_norm(heads, gates, first, norm, eps):
+    tokens, number, dim = heads.shape
+    gate = gates[:, first : first + number * dim].reshape(heads.shape)
+    gated = rms_norm(heads, norm, eps) * jax.nn.silu(gate.astype(jnp.float32))
+    return gated.reshape(tokens, -1).astype(gates.dtype)
+
+
+def _unsupported(heads, gates, first, norm, weight):
+    """Why `gated_norm_matmul_kernel` does not take these operands, or None."""
+    if heads.dtype != jnp.float32 or norm.dtype != jnp.float32:
+        return f"{heads.dtype} with a norm in {norm.dtype}"
+    if heads.shape[2] not in (64, 128) or weight.shape[0] not in (512, 1024, 2048, 4096):
+        return f"{heads.shape[1]} heads of {heads.shape[2]}"
+    if first % 8 or gates.shape[1] % 8:  # a thread loads up to 16 bytes
+        return f"gates from column {first} of {gates.shape[1]}"
+    return few_rows.unsupported(gates, weight, weight.shape[1])

@@ -1,0 +1,128 @@
+"""`split_matmul` and `gated_norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU).
+
+Import only where kernels run.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.few_rows import MOST_ROWS
+from jaxspec.pallas.few_rows_kernel import COLUMNS, MULTIPROCESSORS, Product, put_out
+
+
+def parts_of(inner: int, outer: int, unit: int = 64) -> int:
+    """Into how many parts the features are cut: a block on nearly every multiprocessor.
+
+    `unit`: features that stay together.
+    """
+    most, units = max(1, MULTIPROCESSORS // pl.cdiv(outer, COLUMNS)), inner // unit
+    return max(parts for parts in range(1, most + 1) if units % parts == 0)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def split_matmul_kernel(x, weight, *, interpret=None):
+    """`split_matmul`; `interpret`: parameters of Mosaic's interpreter."""
+    product, launch = _plan(x.shape[0], weight, 64, interpret)
+    scratch = {"landed": plgpu.Barrier()}
+    return launch(functools.partial(_block, product), scratch)(weight, x)
+
+
+def _plan(tokens, weight, unit, interpret, copies=0):
+    """What a block multiplies, and how a kernel of such blocks is made of its body and scratch.
+
+    `copies`: of a block's rows that are in its scratch.
+    """
+    inner, outer = weight.shape
+    parts, columns = parts_of(inner, outer, unit), pl.cdiv(outer, COLUMNS)
+    beside = copies * 2 * MOST_ROWS * (inner // parts) + 4096
+    product = Product.of(weight, inner // parts, parts * columns, beside=beside)
+
+    def launch(body, scratch):
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((parts, tokens, outer), jnp.float32),
+            scratch_types=product.scratch()
+            | {"out": plgpu.SMEM((MOST_ROWS, COLUMNS), jnp.float32)}
+            | scratch,
+            grid=(columns, parts),
+            grid_names=("column", "part"),
+            # Safe without barriers but its own, and a head's sum is one warp's.
+            compiler_params=plgpu.CompilerParams(
+                unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+            **({} if interpret is None else {"interpret": interpret}),
+        )
+
+    return product, launch
+
+
+def _source(product, weight, ring, arrived):
+    """The part of the weight that is this block's, and where it arrives."""
+    column, part = lax.axis_index("column") * COLUMNS, lax.axis_index("part")
+    return weight, part * product.inner, [column], ring, arrived
+
+
+def _finish(product, tile, source, out, y):
+    """Multiply `tile` and write what comes of it."""
+    (sums,) = product.run(tile, *source)
+    columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
+    put_out(sums, out, y.at[lax.axis_index("part"), :, columns])
+
+
+def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
+    """The tokens come as they lie; of rows that there are not come zeros."""
+    source = _source(product, weight, ring, arrived)
+    here = pl.ds(lax.axis_index("part") * product.inner, product.inner)
+    plgpu.copy_gmem_to_smem(x.at[pl.ds(0, MOST_ROWS), here], tile, landed)
+    product.start(*source)
+    plgpu.barrier_wait(landed)
+    _finish(product, tile, source, out, y)
+
+
+@functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))
+def gated_norm_matmul_kernel(heads, gates, norm, weight, *, first, eps, interpret=None):
+    """`gated_norm_matmul`, with the norm's weight before the product's.
+
+    `interpret`: parameters of Mosaic's interpreter.
+    """
+    tokens, _, dim = heads.shape
+    unit = max(dim, 256)  # what a warp's lanes have of a row
+    product, launch = _plan(tokens, weight, unit, interpret, copies=1)
+    scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
+    return launch(functools.partial(_norm_block, product, first, eps), scratch)(
+        weight, heads, gates, norm
+    )
+
+
+def _norm_block(
+    product, first, eps, weight, heads, gates, norm, y, *, ring, tile, arrived, rows, out
+):
+    """The heads of a block's features are normed by it, while its weight is under way."""
+    source = _source(product, weight, ring, arrived)
+    product.start(*source)
+    (tokens, _, dim), begin = heads.shape, lax.axis_index("part") * product.inner
+    some = product.inner // dim, dim
+    layout = mosaic.piece_layout(plgpu, *some, itemsize=4)
+    load = functools.partial(mosaic.load, plgpu, layout=layout)
+    scale = mosaic.load(plgpu, norm, layout.reduce(0))
+    mine, columns = pl.ds(lax.div(begin, dim), some[0]), pl.ds(first + begin, product.inner)
+    loaded = [
+        (load(heads.at[t, mine]), load(gates.at[t, columns].reshape(*some))) for t in range(tokens)
+    ]
+    for t, (x, gate) in enumerate(loaded):
+        root = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / dim) + eps)
+        x = x * lax.broadcast_in_dim(root, some, (0,)) * lax.broadcast_in_dim(scale, some, (1,))
+        gate = gate.astype(jnp.float32)
+        x = x * (gate / (1.0 + jnp.exp(-gate)))
+        mosaic.store(plgpu, rows.at[t], x.astype(rows.dtype))
+    plgpu.commit_smem()
+    layout = product.layout()
+    mosaic.store(plgpu, tile, mosaic.load(plgpu, rows.reshape(*tile.shape), layout))
+    plgpu.commit_smem()
+    _finish(product, tile, source, out, y)

@@ -1,0 +1,171 @@
+"""split_matmul and gated_norm_matmul against NumPy; kernels = references, with a row of NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import GDN, HIDDEN, INTERMEDIATE
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.few_rows import whole
+from jaxspec.pallas.split_matmul import (
+    _unsupported,
+    gated_norm_matmul,
+    gated_norm_matmul_reference,
+    split_matmul,
+    split_matmul_reference,
+)
+
+EPS = 1e-6
+LOST = 1  # the row that has a NaN
+SPARE = 8  # columns behind the gates
+
+
+def tokens_of(tokens, inner, outer, dtype):
+    """x and weight."""
+    rng = np.random.default_rng(inner)
+    x, weight = rng.normal(size=(tokens, inner)), rng.normal(size=(inner, outer)) * inner**-0.5
+    x[LOST : LOST + 1, inner // 3] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def heads_of(tokens, heads, dim, outer, dtype, first=64):
+    """Heads, gates behind `first` columns that are not numbers, norm and weight."""
+    rng = np.random.default_rng(heads)
+    x = rng.normal(size=(tokens, heads, dim)) * np.exp(rng.normal(size=(tokens, heads, 1)))
+    x[LOST : LOST + 1, :, dim // 3] = np.nan
+    gates = np.full((tokens, first + heads * dim + SPARE), np.nan)
+    gates[:, first : first + heads * dim] = 3 * rng.normal(size=(tokens, heads * dim))
+    weight = rng.normal(size=(heads * dim, outer)) * (heads * dim) ** -0.5
+    norm = jnp.asarray(rng.normal(size=dim), jnp.float32)
+    gates, weight = jnp.asarray(gates, dtype), jnp.asarray(weight, dtype)
+    return jnp.asarray(x, jnp.float32), gates, first, norm, EPS, weight
+
+
+def gated_norm(heads, gates, first, norm, eps):
+    """In float64, rounded at last."""
+    x, norm = (np.asarray(a, np.float64) for a in (heads, norm))
+    gate = np.asarray(gates, np.float64)[:, first : first + x[0].size].reshape(x.shape)
+    x = x / np.sqrt((x**2).mean(axis=2, keepdims=True) + eps) * norm * gate / (1 + np.exp(-gate))
+    return x.reshape(len(x), -1).astype(gates.dtype).astype(np.float64)
+
+
+def assert_is_product(delta, x, weight):
+    """`delta` is `x @ weight`, whole or in parts; `x` in float64."""
+    dtype = weight.dtype
+    assert delta.dtype == (dtype if delta.ndim == 2 else jnp.float32)
+    got, expected = np.asarray(whole(delta, dtype), np.float64), x @ np.asarray(weight, np.float64)
+    assert got.shape == expected.shape
+    nan = np.isnan(got).all(axis=1)
+    np.testing.assert_array_equal(nan, np.arange(len(x)) == LOST)
+    eps = max(float(jnp.finfo(dtype).eps), 1e-6)
+    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=2 * eps, atol=2 * eps)
+
+
+@pytest.mark.parametrize("op", [split_matmul, split_matmul_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_is_the_product(op, dtype):
+    x, weight = tokens_of(5, 48, 16, dtype)
+    assert_is_product(op(x, weight), np.asarray(x, np.float64), weight)
+
+
+@pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_is_the_product_of_heads_normed_and_gated(op, dtype):
+    *case, weight = heads_of(5, 3, 16, 24, dtype)
+    assert_is_product(op(*case, weight), gated_norm(*case), weight)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "dtype"),
+    [
+        (1, 448, 1024, jnp.bfloat16),
+        (3, 1024, 1024, jnp.float16),
+        (8, 512, 2048, jnp.bfloat16),
+        (5, 64 * 27, 2048, jnp.bfloat16),  # in chunks of 64 features
+    ],
+)
+def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, outer, dtype):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
+
+    x, weight = tokens_of(tokens, inner, outer, dtype)
+    y = split_matmul_kernel(x, weight, interpret=interpreter)
+    assert y.ndim == 3 and y.shape[0] > 1
+    assert_is_product(y, np.asarray(x, np.float64), weight)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "outer", "dtype"),
+    [
+        (1, 4, 128, 1024, jnp.bfloat16),
+        (3, 8, 128, 2048, jnp.float16),
+        (8, 8, 64, 1024, jnp.bfloat16),
+    ],
+)
+def test_the_gated_kernel_equals_the_oracle_without_races(
+    interpreter, tokens, heads, dim, outer, dtype
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.split_matmul_kernel import gated_norm_matmul_kernel
+
+    x, gates, first, norm, eps, weight = heads_of(tokens, heads, dim, outer, dtype)
+    rule = {"first": first, "eps": eps, "interpret": interpreter}
+    y = gated_norm_matmul_kernel(x, gates, norm, weight, **rule)
+    assert y.ndim == 3 and y.shape[0] > 1
+    assert_is_product(y, gated_norm(x, gates, first, norm, eps), weight)
+    assert not get_races().races_found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11")
+@pytest.mark.parametrize(
+    ("inner", "outer", "unit", "parts"),
+    [(3584, 1024, 64, 8), (2048, 1024, 256, 8), (6144, 2048, 64, 4), (2048, 2048, 256, 4)],
+)
+def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
+    from jaxspec.pallas.split_matmul_kernel import parts_of
+
+    assert parts_of(inner, outer, unit) == parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
+def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
+    for op in ("split_matmul", "gated_norm_matmul"):
+        dispatch._chosen.pop(op, None)
+    shape, outer = GDN["qwen3.5-0.8b"], HIDDEN[model]
+    for inner in (INTERMEDIATE[model], 2048):
+        x, weight = tokens_of(tokens, inner, outer, jnp.bfloat16)
+        assert_is_product(jax.jit(split_matmul)(x, weight), np.asarray(x, np.float64), weight)
+    dims = shape.value_heads, shape.value_dim, outer
+    *case, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
+    y = jax.jit(gated_norm_matmul, static_argnums=(2, 4))(*case, weight)
+    assert_is_product(y, gated_norm(*case), weight)
+    for op in ("split_matmul", "gated_norm_matmul"):
+        assert dispatch.implementations()[op] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_wider_models_run_the_reference():
+    dispatch._chosen.pop("split_matmul", None)
+    x, weight = tokens_of(3, 512, 4096, jnp.bfloat16)
+    assert_is_product(split_matmul(x, weight), np.asarray(x, np.float64), weight)
+    assert dispatch.implementations()["split_matmul"] == ("XLA: 4096 features",)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "first", "why"),
+    [
+        (16, 128, 6144, None),
+        (24, 128, 6144, "24 heads of 128"),
+        (32, 32, 64, "32 heads of 32"),
+        (16, 128, 4, f"gates from column 4 of {4 + 2048 + SPARE}"),
+    ],
+)
+def test_what_the_gated_kernel_takes(heads, dim, first, why):
+    x, gates, first, norm, _, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
+    assert _unsupported(x, gates, first, norm, weight) == why
