@@ -6,8 +6,9 @@ Device time of a call. Calls are chained through the donated pool inside one pro
 layer i of so many layers that none finds its states in the L2 cache (60 MB). A sample is the time
 of many enqueued programs less that of a few, over the calls between: what Python, the first launch
 and the wait cost drops out. Bytes are those that must move, each input and output once; the
-yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after. A FILE
-that exists keeps what it says of other ops. The cases are in `kernel_cases*.py`.
+yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after each op,
+whose results are then written. A FILE that exists keeps what it says of other ops. The cases are in
+`kernel_cases*.py`.
 """
 
 import argparse
@@ -122,26 +123,24 @@ def main() -> None:
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("The kernels run on a GPU, and this machine has none that JAX sees.")
-    copies, results = [copy_bandwidth()], []
-    for op in args.ops:
-        for case in OPS[op]():
-            results.append(measure(case, args.reference))
-            print(json.dumps(results[-1]), flush=True)
-    copies.append(copy_bandwidth())
     about = {**record.machine(), "runtime": jax.devices()[0].client.platform_version}
-    for result in results:
-        # Of its own run: a file gathers several.
-        result["of_copy"] = round(result["tb_per_s"] * 1e12 / max(copies), 3)
-        result["copy_tb_per_s"] = round(max(copies) / 1e12, 3)
-        result["commit"] = about["commit"]
-    about["implementations"] = dispatch.implementations()
-    print(json.dumps(about), flush=True)
-    if args.json:
-        if args.json.exists():
-            known = json.loads(args.json.read_text())
-            about["implementations"] = known["implementations"] | about["implementations"]
-            results = [x for x in known["results"] if x["op"] not in args.ops] + results
-        args.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    results = known.get("results", [])
+    copies = [copy_bandwidth()]
+    for op in args.ops:
+        measured = []
+        for case in OPS[op]():
+            measured.append(measure(case, args.reference))
+            print(json.dumps(measured[-1]), flush=True)
+        copies.append(copy_bandwidth())
+        for result in measured:
+            # Of its own run: a file gathers several.
+            result["of_copy"] = round(result["tb_per_s"] * 1e12 / max(copies), 3)
+            result["copy_tb_per_s"] = round(max(copies) / 1e12, 3)
+            result["commit"] = about["commit"]
+        results = [x for x in results if x["op"] != op] + measured
+        about["implementations"] = known.get("implementations", {}) | dispatch.implementations()
+        record.write(args.json, {**about, "results": results})
 
 
 if __name__ == "__main__":

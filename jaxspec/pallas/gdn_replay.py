@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.replay import check_ring, must_fold, sums_after
+from jaxspec.pallas.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
@@ -84,12 +84,12 @@ def gdn_replay_reference(
 
     state, outputs, written = start, [], []
     for t in range(width):
-        k_t = k[:, t].astype(ring.k.dtype).astype(jnp.float32)
+        k_t = as_kept(k[:, t], ring.k.dtype)
         q_h, k_h = (jnp.repeat(x, group, axis=1) for x in (q[:, t], k_t))
         state = state * jnp.exp(g[:, t])[..., None, None]
         recalled = jnp.einsum("rhvk,rhk->rhv", state, k_h, precision="highest")
         u_t = beta[:, t][..., None] * (v[:, t] - recalled)
-        u_t = u_t.astype(ring.u.dtype).astype(jnp.float32)
+        u_t = as_kept(u_t, ring.u.dtype)
         state = state + u_t[..., None] * k_h[..., None, :]
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
         written.append(u_t)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2_step import advance, unsupported
-from jaxspec.pallas.replay import check_ring, must_fold, sums_after
+from jaxspec.pallas.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
@@ -81,7 +81,7 @@ def mamba2_replay_reference(
     ring = Mamba2Ring(append(ring.x, x), append(ring.b, b), append(ring.dt, dt))
     start = _replayed(states, ring, a, layer, slots, num_computed, ring_length)
 
-    state, outputs, stored = start, [], (x.astype(ring.x.dtype), b.astype(ring.b.dtype))
+    state, outputs, stored = start, [], (as_kept(x, ring.x.dtype), as_kept(b, ring.b.dtype))
     for t in range(width):
         x_t, b_t = (y[:, t] for y in stored)
         state, y = advance(state, x_t, dt[:, t], a, b_t, c[:, t])

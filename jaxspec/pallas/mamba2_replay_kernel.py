@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.replay import folding_first, must_fold
+from jaxspec.pallas.replay import must_fold
 
 _CHUNK = 8  # tokens of the ring fetched at once: 56 registers, and one wait for the memory
 _FOLD = 4  # tokens folded between two looks at the loop's counter
@@ -71,9 +71,7 @@ def replay(
     by_head = states.reshape(*states.shape[:2], heads * head_dim, state_dim)
     pools = [y.reshape(-1, *y.shape[2:]) for y in (by_head, ring.x, ring.b, ring.dt)]
     refs = [jax.new_ref(y, memory_space=plgpu.GMEM) for y in pools]
-    order = folding_first(slots, ring_length, query_len, width, sizes.ring)
-    index = layer[None], order, slots, num_computed, ring_length, query_len
-    out = kernel(x, dt, a, b, c, d, *index, *refs)
+    out = kernel(x, dt, a, b, c, d, layer[None], slots, num_computed, ring_length, query_len, *refs)
     state, x, b, dt = (jax.freeze(ref) for ref in refs)
     ring = ring.replace(
         x=x.reshape(ring.x.shape), b=b.reshape(ring.b.shape), dt=dt.reshape(ring.dt.shape)
@@ -162,10 +160,10 @@ class _Ring:
 
 
 def _body(
-    sizes, x, dt, a, b, c, d, layer, order, slots, num_computed, ring_length, query_len,
+    sizes, x, dt, a, b, c, d, layer, slots, num_computed, ring_length, query_len,
     pool, ring_x, ring_b, ring_dt, out, *, state, reads, total, kept, folded_x, folded_b, arrived,
 ):  # fmt: skip
-    row, head = order[lax.axis_index("row")], lax.axis_index("head")
+    row, head = lax.axis_index("row"), lax.axis_index("head")
     slot, count = slots[row], query_len[row]
     live = (slot > 0) & (slot < sizes.num_slots) & (count > 0)
     tile = mosaic.row_layout(plgpu, sizes.state_dim, state.dtype.itemsize, most_lanes=8)

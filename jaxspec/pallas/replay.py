@@ -20,6 +20,7 @@ rows and 3 tokens a step:
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 _WINDOWS = {4: 32, 2: 16}  # the usual ones, by bytes of a state's element
@@ -77,6 +78,15 @@ def next_ring_length(
 ) -> Int[Array, "..."]:
     """`ring_length` after a step of `width` tokens of which `kept` stand."""
     return jnp.where(must_fold(ring_length, width, rows), 0, ring_length) + kept
+
+
+def as_kept(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """`x` in float32, rounded to the `dtype` of a ring.
+
+    On a GPU XLA takes a cast there and back for nothing (`xla_allow_excess_precision`), and a step
+    would compute with other numbers than those that are replayed later.
+    """
+    return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
 
 
 def sums_after(x: Float[Array, "rows tokens heads"]) -> Float[Array, "rows tokens heads"]:

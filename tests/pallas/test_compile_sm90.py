@@ -47,7 +47,7 @@ from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
 from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
-from jaxspec.pallas.replay import ring_rows
+from jaxspec.pallas.replay import as_kept, ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.split_matmul import gated_norm_matmul, split_matmul
 from jaxspec.pallas.state_select import _state_select_kernel
@@ -554,6 +554,17 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     assert_lean(compiled, capfd.readouterr().out, pool)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
     assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
+
+
+def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
+    """Of a cast there and back nothing is left there."""
+
+    def conversions(step):
+        program = compile_for(h200, monkeypatch, step, (array(64, 128),)).as_text()
+        return len(re.findall(r" convert\(", program))
+
+    assert conversions(lambda x: x * as_kept(x, jnp.bfloat16)) == 2
+    assert conversions(lambda x: x * x.astype(jnp.bfloat16).astype(jnp.float32)) == 0
 
 
 @pytest.mark.parametrize(
