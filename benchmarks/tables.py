@@ -134,7 +134,7 @@ def kernels(figures: Figures) -> str:
         if "context" in case:
             name += f", context {case['context']}"
         reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
-        rate = f"{case['of_copy']:.0%}"
+        rate = f"{case['of_copy']:.0%}" if "of_copy" in case else f"{case['tb_per_s']:.1f} TB/s"
         if "tflop_per_s" in case:
             rate = f"{case['tflop_per_s']:.0f} TFLOP/s"
         times = f"{case['us']:.1f}", reference, rate
