@@ -9,8 +9,7 @@ from case import INPUTS, MANY, Case
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.few_rows import matmul
-from jaxspec.pallas.norm_matmul import norm_matmul
+from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.split_matmul import (
     gated_norm_matmul,
     gated_norm_matmul_reference,
@@ -23,7 +22,7 @@ _PROJECTED = _SHAPE.conv_dim + _SHAPE.value_heads * (_SHAPE.value_dim + 2)
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes
-_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that the products before put out
+_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out
 
 
 def norm_matmul_cases() -> Iterator[Case]:
@@ -39,19 +38,14 @@ def _norm_matmul_case(model, name, columns, tokens):
     """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
     features, parts, gated = HIDDEN[model], _PARTS[model], name == "gate_up"
     x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
-    halves = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
+    sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
     norm = jnp.zeros(features, _DTYPE)
 
     def run(op, which, weight, at, x, *others):
         return op(x[at], others[which][at], others[2], 1e-6, weight, gated=gated)
 
-    def apart(x, delta, norm, eps, weight, *, gated):
-        total, normed = add_norm(x, delta, norm, eps, zero_centred=True)
-        y = matmul(normed, weight)
-        if gated:
-            gate, other = jnp.split(y, 2, axis=-1)
-            y = jax.nn.silu(gate) * other
-        return total, y
+    def apart(*args, gated):
+        return composed(add_norm, *args, True, gated)
 
     outer = columns // (1 + gated)
     return _case(
@@ -60,7 +54,7 @@ def _norm_matmul_case(model, name, columns, tokens):
         functools.partial(run, functools.partial(norm_matmul, zero_centred=True), 0),
         functools.partial(run, apart, 1),
         (features, columns),
-        (x, halves, whole, norm),
+        (x, sums, whole, norm),
         2 * tokens * (2 * features + outer) + 4 * parts * tokens * features,
     )
 

@@ -1,10 +1,15 @@
-"""Products of few rows: which of them are kernels, and what they hand on.
+"""Products of few rows (skinny GEMMs): which of them are kernels, and what they hand on.
 
 A step that decodes one or two requests does little but read its weights, and much of its time is
 that of kernels which begin and end. Three kernels therefore take into the products what came
-between them. `norm_matmul` adds to the residual stream and norms it; `gated_norm_matmul` norms and
-gates the heads of Gated DeltaNet; and as `split_matmul` does, it puts out sums over parts of its
-features, which are summed up where they are added to the residual stream.
+between them:
+
+* `norm_matmul` adds to the residual stream, norms it and multiplies;
+* `split_matmul` is split-K: it puts out partial sums, over parts of the features, which are summed
+  up where they are added to the residual stream;
+* `gated_norm_matmul` norms and gates the heads of Gated DeltaNet, then does the same.
+
+All other products are XLA's (`matmul`).
 """
 
 from typing import Any
@@ -14,14 +19,27 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 
-# What is still to be added to the residual stream: nothing yet, tokens in its dtype, or float32
-# sums over parts of a product's features, which make such tokens when summed and rounded.
+# What is still to be added to the residual stream (not the delta rule's): nothing yet, tokens in
+# its dtype, or float32 partial sums, which make such tokens when summed and rounded.
 Delta = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
 
 MOST_ROWS = 8  # what tensor cores take at least; of more, cuBLAS makes better use
 HIDDEN = 1024, 2048  # of a model: with wider ones cuBLAS is near the memory's speed as it is
 _MOST_INNER = 8192  # features, which a block must have room for if they cannot be cut
 _DTYPES = jnp.bfloat16, jnp.float16
+
+
+def check_inner(features: int, weight: Float[Array, "inner outer"]) -> None:
+    """Refuse a weight that is not for so many features: a kernel would read what is beside them.
+
+    Raises:
+        ValueError: it has more or fewer rows.
+    """
+    if weight.shape[0] != features:
+        raise ValueError(
+            f"A weight must have a row for each of the {features} features, but this one is "
+            f"{weight.shape[0]} x {weight.shape[1]}. Give it as [features, outputs]."
+        )
 
 
 def unsupported(

@@ -88,7 +88,9 @@ def gdn_replay_kernel(
     pools = (states, ring.k, ring.u, ring.g)
     flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
     in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
-    order = folding_first(slots, ring_length, query_len, sizes.width, sizes.rows)
+    order = slots  # not read where all blocks begin at once
+    if not sizes.at_once:
+        order = folding_first(slots, ring_length, query_len, sizes.width, sizes.rows)
     index = layer[None], order, slots, num_computed, ring_length, query_len
     out = kernel(q, k, v, g, beta, *index, *in_place)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]

@@ -23,28 +23,33 @@ def norm_matmul(
 ) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
     """`x + delta`, rounded to the dtype of `x`, and `rms_norm` of that times `weight`.
 
-    `delta` may be sums over parts, as `split_matmul` gives them; they are summed and rounded first.
+    `delta` may be partial sums, as `split_matmul` gives them; they are summed and rounded first.
     `gated`: the columns are as many gates and then as many others, and what is put out is
     `silu(gate) * other` (Shazeer 2020, "GLU Variants Improve Transformer"). Rows do not meet:
     padding and NaN stay in their own.
 
     One kernel for up to 8 rows of 1024 or 2048 features in 16 bits; otherwise `add_norm` and XLA.
+
+    Raises:
+        ValueError: `weight` is not for the features of `x`.
     """
+    few_rows.check_inner(x.shape[1], weight)
     why = _unsupported(x, delta, norm, weight, gated)
     if dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
 
         rule = {"eps": eps, "zero_centred": zero_centred, "gated": gated}
         return norm_matmul_kernel(x, delta, norm, weight, **rule)
-    return _composed(add_norm, x, delta, norm, eps, weight, zero_centred, gated)
+    return composed(add_norm, x, delta, norm, eps, weight, zero_centred, gated)
 
 
 def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False, gated=False):
     """The specification of `norm_matmul`."""
-    return _composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred, gated)
+    return composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred, gated)
 
 
-def _composed(add, x, delta, norm, eps, weight, zero_centred, gated):
+def composed(add, x, delta, norm, eps, weight, zero_centred, gated):
+    """`norm_matmul` of `add`, which is `add_norm` or its reference, and XLA's product."""
     if delta is None:
         normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
     else:
@@ -56,14 +61,14 @@ def _composed(add, x, delta, norm, eps, weight, zero_centred, gated):
     return x, y
 
 
-_MOST_PARTS = 8192  # features in all: `split_matmul` makes no more, and a thread loads some at once
+_MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, a thread loads some at once
 
 
 def _unsupported(x, delta, norm, weight, gated):
     """Why the kernel does not take these operands, or None."""
-    if delta is not None and delta.ndim == 2 and delta.dtype != x.dtype:
+    if delta is not None and delta.dtype != (x.dtype if delta.ndim == 2 else jnp.float32):
         return f"{x.dtype} and {delta.dtype}"
-    if delta is not None and delta.ndim == 3 and delta.shape[0] * x.shape[1] > _MOST_PARTS:
+    if delta is not None and delta.ndim == 3 and delta.shape[0] * x.shape[1] > _MOST_SUMS:
         return f"{delta.shape[0]} parts"
     if norm.dtype != x.dtype:
         return f"{x.dtype} with a norm in {norm.dtype}"

@@ -60,7 +60,7 @@ def folding_first(
     width: int,
     rows: int,
 ) -> Int[Array, " rows"]:
-    """The rows' indices: of those that fold, the longest work, of other live ones, of padding.
+    """The rows' indices: those that fold, which is most work, then other live ones, then padding.
 
     So no multiprocessor begins a fold when others have nothing left to do. All layers of a step ask
     the same, and XLA answers once.
@@ -86,6 +86,8 @@ def as_kept(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     On a GPU XLA takes a cast there and back for nothing (`xla_allow_excess_precision`), and a step
     would compute with other numbers than those that are replayed later.
     """
+    if x.dtype == dtype:
+        return x.astype(jnp.float32)
     return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Products that are added to the residual stream; of few rows as sums over parts of features."""
+"""Products that are added to the residual stream; of few rows split-K, as partial sums."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,18 @@ from jaxspec.pallas.few_rows import Delta, matmul
 
 
 def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner outer"]) -> Delta:
-    """`x @ weight`: in their dtype, or as float32 sums over parts of `inner`.
+    """`x @ weight`: in their dtype, or as float32 partial sums over parts of `inner` (split-K).
 
     Of up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens, outer]`:
-    so many blocks that every multiprocessor has one, and the sum of the parts is left to what adds
-    it to the residual stream, as `norm_matmul` and `add_norm` do. Otherwise XLA makes the product,
-    `[tokens, outer]`. Rows do not meet: padding and NaN stay in their own.
+    as many blocks as there are multiprocessors, as nearly as `inner` divides, and the sum of the
+    parts is left to what adds it to the residual stream, as `norm_matmul` and `add_norm` do.
+    Otherwise XLA makes the product, `[tokens, outer]`. Rows do not meet: padding and NaN stay in
+    their own.
+
+    Raises:
+        ValueError: `weight` is not for the features of `x`.
     """
+    few_rows.check_inner(x.shape[1], weight)
     why = few_rows.unsupported(x, weight, weight.shape[1])
     if dispatch.runs_kernel("split_matmul", why, by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
@@ -46,7 +51,17 @@ def gated_norm_matmul(
     read (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
     One kernel where `split_matmul` is one, and heads are of 64 or 128.
+
+    Raises:
+        ValueError: `weight` is not for the heads, or `gates` lacks columns.
     """
+    features = heads.shape[1] * heads.shape[2]
+    few_rows.check_inner(features, weight)
+    if gates.shape[1] < first + features:
+        raise ValueError(
+            f"The gates must be columns {first} to {first + features - 1}, but there are "
+            f"{gates.shape[1]} columns. Hand over all of the projection."
+        )
     why = _unsupported(heads, gates, first, norm, weight)
     if dispatch.runs_kernel("gated_norm_matmul", why, by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import gated_norm_matmul_kernel

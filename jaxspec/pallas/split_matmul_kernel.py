@@ -77,9 +77,11 @@ def _finish(product, tile, source, out, y):
 
 def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
     """The tokens come as they lie; of rows that there are not come zeros."""
-    source = _source(product, weight, ring, arrived)
-    here = pl.ds(lax.axis_index("part") * product.inner, product.inner)
-    plgpu.copy_gmem_to_smem(x.at[pl.ds(0, MOST_ROWS), here], tile, landed)
+    source, part = _source(product, weight, ring, arrived), lax.axis_index("part")
+    # A traced 0: jax 0.12 refuses rows of which it sees that the array lacks them.
+    rows = pl.ds(part * 0, MOST_ROWS)
+    here = pl.ds(part * product.inner, product.inner)
+    plgpu.copy_gmem_to_smem(x.at[rows, here], tile, landed)
     product.start(*source)
     plgpu.barrier_wait(landed)
     _finish(product, tile, source, out, y)

@@ -73,9 +73,15 @@ class ModelRunner:
 
         Raises:
             KeyError: the program was not warmed up.
+            RuntimeError: the plan has forks, and the copy of states was not warmed up.
         """
         if plan.forks:
-            self._run_fork(plan.forks)
+            if self._fork is None:
+                raise RuntimeError(
+                    "A plan whose samples share a prompt needs the copy of states, which is not "
+                    "compiled. Call `warm_up_fork` first."
+                )
+            self._run_fork(self._fork, plan.forks)
         return self._run(self._programs[plan.program], plan.packed)
 
     @contextlib.contextmanager
@@ -122,9 +128,10 @@ class ModelRunner:
 
     def warm_up_fork(self) -> None:
         """Run the copy of states, without a copy; it is compiled if it was not."""
-        self._fork = self.lower_fork().compile()
-        self._run_fork(())
+        fork = self.lower_fork().compile()
+        self._run_fork(fork, ())
         jax.block_until_ready(self._state.page_tables)
+        self._fork = fork
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""
@@ -153,9 +160,8 @@ class ModelRunner:
         self._state, output = step(self._weights, self._tables, self._state, packed)
         return PendingOutput(output, self._watcher)
 
-    def _run_fork(self, forks: tuple[Fork, ...]) -> None:
-        assert self._fork is not None, "a row has samples, and `warm_up_fork` was not called"
-        self._state = self._fork(self._state, self._pack_forks(forks))
+    def _run_fork(self, fork: jax.stages.Compiled, forks: tuple[Fork, ...]) -> None:
+        self._state = fork(self._state, self._pack_forks(forks))
 
     def _new_state(self) -> EngineState:
         """On its device to stay, as that is which a step gives: all lower to the same program."""

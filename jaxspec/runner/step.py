@@ -85,8 +85,9 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
         counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
         state = EngineState(rows.put(inputs.index, active), page_tables, cache, draft_logits)
         output = jnp.concatenate([acceptance.tokens, counts], axis=1)
-        # Pinned memory of the host's, so nobody asks for a copy. And in memory of the device's, new
-        # each step, XLA would put temporaries too, and what a graph finds elsewhere it must update.
+        # Pinned host memory: the step writes there, and nobody has to ask for a copy. On a device
+        # an output lies in a new buffer each step, where XLA puts temporaries as well; and wherever
+        # an address changed, a CUDA graph must be updated.
         return state, jax.device_put(output, jax.memory.Space.Host)
 
     # The name that profiles and compilation logs show.

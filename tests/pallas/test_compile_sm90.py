@@ -572,7 +572,7 @@ def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
     [
         (
             "GatedDeltaNet",
-            ["norm_matmul", "gdn_inputs", "gdn_step", "gated_norm_matmul"],
+            ["norm_matmul", "gdn_inputs", "gdn_replay", "gated_norm_matmul"],
         ),
         ("GatedAttention", ["norm_matmul", "attention_inputs", "attend", "split_matmul"]),
     ],
@@ -585,7 +585,7 @@ def test_a_layer_of_few_rows_is_its_kernels(h200, monkeypatch, kind, kernels, wi
     model = nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16")))
     (layer, *_) = (x for x in model.layers[1:] if type(x.mixer).__name__ == kind)
     graph, params = nnx.split(layer)
-    sizes = CacheSizes(num_pages=64, page_size=16, num_slots=3, num_drafts=width - 1)
+    sizes = CacheSizes(64, 16, 3, width - 1, ring_rows(width, 4))
     dtypes = map(jnp.dtype, ("bfloat16", "float32"))
     cache = jax.eval_shape(lambda: init_cache(model.cache_shape(), sizes, *dtypes))
 

@@ -126,3 +126,9 @@ def test_the_kernel_takes_as_many_parts_as_there_may_be():
         x, delta, norm, weight = operands(1, 2048, 64, jnp.bfloat16, parts)
         assert _unsupported(x, delta, norm, weight, gated=False) == why
     assert _unsupported(x, delta[:4], norm, weight, gated=True) == "32 gates"
+
+
+def test_a_weight_for_other_features_is_refused():
+    x, norm = jnp.zeros((2, 64)), jnp.zeros(64)
+    with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
+        norm_matmul(x, None, norm, 1e-6, jnp.zeros((32, 8)))

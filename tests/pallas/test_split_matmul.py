@@ -169,3 +169,13 @@ def test_on_a_gpu_wider_models_run_the_reference():
 def test_what_the_gated_kernel_takes(heads, dim, first, why):
     x, gates, first, norm, _, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
     assert _unsupported(x, gates, first, norm, weight) == why
+
+
+def test_operands_that_do_not_fit_are_refused():
+    heads, norm, weight = jnp.zeros((2, 4, 16)), jnp.zeros(16), jnp.zeros((64, 8))
+    with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
+        split_matmul(jnp.zeros((2, 48)), weight)
+    with pytest.raises(ValueError, match="columns 8 to 71, but there are 71 columns"):
+        gated_norm_matmul(heads, jnp.zeros((2, 71)), 8, norm, 1e-6, weight)
+    with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
+        gated_norm_matmul(heads, jnp.zeros((2, 72)), 8, norm, 1e-6, weight[:32])

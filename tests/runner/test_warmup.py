@@ -4,10 +4,12 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness import SNAPSHOT, model
 
 from jaxspec.config import Buckets
+from jaxspec.plan import Fork, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
@@ -70,6 +72,26 @@ def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
     assert all(runner.is_warm(program) for program in programs(SIZES, ["greedy"]))
     assert warm_up(runner, ["greedy"]) == {}
+
+
+def test_outputs_lie_on_the_host_and_stay(runner):
+    """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
+    (program, *_) = programs(SIZES, ["greedy"])
+    warm_up(runner, ["greedy"])
+    plan = StepPlan(program, runner._empty_plan(program), ())
+    pending = [runner.dispatch(plan) for _ in range(4)]
+    assert pending[0]._packed.sharding.memory_kind == "pinned_host"
+    first = np.array(pending[0]._packed)
+    assert [np.array_equal(x._packed, first) for x in pending] == [True] * 4
+    assert len({x._packed.unsafe_buffer_pointer() for x in pending}) == 4
+
+
+def test_a_plan_with_forks_waits_for_their_program(runner):
+    (program, *_) = programs(SIZES, ["greedy"])
+    runner.warm_up(program)
+    plan = StepPlan(program, runner._empty_plan(program), (Fork(1, 2, 1, 2, 0),))
+    with pytest.raises(RuntimeError, match="Call `warm_up_fork` first"):
+        runner.dispatch(plan)
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):

@@ -52,18 +52,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
-        return self.split(self.joined(x))
-
-    def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
-        """All outputs side by side, for a kernel that reads them where they lie."""
-        return matmul(x, self.weight[...])
+        return self.split(matmul(x, self.weight[...]))
 
     def delta(self, x: Float[Array, "tokens features"]) -> Delta:
         """The output as what is to be added to the residual stream."""
         return split_matmul(x, self.weight[...])
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
-        """What `joined` gave, cut into one array for each entry of `outputs`."""
+        """All outputs side by side, cut into one array for each entry of `outputs`."""
         if len(self.outputs) == 1:
             return (y,)
         ends = [end for _, _, end in self._spans()]
