@@ -31,7 +31,7 @@ class StepConfig:
 
     buckets: Buckets
     model: nnx.GraphDef
-    weights: jax.tree_util.PyTreeDef  # of the model's `nnx.State`; a step gets the leaves
+    weights: Any  # PyTreeDef of the model's `nnx.State`; a step gets the leaves
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
     matmul_precision: str | None = None  # None: JAX's default
