@@ -49,8 +49,8 @@ class DecoderLayer(nnx.Module):
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
         """
-        where = inputs, angles, cache, self.cache_layer
-        x, delta, cache = self.mixer(x, delta, self.input_norm, *where)
+        x, projected = self.input_norm.matmul(x, delta, self.mixer.projection)
+        delta, cache = self.mixer(projected, inputs, angles, cache, self.cache_layer)
         x, delta = self.mlp(x, delta, self.mlp_norm)
         return x, delta, cache
 

@@ -18,7 +18,6 @@ from jaxspec.pallas import mosaic
 from jaxspec.pallas.few_rows import MOST_ROWS
 
 COLUMNS = 64  # of a block
-MULTIPROCESSORS = 132
 _FULL = 227 * 1024  # bytes of shared memory that a block may have
 _RESERVED = 1024  # of a block, by the GPU; as much for barriers
 
@@ -44,7 +43,7 @@ class Product:
         Where there are more blocks than multiprocessors, two fit on one, or some would wait for
         others to end.
         """
-        room = _FULL if blocks <= MULTIPROCESSORS else _FULL // 2 - _RESERVED
+        room = _FULL if blocks <= mosaic.MULTIPROCESSORS else _FULL // 2 - _RESERVED
         room -= _RESERVED + 2 * inner * MOST_ROWS + beside
         ringless = Product(inner, weight.dtype, pieces, gcd(weight.shape[1], COLUMNS), 0)
         chunk = ringless.chunk

@@ -39,8 +39,6 @@ from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import TOGETHER
 from jaxspec.pallas.replay import folding_first
 
-_MULTIPROCESSORS = 132  # with a block each, more blocks do not help
-
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_replay_kernel(
@@ -105,10 +103,13 @@ _OPERANDS = (
 
 
 def _splits(heads, value_dim, dtype):
-    """How many blocks share a head, given the heads of all rows."""
+    """How many blocks share a head, given the heads of all rows.
+
+    With a block on each multiprocessor, more do not help.
+    """
     fewest_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
     splits = 1
-    while 2 * splits * heads <= _MULTIPROCESSORS and value_dim // splits > fewest_values:
+    while 2 * splits * heads <= mosaic.MULTIPROCESSORS and value_dim // splits > fewest_values:
         splits *= 2
     return splits
 

@@ -30,7 +30,8 @@ from jaxspec.pallas.prefill_blocks import (
     store_nothing,
 )
 
-_BLOCKS = 2 * 132  # that an H200 runs at once: registers and shared memory are for two each
+# That an H200 runs at once: registers and shared memory are for two each.
+_BLOCKS = 2 * mosaic.MULTIPROCESSORS
 _LEAST_TILE = 4 * CHUNK  # tokens worth a tile of their own
 
 

@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any
 
 THREADS = 128  # of a block: Mosaic's warpgroup
+MULTIPROCESSORS = 132  # of an H200
 
 
 def load(plgpu, ref, layout) -> Any:

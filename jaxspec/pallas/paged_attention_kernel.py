@@ -21,7 +21,7 @@ from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
 
 def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
-    """The plan for so many blocks a share, from measurements on an H200 (132 multiprocessors).
+    """The plan for so many blocks a share, from measurements on an H200.
 
     Two blocks on a multiprocessor hide each other's waits better than a longer ring does; in 8 bits
     one more fits.
@@ -29,7 +29,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     most = max(1, context // 256)  # a share below 256 positions is not worth its merge
     fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
-    return Plan(keys, 2, max(1, min(fit * 132 // blocks, most, 64)))
+    return Plan(keys, 2, max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64)))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))

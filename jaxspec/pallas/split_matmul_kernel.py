@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.few_rows import MOST_ROWS
-from jaxspec.pallas.few_rows_kernel import COLUMNS, MULTIPROCESSORS, Product, put_out
+from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
 
 
 def parts_of(inner: int, outer: int, unit: int = 64) -> int:
@@ -21,7 +21,7 @@ def parts_of(inner: int, outer: int, unit: int = 64) -> int:
 
     `unit`: features that stay together.
     """
-    most, units = max(1, MULTIPROCESSORS // pl.cdiv(outer, COLUMNS)), inner // unit
+    most, units = max(1, mosaic.MULTIPROCESSORS // pl.cdiv(outer, COLUMNS)), inner // unit
     return max(parts for parts in range(1, most + 1) if units % parts == 0)
 
 

@@ -164,7 +164,7 @@ class ModelRunner:
         self._state = fork(self._state, self._pack_forks(forks))
 
     def _new_state(self) -> EngineState:
-        """On its device to stay, as that is which a step gives: all lower to the same program."""
+        """Committed to its device, as a step's outputs are: both lower to the same program."""
         state = self._init_state(self.buckets)
         return jax.device_put(state, state.page_tables.sharding)
 

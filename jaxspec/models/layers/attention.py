@@ -12,14 +12,13 @@ from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
-from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.attention_inputs import attention_inputs
 from jaxspec.pallas.few_rows import Delta
 from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.prefill_attention import prefill_attention
 
-_Hidden = Float[Array, "tokens hidden"]
+_Projected = Float[Array, "tokens outputs"]
 
 
 def attend(
@@ -71,24 +70,22 @@ class Attention(nnx.Module):
         self.norms = declare((2, config.head_dim), dtype, init)
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
 
+    @property
+    def projection(self) -> Linear:
+        """What the normed residual stream is multiplied with first, all side by side."""
+        return self.qkv
+
     def __call__(
-        self,
-        x: _Hidden,
-        delta: Delta,
-        norm: RMSNorm,
-        inputs: ModelInputs,
-        angles: Rotation,
-        cache: HybridCache,
+        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
         layer: int,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
-        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds to it.
+    ) -> tuple[Delta, HybridCache]:  # fmt: skip
+        """What is to be added to the residual stream, given what `projection` makes of it.
 
         `layer` is the index among the cache's attention layers.
         """
         config = self.config
-        x, qkv = norm.matmul(x, delta, self.qkv)
         queries, kv = attention_inputs(
-            qkv,
+            projected,
             self.norms[...],
             angles,
             cache.kv,
@@ -101,11 +98,11 @@ class Attention(nnx.Module):
         )
         attended = attend(queries, kv, layer, inputs)
         if self.gated:
-            q, _, _ = self.qkv.split(qkv)
+            q, _, _ = self.qkv.split(projected)
             gate = split_heads(q, config.num_heads)[..., config.head_dim :]
             attended = attended * jax.nn.sigmoid(gate)
-        delta = self.out.delta(attended.reshape(x.shape[0], -1))
-        return x, delta, dataclasses.replace(cache, kv=kv)
+        delta = self.out.delta(attended.reshape(projected.shape[0], -1))
+        return delta, dataclasses.replace(cache, kv=kv)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""

@@ -23,7 +23,7 @@ from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 from jaxspec.pallas.split_matmul import gated_norm_matmul
 
-_Hidden = Float[Array, "tokens hidden"]
+_Projected = Float[Array, "tokens outputs"]
 
 
 class GatedDeltaNet(nnx.Module):
@@ -53,22 +53,20 @@ class GatedDeltaNet(nnx.Module):
         self.norm = RMSNorm(config.linear_value_dim, config.rms_norm_eps, jnp.float32)
         self.out_proj = Linear(values, {"out_proj": config.hidden_size}, dtype)
 
+    @property
+    def projection(self) -> Linear:
+        """What the normed residual stream is multiplied with first, all side by side."""
+        return self.in_proj
+
     def __call__(
-        self,
-        x: _Hidden,
-        delta: Delta,
-        norm: RMSNorm,
-        inputs: ModelInputs,
-        angles: Rotation,
-        cache: HybridCache,
+        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
         layer: int,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
-        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds to it.
+    ) -> tuple[Delta, HybridCache]:  # fmt: skip
+        """What is to be added to the residual stream, given what `projection` makes of it.
 
         `layer` is the index among the cache's recurrent layers; positions are not used.
         """
         del angles
-        x, projected = norm.matmul(x, delta, self.in_proj)
         split = inputs.num_decode_tokens
         out, cache = self._verify(projected[:split], inputs, cache, layer)
         if inputs.prefill is not None:
@@ -76,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
             out = jnp.concatenate([out, chunks])
         weights = self.norm.weight[...], self.norm.eps, self.out_proj.weight[...]
         # The gates lie behind the channels.
-        return x, gated_norm_matmul(out, projected, self.config.conv_dim, *weights), cache
+        return gated_norm_matmul(out, projected, self.config.conv_dim, *weights), cache
 
     @property
     def _heads(self) -> GdnHeads:
