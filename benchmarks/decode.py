@@ -59,6 +59,7 @@ class Case:
     state_dtype: str
     kv_dtype: str | None
     max_in_flight: int
+    steps_per_dispatch: int
     prompt: int
     tokens: int
 
@@ -84,6 +85,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
         state_dtype=case.state_dtype,
         kv_dtype=case.kv_dtype,
         max_in_flight=case.max_in_flight,
+        steps_per_dispatch=case.steps_per_dispatch,
         max_num_seqs=case.rows,
         max_model_len=case.prompt + longest,
         max_prefill_seqs=-(-chunk // case.prompt),
@@ -145,7 +147,8 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
 
 def steady_tokens(case: Case, steps: int) -> int:
     """The most a row can get in `steady_steps`, and some behind it: no row may end."""
-    return (2 * ROUNDS * steps + PROFILED + 8) * (1 + case.drafts)
+    unknown = (3 + case.max_in_flight) * case.steps_per_dispatch  # to the scheduler
+    return (2 * ROUNDS * steps + PROFILED + 8 + unknown) * (1 + case.drafts)
 
 
 def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespace) -> Figures:
@@ -158,17 +161,23 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     llm._submit(groups)
     while not all(sample.token_ids for (sample,) in groups):
         llm._step()
-    rounds = []
+    rounds, calls = [], max(1, steps // case.steps_per_dispatch)
+    steps = calls * case.steps_per_dispatch
     for _ in range(ROUNDS):
         engine.drain()
         before, begin = dict(vars(engine.metrics)), time.perf_counter()
-        for _ in range(steps):
+        for _ in range(calls):
             llm._step()
         engine.drain()
         by_engine, after = time.perf_counter() - begin, vars(engine.metrics)
         host = {name: after[name + "_time"] - before[name + "_time"] for name in HOST}
-        rounds.append({"engine": by_engine, "back_to_back": back_to_back(llm, steps), **host})
-    kernels = kernel_times(lambda: back_to_back(llm, PROFILED), PROFILED) if profile else {}
+        rounds.append({"engine": by_engine, "back_to_back": back_to_back(llm, calls), **host})
+    profiled = -(-PROFILED // case.steps_per_dispatch)
+    kernels = (
+        kernel_times(lambda: back_to_back(llm, profiled), profiled * case.steps_per_dispatch)
+        if profile
+        else {}
+    )
     llm._forget(groups)
     middle = {k: statistics.median(times[k] for times in rounds) / steps for k in rounds[0]}
     gap = statistics.median(times["engine"] / times["back_to_back"] for times in rounds) - 1
@@ -177,13 +186,13 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     return {**milliseconds, "gap": gap, **kernels}
 
 
-def back_to_back(llm: LLM, steps: int) -> float:
-    """Seconds of `steps` steps that are planned, and on the device, before the first begins.
+def back_to_back(llm: LLM, calls: int) -> float:
+    """Seconds of `calls` dispatches that are planned, and on the device, before the first begins.
 
     A plan needs no more than an upper bound of each length, so it can be made so early.
     """
     scheduler, runner = llm._scheduler, llm._runner
-    scheduled = [scheduler.schedule() for _ in range(steps)]
+    scheduled = [scheduler.schedule() for _ in range(calls)]
     plans = [step.plan for step in scheduled]
     plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed)) for plan in plans]
     jax.block_until_ready([plan.packed for plan in plans])
@@ -300,6 +309,7 @@ def main() -> None:
     parser.add_argument("--state-dtype", default="float32")
     parser.add_argument("--kv-dtype")
     parser.add_argument("--max-in-flight", type=int, default=2)
+    parser.add_argument("--steps-per-dispatch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--tokens", type=int, default=256, help="new ones (default 256)")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")

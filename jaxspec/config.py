@@ -36,6 +36,7 @@ class Buckets:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     max_prefill_seqs: int = 4  # prompts a step can advance
+    steps_per_dispatch: int = 1  # decode steps that one call of a program may make
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=512, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
@@ -47,6 +48,7 @@ class Buckets:
             max_model_len=self.max_model_len,
             page_size=self.page_size,
             max_prefill_seqs=self.max_prefill_seqs,
+            steps_per_dispatch=self.steps_per_dispatch,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
@@ -152,6 +154,10 @@ class Buckets:
         return [(rows, 0) for rows in self.decode_rows] + [
             (rows, tokens) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
+
+    def num_steps(self, prefill_tokens: int) -> list[int]:
+        """How many steps a program with so many prompt tokens makes: one has a program each."""
+        return sorted({1, self.steps_per_dispatch if prefill_tokens == 0 else 1})
 
     def round_up(self, num_decode: int, num_prefill_tokens: int) -> tuple[int, int]:
         """The smallest compiled shape that holds a step."""

@@ -34,7 +34,7 @@ class Runner(Protocol):
 class EngineMetrics:
     """Steps dispatched, and where the host's time went (seconds)."""
 
-    num_steps: int = 0
+    num_steps: int = 0  # a dispatch may make several
     plan_time: float = 0.0
     dispatch_time: float = 0.0
     wait_time: float = 0.0  # for the device
@@ -65,8 +65,8 @@ class Engine:
         host    plan 0 | plan 1, collect 0 | plan 2, collect 1 | ...
         device         | step 0            | step 1            | ...
 
-    `max_in_flight` is how many steps may stay uncollected: 1 overlaps as drawn, 0 collects each
-    step before planning the next, which is the synchronous engine.
+    `max_in_flight` is how many dispatches may stay uncollected: 1 overlaps as drawn, 0 collects
+    each before planning the next, which is the synchronous engine.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
@@ -95,7 +95,7 @@ class Engine:
             pending = self.runner.dispatch(step.plan)
             dispatched = time.perf_counter()
             self._in_flight.append((step, pending, (started, planned, dispatched)))
-            self.metrics.num_steps += 1
+            self.metrics.num_steps += step.plan.program.num_steps
             self.metrics.dispatch_time += dispatched - planned
         if step is None and not self._in_flight and self.scheduler.has_work:
             raise RuntimeError(

@@ -27,9 +27,14 @@ class Intake:
         request_key: Callable[[Sequence[int], int], int],
         seed: int,
     ):
-        """`request_key(prompt, seed)` is the proposer's; `seed` serves requests without one."""
+        """`eos_ids` are the model's; the tokenizer's count too, where the vocabulary has them.
+
+        `request_key(prompt, seed)` is the proposer's; `seed` serves requests without one.
+        """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_ids, self._request_key, self._seed = tuple(eos_ids), request_key, seed
+        ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        self._eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
+        self._request_key, self._seed = request_key, seed
         self._num_prompts = 0
 
     def make(

@@ -42,12 +42,12 @@ class LLM:
             drafts if the checkpoint has the head; None: plain decoding.
         load_format: "auto"; "dummy": random weights, for which `config.json` is enough.
         dtype: "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 elsewhere).
-        state_policy: "snapshot" or "replay" (`StateConfig`); "auto": replay where kernels run.
-        state_dtype: of recurrent states, "float32", "float16" or "bfloat16".
+        state_policy, state_dtype: as in `StateConfig`; "auto": replay where kernels run.
         kv_dtype: of cached keys and values, "bfloat16" or "float8_e4m3fn"; None: the model's.
         max_num_seqs: samples that run at once.
         max_model_len: tokens of a sample, prompt and output; at most what the model was made for.
-        max_in_flight: steps that may be uncollected; 0 is the synchronous engine.
+        max_in_flight: dispatches that may be uncollected; 0 is the synchronous engine.
+        steps_per_dispatch: decode steps that the host hands over at once while no prompt waits.
         page_size: tokens of a KV page.
         num_pages: pages of the pool; None: as `max_num_seqs` of `max_model_len` need, if they fit.
         gpu_memory_utilization: share of a GPU's memory that weights and caches may take, in (0, 1],
@@ -78,6 +78,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_in_flight: int = 2,
+        steps_per_dispatch: int = 1,
         page_size: int = 16,
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -102,7 +103,6 @@ class LLM:
         budget = MemoryBudget.of(gpu_memory_utilization, num_pages)
         loaded = load_model(folder, array_type, load_format=load_format, progress=progress)
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        text_eos = self.tokenizer.eos_ids if self.tokenizer else ()
         config = SpeculativeConfig.resolve(speculative_config, loaded.has_draft_head)
         buckets = Buckets.of(
             max_num_seqs=max_num_seqs,
@@ -113,6 +113,7 @@ class LLM:
             decode_rows=decode_buckets,
             prefill_tokens=prefill_buckets,
             max_prefill_seqs=max_prefill_seqs,
+            steps_per_dispatch=steps_per_dispatch,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
         )
@@ -132,11 +133,10 @@ class LLM:
         self._engine = Engine(self._scheduler, self._runner, max_in_flight=max_in_flight)
         self._samples: dict[Request, Sample] = {}
         self._compile_seconds: dict[str, float] = {}
-        ids = set(range(loaded.vocab_size))  # a configuration may name others
         self._intake = Intake(
             self.tokenizer,
             vocab_size=loaded.vocab_size,
-            eos_ids=sorted({*loaded.eos_token_ids, *text_eos} & ids),
+            eos_ids=loaded.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=seed,
         )

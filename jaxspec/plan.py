@@ -7,7 +7,7 @@ rows, the device unpacks them. No JAX here; `PackedLayout.unpack` slices NumPy a
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,6 +72,7 @@ class Program:
     decode_rows: int  # rows of the decode rectangle
     prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
     variant: Variant  # what its sampling can do
+    num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
 
 
 @functools.cache
@@ -80,9 +81,9 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     rows, drafts, page_size = buckets.max_num_seqs, buckets.num_drafts, buckets.page_size
     seqs = buckets.prefill_seqs(program.prefill_tokens)
     new = buckets.max_new_rows
-    # A row's reserve grows by at most 3K + 1 positions a step: 1 + K verified, then the draft
-    # head's own; a chunk of prompt adds its own length.
-    growth = 1 + -(-(3 * drafts + 1) // page_size)
+    # A row's reserve grows by at most 1 + K positions a step, those verified, and the 2K of the
+    # draft head; a chunk of prompt adds its own length.
+    growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
     return PackedLayout(
         prev_positions=(rows,),
@@ -104,19 +105,53 @@ def output_layout(num_drafts: int) -> PackedLayout:
     return PackedLayout(tokens=(1 + num_drafts,), num_drafts=(), num_accepted=(), finish=())
 
 
+class RowOutput(NamedTuple):
+    """What the steps of one dispatch gave one row together."""
+
+    tokens: tuple[int, ...]  # emitted ids
+    finish: int  # a `Finish`
+    num_verifies: int  # that had drafts
+    num_drafts: int  # verified
+    accepted: list[int]  # [K]; in how many verifies the first draft stood, the first two, ...
+
+
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What a step gave, on the host: rows of the decode bucket, then the prefill region's."""
+    """What the steps of one dispatch gave, on the host.
 
-    tokens: np.ndarray  # int32 [rows, 1 + drafts]; emitted ids, then -1
-    num_drafts: np.ndarray  # int32 [rows]; drafts verified
-    num_accepted: np.ndarray  # int32 [rows]; of those, how many stand
-    finish: np.ndarray  # int32 [rows]; a `Finish`
+    Its rows are those of the decode bucket, then the prefill region's.
+    """
+
+    tokens: np.ndarray  # int32 [steps, rows, 1 + drafts]; emitted ids, then -1
+    num_drafts: np.ndarray  # int32 [steps, rows]; drafts verified
+    num_accepted: np.ndarray  # int32 [steps, rows]; of those, how many stand
+    finish: np.ndarray  # int32 [steps, rows]; a `Finish`, which stays once it is set
 
     @staticmethod
     def unpack(packed: np.ndarray) -> "StepOutput":
-        """From the array `[rows, output_layout(K).size]` the device wrote."""
-        return StepOutput(**output_layout(packed.shape[1] - output_layout(0).size).unpack(packed))
+        """From the array `[steps, rows, output_layout(K).size]` the device wrote."""
+        return StepOutput(**output_layout(packed.shape[-1] - output_layout(0).size).unpack(packed))
+
+    def by_row(self) -> list[RowOutput]:
+        """The steps joined, row by row. NumPy does the counting: Python's would be seen."""
+        num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
+        tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
+        emitted = tokens != -1
+        ends = emitted.sum(axis=1).cumsum().tolist()
+        flat = tuple(tokens[emitted].tolist())
+        stood = self.num_accepted[:, :, None] > np.arange(num_drafts)
+        return [
+            RowOutput(flat[begin:end], *others)
+            for begin, end, *others in zip(
+                [0, *ends[:-1]],
+                ends,
+                self.finish[-1].tolist(),
+                np.count_nonzero(self.num_drafts, axis=0).tolist(),
+                self.num_drafts.sum(axis=0).tolist(),
+                stood.sum(axis=0).tolist(),
+                strict=True,
+            )
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +167,10 @@ class Fork:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One step as the device needs it. `packed` is fresh for every step and never written again."""
+    """One dispatch as the device needs it: what it says holds for all its steps.
+
+    `packed` is fresh for every dispatch and never written again.
+    """
 
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, buckets)`

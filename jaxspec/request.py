@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 import numbers
 import time
 from collections.abc import Sequence
@@ -121,15 +122,16 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_tokens: int = 0
 
-    def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one verify step of `num_drafts` drafts of which the first `num_accepted` stood."""
-        self.num_drafts += 1
+    def record(self, num_verifies: int, num_drafts: int, accepted: Sequence[int]) -> None:
+        """Count verify steps of `num_drafts` drafts together.
+
+        `accepted`: in how many of them the first draft stood, the first two, ...
+        """
+        self.num_drafts += num_verifies
         self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        if (missing := num_drafts - len(self.accepted_per_position)) > 0:
-            self.accepted_per_position.extend([0] * missing)
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+        self.num_accepted_tokens += sum(accepted)
+        both = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
+        self.accepted_per_position = [before + now for before, now in both]
 
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":

@@ -117,10 +117,15 @@ class FakeDevice:
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
         lens = values["prefill_lens"]
-        output = _empty_output(plan.program.decode_rows + len(lens), self.buckets.num_drafts)
+        num_rows, drafts = plan.program.decode_rows + len(lens), self.buckets.num_drafts
+        outputs = [_empty_output(num_rows, drafts) for _ in range(plan.program.num_steps)]
         self.log.append(([], []))
-        for row in range(num_decode):
-            self._decode(row, output, step.decodes[row])
+        for row, entry in enumerate(step.decodes):
+            self._check_needed(self.rows[row])
+            for output in outputs:
+                self._decode(row, output)
+            emitted = sum(np.count_nonzero(output.tokens[row] != -1) for output in outputs)
+            assert emitted <= entry.bound
         start = 0
         for seq, length in enumerate(lens[lens > 0]):
             tokens = values["prefill_tokens"][start : start + length]
@@ -129,14 +134,14 @@ class FakeDevice:
                 num_decode + seq,
                 tokens,
                 values["lookahead_tokens"][seq],
-                output,
+                *outputs,
                 plan.program.decode_rows + seq,
                 step.prefills[seq],
             )
         for row in filter(None, self.rows):
             assert row.finish or row.num_computed < row.request.tokens_bound, "not a bound"
         self.uncollected.append(step)
-        return output
+        return StepOutput(*map(np.stack, zip(*(vars(x).values() for x in outputs), strict=True)))
 
     def collected(self, step):
         """The scheduler was given this step's output."""
@@ -145,7 +150,9 @@ class FakeDevice:
     def num_uncollected(self, request, generation=None):
         """Steps the host has not heard of in which `request` must emit."""
         return sum(
-            entry.request is request and entry.bound > 0 and generation in (None, entry.generation)
+            step.plan.program.num_steps
+            * (entry.request is request)
+            * (entry.bound > 0 and generation in (None, entry.generation))
             for step in self.uncollected
             for entry in step.decodes + step.prefills
         )
@@ -279,11 +286,13 @@ class FakeDevice:
         assert context == truth, "keys and values of other tokens"
         self.num_scheduled += len(tokens)
 
-    def _decode(self, index, output, entry):
-        row, fields = self.rows[index], self.rows[index].fields
+    def _check_needed(self, row):
         self.log[-1][0].append(row.request.seed)
         sure = len(row.request.tokens) + self.num_uncollected(row.request)
-        assert sure < fields["max_len"], "dispatched although it must have finished"
+        assert sure < row.fields["max_len"], "dispatched although it must have finished"
+
+    def _decode(self, index, output):
+        row, fields = self.rows[index], self.rows[index].fields
         output.finish[index] = row.finish
         if row.finish:
             self.num_wasted += 1
@@ -299,7 +308,6 @@ class FakeDevice:
             accepted += 1
         output.num_drafts[index], output.num_accepted[index] = len(drafts), accepted
         self._emit(row, targets[: accepted + 1], accepted + 1, output, index)
-        assert np.count_nonzero(output.tokens[index] + 1) <= entry.bound
 
     def _prefill(self, index, tokens, lookahead, output, place, entry):
         row, length = self.rows[index], len(tokens)

@@ -63,6 +63,7 @@ class Harness:
         draft_vocab=None,
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
+        steps_per_dispatch: int = 1,
         chunk: int | None = None,
         num_pages: int = 400,
         page_size: int = 4,
@@ -93,6 +94,7 @@ class Harness:
             decode_rows=decode_rows,
             prefill_tokens=prefill_tokens,
             max_prefill_seqs=3,
+            steps_per_dispatch=steps_per_dispatch,
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
         )

@@ -56,10 +56,10 @@ class FakePending:
     def result(self):
         assert self.runner.in_flight.popleft() == self.number, "collected out of order"
         self.runner.log.append(("collect", self.number))
-        zeros = np.zeros(len(self.tokens), np.int32)
+        zeros = np.zeros((1, len(self.tokens)), np.int32)
         # The host itself must end nothing: finish is the device's word, here the last step's.
         finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
-        return StepOutput(self.tokens, zeros, zeros, finish)
+        return StepOutput(self.tokens[None], zeros, zeros, finish)
 
     def done_time(self):
         return 100.0 + self.number

@@ -198,6 +198,27 @@ def test_a_draft_vocabulary_never_changes_output():
 
 
 @pytest.mark.parametrize(
+    "drafts, params, options",
+    [
+        (0, GREEDY, {"max_in_flight": 0}),
+        (3, SAMPLED, {"states": REPLAY, "chunk": 7}),
+        (3, SAMPLED, {"states": REPLAY, "num_pages": 16}),
+    ],
+    ids=["plain", "drafts", "preemption"],
+)
+def test_several_steps_at_once_change_no_output(drafts, params, options):
+    engine = harness(
+        "qwen3_5", "oracle-mixed" if drafts else "mtp", drafts, params,
+        steps_per_dispatch=3, **options,
+    )  # fmt: skip
+    engine.engine.trace = []
+    assert run_with_arrivals(engine, params, 2).check() <= 1
+    dispatched = [times.program.num_steps for times in engine.engine.trace]
+    assert set(dispatched) == {1, 3} and dispatched.count(3) >= 3
+    assert engine.engine.metrics.num_steps == sum(dispatched)
+
+
+@pytest.mark.parametrize(
     "depth, chunk, num_pages, vocab",
     [(0, 1, 400, None), (3, 7, 400, None), (2, 64, 16, None), (3, 7, 400, SOME_IDS)],
     ids=["chunks", "flight", "preemption", "vocabulary"],

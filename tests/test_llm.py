@@ -89,11 +89,11 @@ def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["snapshot", "replay"])
-def test_on_a_gpu_a_step_runs_kernels_and_gives_the_published_ids(policy, monkeypatch):
+@pytest.mark.parametrize("policy, steps", [("snapshot", 1), ("replay", 1), ("replay", 4)])
+def test_on_a_gpu_a_step_runs_kernels_and_gives_the_published_ids(policy, steps, monkeypatch):
     monkeypatch.setattr(dispatch, "_chosen", {})
     sizes = {"max_num_seqs": 16, "decode_buckets": [16], "prefill_buckets": [256]}
-    llm = LLM(**OPTIONS | sizes, state_policy=policy)
+    llm = LLM(**OPTIONS | sizes, state_policy=policy, steps_per_dispatch=steps)
     check_held_out_prompts(llm)
     ran = llm.metrics()["implementations"]
     recurrence = {"snapshot": "gdn_step", "replay": "gdn_replay"}[policy]

@@ -5,6 +5,7 @@ from jaxspec.config import Buckets
 from jaxspec.plan import (
     PackedLayout,
     Program,
+    RowOutput,
     StepOutput,
     batch_row_layout,
     output_layout,
@@ -90,11 +91,26 @@ def test_every_plan_is_a_fresh_array():
 @pytest.mark.parametrize("num_drafts", [0, 1, 8])
 def test_an_output_comes_back_as_the_device_wrote_it(num_drafts):
     layout = output_layout(num_drafts)
-    packed = np.arange(3 * layout.size, dtype=np.int32).reshape(3, -1)
+    packed = np.arange(2 * 3 * layout.size, dtype=np.int32).reshape(2, 3, -1)
     output = StepOutput.unpack(packed)
-    columns = [output.tokens, *(x[:, None] for x in (output.num_drafts, output.num_accepted))]
-    assert output.tokens.shape == (3, 1 + num_drafts)
-    np.testing.assert_array_equal(np.concatenate([*columns, output.finish[:, None]], 1), packed)
+    counts = np.stack([output.num_drafts, output.num_accepted, output.finish], axis=-1)
+    assert output.tokens.shape == (2, 3, 1 + num_drafts)
+    np.testing.assert_array_equal(np.concatenate([output.tokens, counts], axis=-1), packed)
+
+
+def test_the_steps_of_a_dispatch_are_joined_row_by_row():
+    """Two steps of three rows: one goes on, one ends in the first step, one is empty."""
+    output = StepOutput(
+        tokens=np.array([[[5, 6, -1], [7, -1, -1], [-1] * 3], [[8, -1, -1], [-1] * 3, [-1] * 3]]),
+        num_drafts=np.array([[2, 0, 0], [1, 0, 0]]),
+        num_accepted=np.array([[1, 0, 0], [0, 0, 0]]),
+        finish=np.array([[0, 1, 0], [0, 1, 0]]),
+    )
+    assert output.by_row() == [
+        RowOutput((5, 6, 8), 0, num_verifies=2, num_drafts=3, accepted=[1, 0]),
+        RowOutput((7,), 1, num_verifies=0, num_drafts=0, accepted=[0, 0]),
+        RowOutput((), 0, num_verifies=0, num_drafts=0, accepted=[0, 0]),
+    ]
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 8])

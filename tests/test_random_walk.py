@@ -12,10 +12,10 @@ SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
     [
         (2, None, 40, SMALL),
         (0, 3, 40, SMALL),
-        (3, 7, 24, {}),
+        (3, 7, 24, {"steps_per_dispatch": 2}),
         (1, 5, 24, {"states": REPLAY}),
     ],
-    ids=["several programs", "synchronous", "deep and short of pages", "replay"],
+    ids=["several programs", "synchronous", "deep, in twos and short of pages", "replay"],
 )
 def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     depth, chunk, num_pages, options

@@ -75,14 +75,16 @@ def test_the_variant_is_the_least_that_can_serve_the_request(changes, variant):
 @pytest.mark.parametrize(
     ("steps", "totals", "per_position"),
     [
-        # (drafts, accepted) of each verify, of the peer's table; a step without drafts is none.
-        ([(3, 3)], (1, 3, 3), [1, 1, 1]),
-        ([(3, 1)], (1, 3, 1), [1, 0, 0]),
-        ([(2, 2), (1, 1)], (2, 3, 3), [2, 1]),
-        ([(1, 1), (2, 2)], (2, 3, 3), [2, 1]),
-        ([(1, 1)], (1, 1, 1), [1]),
+        # (verifies, drafts, accepted by position), totals of the peer's table.
+        ([(1, 3, [1, 1, 1])], (1, 3, 3), [1, 1, 1]),
+        ([(1, 3, [1, 0, 0])], (1, 3, 1), [1, 0, 0]),
+        ([(1, 2, [1, 1]), (1, 1, [1])], (2, 3, 3), [2, 1]),
+        ([(1, 1, [1]), (1, 2, [1, 1])], (2, 3, 3), [2, 1]),
+        ([(1, 1, [1])], (1, 1, 1), [1]),
         ([], (0, 0, 0), []),
-        ([(3, 2), (3, 1)], (2, 6, 3), [2, 1, 0]),
+        ([(0, 0, [0, 0, 0]), (1, 1, [0, 0, 0])], (1, 1, 0), [0, 0, 0]),
+        ([(1, 3, [1, 1, 0]), (1, 3, [1, 0, 0])], (2, 6, 3), [2, 1, 0]),
+        ([(2, 6, [2, 1, 0])], (2, 6, 3), [2, 1, 0]),
     ],
 )
 def test_acceptance_statistics_equal_the_table(steps, totals, per_position):
@@ -110,7 +112,7 @@ def test_no_request_shares_what_grows():
     one, other = Request((1, 2), params, 0), Request((1, 2), params, 0)
     one.tokens.append(3)
     one.pages.append(4)
-    one.metrics.record(1, 1)
+    one.metrics.record(1, 1, [1])
     assert (other.tokens, other.pages, other.metrics.num_drafts) == ([1, 2], [], 0)
     assert one != other and len({one, other}) == 2
 

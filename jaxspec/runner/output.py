@@ -1,4 +1,4 @@
-"""PendingOutput: a step's output that the device may still owe; nothing else waits for it."""
+"""PendingOutput: a dispatch's output that the device may still owe; nothing else waits for it."""
 
 import time
 from concurrent.futures import Executor, Future
@@ -13,7 +13,7 @@ class PendingOutput:
     """The packed output of a dispatched step, which puts it into the host's memory."""
 
     def __init__(self, packed: jax.Array, watcher: Executor | None = None):
-        """`packed`: int32 `[rows, output_layout(K).size]`.
+        """`packed`: int32 `[steps, rows, output_layout(K).size]`.
 
         A `watcher` (one thread, for traces) notes when the step was done.
         """

@@ -1,6 +1,6 @@
-"""The step: one engine step from plan to output, as one program. Read this file first.
+"""The step: from plan to output, as one program. Read this file first.
 
-remap -> prepare -> forward -> verify -> update -> draft
+remap -> prepare -> forward -> verify -> update -> draft, all but the first as often as asked
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxspec.config import Buckets
+from jaxspec.models.base import Model
 from jaxspec.plan import Program, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
@@ -47,49 +48,74 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
 
     `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
-    donated. The output is int32 `[decode rows + seqs, output_layout(K).size]`, on the host.
+    donated. The output is int32 `[steps, decode rows + seqs, output_layout(K).size]`, on the host.
     """
 
-    def step(*arguments: Any) -> tuple[EngineState, Array]:
-        with jax.default_matmul_precision(config.matmul_precision):
-            return one_step(*arguments)
-
-    def one_step(
+    def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, Int[Array, "rows fields"]]:
+    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
         plan = plan_layout(program, config.buckets).unpack(packed)
-        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
-        entries = BatchState(plan["new_rows"])
-        new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
-        rows = remap(state.rows, plan["prev_positions"], new_rows)
-        page_tables = update_page_tables(state.page_tables, new_rows, plan)
-        inputs = prepare(rows, page_tables, plan, config.buckets.page_size, program.decode_rows)
-
-        hidden, cache = model.hidden(inputs.model, state.cache)
-        logits = model.logits(hidden[inputs.logit_index])
-        acceptance = verify(logits, inputs, state.draft_logits, config.verifier, program.variant)
-        acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
-        lens, ring_rows = plan["prefill_lens"], state.cache.ring_rows
-        active = update(inputs.active, acceptance, finish, lens, ring_rows)
-
-        draft_logits = state.draft_logits
-        if config.proposer is not None:
-            asked = draft_inputs(hidden, inputs, acceptance, active, program.variant)
-            drafts, cache = config.proposer.propose(model, asked, cache, tables)
-            active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
-            if draft_logits is not None and drafts.logits is not None:
-                slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
-                draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
-
-        num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
-        counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
-        state = EngineState(rows.put(inputs.index, active), page_tables, cache, draft_logits)
-        output = jnp.concatenate([acceptance.tokens, counts], axis=1)
+        with jax.default_matmul_precision(config.matmul_precision):
+            model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+            state, output = jax.lax.scan(
+                lambda state, _: _one_step(config, program, model, tables, plan, state),
+                _place_rows(config, state, plan),
+                length=program.num_steps,
+                unroll=program.num_steps == 1,  # then no loop
+            )
         # Pinned host memory: the step writes there, and nobody has to ask for a copy. On a device
         # an output lies in a new buffer each step, where XLA puts temporaries as well; and wherever
         # an address changed, a CUDA graph must be updated.
         return state, jax.device_put(output, jax.memory.Space.Host)
 
     # The name that profiles and compilation logs show.
-    step.__name__ = f"step_{program.decode_rows}_{program.prefill_tokens}_{program.variant}"
+    times = f"_{program.num_steps}_times" if program.num_steps > 1 else ""
+    shape = f"{program.decode_rows}_{program.prefill_tokens}"
+    step.__name__ = f"step_{shape}_{program.variant}{times}"
     return step
+
+
+def _place_rows(config: StepConfig, state: EngineState, plan: dict[str, Array]) -> EngineState:
+    """The rows and pages that the plan speaks of."""
+    entries = BatchState(plan["new_rows"])
+    new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
+    return dataclasses.replace(
+        state,
+        rows=remap(state.rows, plan["prev_positions"], new_rows),
+        page_tables=update_page_tables(state.page_tables, new_rows, plan),
+    )
+
+
+def _one_step(
+    config: StepConfig,
+    program: Program,
+    model: Model,
+    tables: Any,
+    plan: dict[str, Array],
+    state: EngineState,
+) -> tuple[EngineState, Int[Array, "rows fields"]]:
+    """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
+    page_size = config.buckets.page_size
+    inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
+
+    hidden, cache = model.hidden(inputs.model, state.cache)
+    logits = model.logits(hidden[inputs.logit_index])
+    acceptance = verify(logits, inputs, state.draft_logits, config.verifier, program.variant)
+    acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
+    active = update(inputs.active, acceptance, finish, plan["prefill_lens"], state.cache.ring_rows)
+
+    draft_logits = state.draft_logits
+    if config.proposer is not None:
+        asked = draft_inputs(hidden, inputs, acceptance, active, program.variant)
+        drafts, cache = config.proposer.propose(model, asked, cache, tables)
+        active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
+        if draft_logits is not None and drafts.logits is not None:
+            slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
+            draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
+
+    num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
+    counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
+    state = dataclasses.replace(
+        state, rows=state.rows.put(inputs.index, active), cache=cache, draft_logits=draft_logits
+    )
+    return state, jnp.concatenate([acceptance.tokens, counts], axis=1)

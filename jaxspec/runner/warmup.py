@@ -18,7 +18,12 @@ _Job = tuple[str, Callable[[], jax.stages.Lowered], Callable[[], None]]  # words
 
 def programs(buckets: Buckets, variants: Iterable[Variant]) -> list[Program]:
     """Every program that steps of these sampling variants can need."""
-    return [Program(*shape, variant) for variant in variants for shape in buckets.shapes()]
+    return [
+        Program(rows, tokens, variant, num_steps)
+        for variant in variants
+        for rows, tokens in buckets.shapes()
+        for num_steps in buckets.num_steps(tokens)
+    ]
 
 
 def warm_up(
@@ -89,4 +94,5 @@ def _words(program: Program) -> str:
     """A program as a person would name it: "8 rows, 64 prompt tokens, greedy"."""
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
-    return f"{rows}{prompt}, {program.variant}"
+    steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""
+    return f"{rows}{prompt}, {program.variant}{steps}"

@@ -12,6 +12,7 @@ class NextStep:
     """What one call of `Scheduler.schedule` has gathered so far."""
 
     budget: int  # prompt tokens still to give away
+    num_steps: int  # that the dispatch makes
     decodes: list[Request] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     # Children, each with its generation and its fork.
@@ -25,7 +26,7 @@ class Entry(NamedTuple):
 
     request: Request
     generation: int
-    bound: int  # most tokens the step can emit for it; 0: a chunk that does not end its prompt
+    bound: int  # most tokens the dispatch can emit for it; 0: a chunk that does not end its prompt
 
 
 @dataclasses.dataclass(frozen=True)

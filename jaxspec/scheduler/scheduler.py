@@ -77,8 +77,9 @@ class Scheduler:
             self._forget_follower(request)
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step, or None when nothing can be dispatched before results arrive."""
-        step = NextStep(self._prompt_budget())
+        """Plan the next dispatch, or None when none can be made before results arrive."""
+        budget = self._prompt_budget()
+        step = NextStep(budget, self._num_steps(budget))
         index = 0
         while index < len(self.running):  # followers join at the end, victims leave from there
             request = self.running[index]
@@ -89,33 +90,29 @@ class Scheduler:
         return self._dispatch(step) if step.decodes or step.prefills else None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
-        """Record a step's results, keyed by request and generation."""
+        """Record a dispatch's results, keyed by request and generation."""
         progress = []
-        first_prefill = step.plan.program.decode_rows
-        rows = list(enumerate(step.decodes)) + list(enumerate(step.prefills, first_prefill))
+        program, given = step.plan.program, output.by_row()
+        rows = list(enumerate(step.decodes))
+        rows += enumerate(step.prefills, program.decode_rows)
         now = time.monotonic()
-        num_emitted = (output.tokens != -1).sum(axis=1)
-        fields = output.tokens, num_emitted, output.num_drafts, output.num_accepted, output.finish
-        given = list(zip(*(x.tolist() for x in fields), strict=True))  # quicker than elements
         for row, entry in rows:
             request = entry.request
             if not entry.bound or request.finish or entry.generation != request.generation:
                 continue
-            request.in_flight -= 1
+            request.in_flight -= program.num_steps
             request.in_flight_bound -= entry.bound
-            emitted, count, num_drafts, num_accepted, finish = given[row]
-            tokens = tuple(emitted[:count])
-            if not tokens and not finish:
+            got = given[row]
+            if not got.tokens and not got.finish:
                 raise RuntimeError(
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
-            self._record(request, tokens, now)
-            if num_drafts:
-                request.metrics.record(num_drafts, num_accepted)
-            if finish:
-                self.end(request, Finish(finish))
-            progress.append(Progress(request, tokens))
+            self._record(request, got.tokens, now)
+            request.metrics.record(got.num_verifies, got.num_drafts, got.accepted)
+            if got.finish:
+                self.end(request, Finish(got.finish))
+            progress.append(Progress(request, got.tokens))
         return progress
 
     def _record(self, request: Request, tokens: tuple[int, ...], now: float) -> None:
@@ -136,6 +133,15 @@ class Scheduler:
         left = self.buckets.max_num_batched_tokens - num_decodes * self.buckets.width
         return min(self.buckets.prefill_tokens[-1], left)
 
+    def _num_steps(self, budget: int) -> int:
+        """Several steps where no prompt waits for the next, and a row needs them all.
+
+        One row surely does: 3 tokens left, 1 step in flight, 2 steps a dispatch.
+        """
+        several = self.buckets.num_steps(budget)[-1]
+        needed = (r.max_len - len(r.tokens) - r.in_flight for r in self.running)
+        return several if max(needed, default=0) >= several else 1
+
     def _takes_decode_row(self, request: Request) -> bool:
         """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
 
@@ -148,7 +154,8 @@ class Scheduler:
 
     def _advance(self, request: Request, step: NextStep) -> None:
         if self._takes_decode_row(request):
-            if self._reserve(request, self._reserve_len(request.tokens_bound), step):
+            longest = request.tokens_bound + (step.num_steps - 1) * self.buckets.width
+            if self._reserve(request, self._reserve_len(longest), step):
                 step.decodes.append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
@@ -284,7 +291,7 @@ class Scheduler:
             active = set(rows)
             rows += [request for request in self.running if request not in active]
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        program = Program(*shape, variant)
+        program = Program(*shape, variant, step.num_steps)
         packed = pack_step(
             program,
             self.buckets,
@@ -299,17 +306,17 @@ class Scheduler:
         forks = tuple(f for r, g, f in step.forks if r in self.running and r.generation == g)
         return ScheduledStep(
             StepPlan(program, packed, forks),
-            tuple(self._decode_entry(request) for request in step.decodes),
+            tuple(self._decode_entry(request, step.num_steps) for request in step.decodes),
             tuple(self._prefill_entry(request, length) for request, length in step.prefills),
         )
 
-    def _decode_entry(self, request: Request) -> Entry:
-        """Count a row's verify as in flight, or its last prompt token, which has no drafts."""
-        bound = self.buckets.width
+    def _decode_entry(self, request: Request, num_steps: int) -> Entry:
+        """Count a row's verifies as in flight, or its last prompt token, which has no drafts."""
+        bound = num_steps * self.buckets.width
         if request.is_prefilling:
             request.num_computed += 1
             bound = 1
-        request.in_flight += 1
+        request.in_flight += num_steps
         request.in_flight_bound += bound
         return Entry(request, request.generation, bound)
 

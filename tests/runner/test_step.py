@@ -60,12 +60,15 @@ class Listener(Proposer):
     num_drafts = WIDTH - 1
     heard = None
 
+    def hear(self, inputs):
+        self.heard = inputs
+
     @classmethod
     def from_config(cls, config, vocab_size):
         return cls()
 
     def propose(self, model, inputs, cache, tables):
-        self.heard = inputs
+        jax.debug.callback(self.hear, inputs)
         rows = inputs.slots.shape[0]
         tokens = jnp.tile(jnp.array([[7, 8]], jnp.int32), (rows, 1))
         return Drafts(tokens, jnp.where(inputs.wants, 2, 0), None), cache
@@ -86,16 +89,11 @@ BUCKETS = Buckets(
 
 @functools.cache
 def compiled_step(program):
-    """The step, and with its results what the proposer heard."""
+    """The step, and the proposer that listens to it."""
     graph, weights = nnx.split(SuccessorModel({}))
     tree, proposer = jax.tree.structure(weights), Listener()
     step = make_step(StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier()), program)
-
-    def listen(weights, state, packed):
-        state, output = step(weights, (), state, packed)
-        return proposer.heard, state, output
-
-    return jax.jit(listen)
+    return jax.jit(step), proposer
 
 
 def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=()):
@@ -118,11 +116,12 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=
         draft_logits=None,
     )
     weights = jax.tree.leaves(nnx.state(model))
-    heard, state, output = compiled_step(program)(
-        weights, state, pack_plan(program, BUCKETS, values)
-    )
+    step, proposer = compiled_step(program)
+    state, output = step(weights, (), state, pack_plan(program, BUCKETS, values))
+    jax.effects_barrier()
     fields = state.rows.layout.unpack(np.asarray(state.rows.fields))
-    return jax.tree.map(np.asarray, heard), fields, StepOutput.unpack(np.asarray(output))
+    (output,) = np.asarray(output)
+    return jax.tree.map(np.asarray, proposer.heard), fields, StepOutput.unpack(output)
 
 
 def prompt_row(slot, prefill_len, num_computed=0, **fields):
