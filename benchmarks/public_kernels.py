@@ -26,7 +26,7 @@ def programs(case: Case, layers: int, calls: int) -> Iterator[tuple[str, Callabl
     the seconds that `count` of them take on the device. What fails says so on stderr.
     """
     known = KERNELS.get(case.op, {})
-    usable = [path for path in known if record.installed(path.partition(".")[0])]
+    usable = [path for path in known if record.installed(_package(path))]
     if not usable or not torch.cuda.is_available():
         return
     pool, operands = as_torch(case.pool(layers)), as_torch(case.operands)
@@ -38,9 +38,12 @@ def programs(case: Case, layers: int, calls: int) -> Iterator[tuple[str, Callabl
             print(f"{case.op}: {path}: {error!r}", file=sys.stderr, flush=True)
             continue
         if program:
-            module, name = path.split(":")
-            package = sys.modules[module.partition(".")[0]]
-            yield f"{package.__name__} {package.__version__} {name}", program
+            package, name = _package(path), path.partition(":")[2]
+            yield f"{package} {sys.modules[package].__version__} {name}", program
+
+
+def _package(path):
+    return path.partition(":")[0].partition(".")[0]
 
 
 def as_torch(arrays):
