@@ -3,7 +3,8 @@
 Each runs where its package is installed, as that ships it, on the operands and the pool of the
 case: JAX's own arrays, which torch writes too. So the shapes, the values, the dtypes and the layout
 of the states are ours; what a kernel does less or more than ours, its function below says. To add
-one, write a function that gives `call(layer)`, and put it into `KERNELS`.
+one, write a function that gives `call(layer)`, and put it into `KERNELS`. Those of the prefills try
+some sixty configurations at each new shape of heads: a minute or two of compiling.
 """
 
 import pkgutil
@@ -138,7 +139,10 @@ def _raw_gates(g, beta):
 
 
 def _gdn_prefill_vllm(function, pool, q, k, v, g, beta, slots, offset, computed, start):
-    """The same work, but for the outputs, in 16 bits, and the final states, not in the pool."""
+    """The same work, from zero states, as the cases begin their prompts.
+
+    But for the outputs, in 16 bits, and the final states, which it leaves outside the pool.
+    """
     tokens = [x[None] for x in (q, k, v, g, beta)]
 
     def call(layer):
@@ -193,7 +197,10 @@ def _mamba2_operands(states, x, dt, a, b, c, d):
 
 
 def _mamba2_prefill_vllm(function, pool, x, dt, a, b, c, d, slots, offset, computed, start):
-    """The same work, but for the final states, not in the pool. Prompts are whole chunks."""
+    """The same work, from zero states, but for the final ones, which it leaves outside the pool.
+
+    Prompts must be whole chunks.
+    """
     chunks = torch.arange(0, len(x) + 1, CHUNK, dtype=start.dtype, device=x.device)
     last = start[1:] // CHUNK - 1
     owner = torch.searchsorted(start, chunks[:-1], right=True, out_int32=True) - 1
@@ -208,7 +215,7 @@ def _mamba2_prefill_vllm(function, pool, x, dt, a, b, c, d, slots, offset, compu
 
 
 def _mamba2_prefill_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, computed, start):
-    """As vLLM's, with outputs in the dtype of `x`. Prompts are equally long."""
+    """As vLLM's, with outputs in the dtype of `x`. Prompts must be equally long."""
     x, dt, b, c = (y.unflatten(0, (len(slots), -1)) for y in (x, dt, b, c))
 
     def call(layer):
@@ -218,7 +225,7 @@ def _mamba2_prefill_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, 
 
 
 def _conv_update(function, pool, xs, taps, decay, slots, offset, length):
-    """The same work, in the place of `x`.
+    """The same work in the place of `x`, but for the products, rounded to its dtype.
 
     A negative `x` and taps above 0 keep it off 0 and within 0.28, as often as it comes round.
     """
