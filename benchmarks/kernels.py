@@ -1,6 +1,6 @@
 """How near the kernels come to the memory's speed, by op and shape of the published models.
 
-    python benchmarks/kernels.py [--ops gdn_step] [--no-reference] [--json FILE]
+    python benchmarks/kernels.py [--ops gdn_step] [--no-reference] [--no-public] [--json FILE]
 
 Device time of a call. Calls are chained through the donated pool inside one program, call i on
 layer i of so many layers that none finds its states in the L2 cache (60 MB). A sample is the time
@@ -9,6 +9,11 @@ and the wait cost drops out. Bytes are those that must move, each input and outp
 yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after each op,
 whose results are then written. A FILE that exists keeps what it says of other ops. The cases are in
 `kernel_cases*.py`.
+
+Beside them stand public Triton kernels of the same work (`public_kernels.py`), timed alike, where
+torch and their packages (vllm, mamba_ssm, fla-core) are installed: of several the fastest. Torch
+gets the memory that JAX leaves, by default a quarter; XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 leaves it
+more.
 """
 
 import argparse
@@ -69,6 +74,11 @@ def samples(program: Callable, pool: Any, operands: tuple) -> list[float]:
         jax.block_until_ready(carry)
         return time.perf_counter() - begin
 
+    return each(seconds)
+
+
+def each(seconds: Callable[[int], float]) -> list[float]:
+    """Of programs that take `seconds(count)` together, what one takes."""
     for _ in range(2):  # compiles, then records the command buffer
         seconds(1)
     between = min(200, max(4, round(SECONDS / seconds(1))))
@@ -86,12 +96,25 @@ def copy_bandwidth() -> float:
     )
 
 
-def measure(case: Case, with_reference: bool = True) -> dict:
+def public(case: Case, layers: int, calls: int) -> dict:
+    """What the results say of the fastest public kernel that does the case's work, if any does."""
+    if not record.installed("torch"):
+        return {}
+    import public_kernels  # not at the top: it needs torch
+
+    programs = public_kernels.programs(case, layers, calls)
+    times = {name: statistics.median(each(program)) / calls for name, program in programs}
+    name = min(times, key=times.get, default=None)
+    return {"public_us": round(1e6 * times[name], 2), "public": name} if name else {}
+
+
+def measure(case: Case, with_reference: bool = True, with_public: bool = True) -> dict:
     """What the results say of one case. References compile slowly."""
     layers = min(MAX_LAYERS, max(2, math.ceil(POOLS / case.layer_bytes)))
+    kernel_calls = case.calls or max(layers, CALLS)
     times = {}
     for name, run, calls in (
-        ("kernel", case.run, case.calls or max(layers, CALLS)),
+        ("kernel", case.run, kernel_calls),
         ("reference", case.reference, case.calls or REFERENCE_CALLS),
     ):
         if run is None or (name == "reference" and not with_reference):
@@ -112,6 +135,8 @@ def measure(case: Case, with_reference: bool = True) -> dict:
         result["tflop_per_s"] = round(case.flops / middle / 1e12, 1)
     if "reference" in times:
         result["reference_us"] = round(1e6 * statistics.median(times["reference"]), 2)
+    if with_public:
+        result |= public(case, layers, kernel_calls)
     return result
 
 
@@ -119,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--no-reference", dest="reference", action="store_false")
+    parser.add_argument("--no-public", dest="public", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -130,7 +156,7 @@ def main() -> None:
     for op in args.ops:
         measured = []
         for case in OPS[op]():
-            measured.append(measure(case, args.reference))
+            measured.append(measure(case, args.reference, args.public))
             print(json.dumps(measured[-1]), flush=True)
         copies.append(copy_bandwidth())
         copy = max(copies[-2:])

@@ -134,15 +134,17 @@ def kernels(figures: Figures) -> str:
         if "context" in case:
             name += f", context {case['context']}"
         reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
+        public = f"{case['public_us']:.1f}" if "public_us" in case else "–"
         rate = f"{case['of_copy']:.0%}" if "of_copy" in case else f"{case['tb_per_s']:.1f} TB/s"
         if "tflop_per_s" in case:
             rate = f"{case['tflop_per_s']:.0f} TFLOP/s"
-        times = f"{case['us']:.1f}", reference, rate
+        times = f"{case['us']:.1f}", reference, public, rate
         rows.append([name, *times])
     head = [
         "op, dtype, rows x tokens",
         "microseconds",
         "reference",
+        "public Triton kernel",
         "of the copy bandwidth, or rate",
     ]
     return markdown(head, rows)

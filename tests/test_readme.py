@@ -47,6 +47,14 @@ def test_a_table_is_made_anew_and_a_wrong_place_is_refused(tables, tmp_path):
         tables.filled("<!-- table: acceptance -->\n" + text, tmp_path)
 
 
+def test_a_public_kernel_stands_beside_ours(tables):
+    ours = {"op": "gdn_step", "dtype": "float32", "rows": 64, "width": 4, "us": 10, "of_copy": 0.9}
+    beside = ours | {"reference_us": 50.0, "public_us": 19.94, "public": "package 1.0 function"}
+    _, _, alone, both = tables.kernels({"results": [ours, beside]}).splitlines()
+    assert alone == "| `gdn_step`, float32, 64 x 4 | 10.0 | – | – | 90% |"
+    assert both == "| `gdn_step`, float32, 64 x 4 | 10.0 | 50 | 19.9 | 90% |"
+
+
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(path):
     for match in LINK.finditer(CODE.sub("", path.read_text())):
