@@ -12,21 +12,17 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from markdown_table import markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with its first column to the left and figures to the right."""
-    rule = ["---"] + ["--:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def first_command(figures: Figures) -> str:
