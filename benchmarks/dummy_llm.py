@@ -27,7 +27,8 @@ from jaxspec.pallas import dispatch
 
 RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 PAGE_SIZE = 16
-Prompts, Figures = list[dict[str, list[int]]], dict[str, Any]
+Prompts = list[dict[str, list[int]]]
+Figures = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

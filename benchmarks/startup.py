@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,13 +116,13 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 
 @contextlib.contextmanager
-def jax_says() -> Iterator[Counter[str]]:
+def jax_says() -> Iterator[Figures]:
     """Seconds that JAX traced and lowered inside, programs it asked for and those it had."""
-    said: Counter[str] = Counter(dict.fromkeys([*DURATIONS.values(), *COUNTS.values()], 0))
+    said: Figures = dict.fromkeys([*DURATIONS.values(), *COUNTS.values()], 0)
 
-    def add(event: str, seconds: float, **_: object) -> None:
+    def add(event: str, duration_secs: float, **_: object) -> None:
         if event in DURATIONS:
-            said[DURATIONS[event]] += seconds  # pyright: ignore[reportArgumentType]
+            said[DURATIONS[event]] += duration_secs
 
     def count(event: str, **_: object) -> None:
         if event in COUNTS:
