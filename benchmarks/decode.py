@@ -17,49 +17,34 @@ measures one shape: most of its time it compiles, two to four programs a case.
 
 import argparse
 import dataclasses
-import gc
+import functools
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+import dummy_llm
 import floor
 import jax
-import numpy as np
-import record
+from dummy_llm import Figures, Prompts, complete, num_pages
 from kernel_times import kernel_times
 from model_shapes import SHAPES
 
-from jaxspec import LLM, RequestMetrics, SamplingParams
+from jaxspec import LLM, RequestMetrics
 from jaxspec.config import StateConfig
 from jaxspec.models.config import parse_config
-from jaxspec.pallas import dispatch
 
-RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
 HOST = ("plan", "dispatch", "collect")  # what its time goes to, but for waiting
 PROFILED = 8  # steps, enqueued back to back
 ROUNDS = 3  # of steady steps, by the engine and back to back
 PEER = Path(__file__).parent / "peer_h200.json"
-Prompts, Figures = list[dict[str, list[int]]], dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What a result is of; a file holds one result of each."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(dummy_llm.Case):
+    """What a result is of."""
 
-    shape: str
     rows: int
-    drafts: int
-    draft_vocab: int | None
-    dtype: str
-    state_policy: str
-    state_dtype: str
-    kv_dtype: str | None
-    max_in_flight: int
-    steps_per_dispatch: int
     prompt: int
     tokens: int
 
@@ -67,57 +52,22 @@ class Case:
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     """An engine for so many rows, all prompts of which come at once."""
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
-    longest = max(case.tokens + 1, steady_tokens(case, args.steps))
-    rates = RATES[: case.drafts]
+    longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one.
     buckets = [case.rows // 4, case.rows] if case.drafts and case.rows >= 4 else [case.rows]
-    speculation = {
-        "num_speculative_tokens": case.drafts,
-        "draft_vocab": case.draft_vocab,
-        "synthetic_acceptance_rates": rates,
-    }
-    return LLM(
+    return dummy_llm.make_llm(
+        case,
         folder,
-        load_format="dummy",
-        speculative_config=speculation if case.drafts else None,
-        dtype=case.dtype,
-        state_policy=case.state_policy,
-        state_dtype=case.state_dtype,
-        kv_dtype=case.kv_dtype,
-        max_in_flight=case.max_in_flight,
-        steps_per_dispatch=case.steps_per_dispatch,
         max_num_seqs=case.rows,
-        max_model_len=case.prompt + longest,
+        max_model_len=longest,
         max_prefill_seqs=-(-chunk // case.prompt),
         max_num_batched_tokens=chunk + case.rows * (1 + case.drafts),
         decode_buckets=buckets,
         prefill_buckets=[chunk],
-        num_pages=1 + case.rows * -(-(case.prompt + longest) // 16),  # no row waits for another's
-        page_size=16,
+        num_pages=num_pages([longest] * case.rows),
         gpu_memory_utilization=1.0,
         compilation_cache=args.compilation_cache,
-        show_progress=False,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One call of `generate`."""
-
-    seconds: float
-    steps: int
-    requests: list[RequestMetrics]
-
-
-def complete(llm: LLM, prompts: Prompts, tokens: int) -> Run:
-    """Give every prompt `tokens` new tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    steps, begin = llm.metrics()["num_steps"], time.perf_counter()
-    outputs = llm.generate(prompts, params)
-    seconds = time.perf_counter() - begin
-    if any(len(output.outputs[0].token_ids) != tokens for output in outputs):
-        raise RuntimeError(f"{[o.outputs[0].finish_reason for o in outputs]}: a row ended early.")
-    return Run(seconds, llm.metrics()["num_steps"] - steps, [o.metrics for o in outputs])
 
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
@@ -156,8 +106,7 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     steps, profile = args.steps, args.profile
     engine = llm._engine
     tokens = steady_tokens(case, steps)
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    groups = llm._prepare(prompts, [params] * len(prompts))
+    groups = llm._prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
     llm._submit(groups)
     while not all(sample.token_ids for (sample,) in groups):
         llm._step()
@@ -234,62 +183,15 @@ def compare(case: Case, figures: Figures, copy: float) -> Figures:
     return result
 
 
-def measure(case: Case, folder: Path, copy: float, args: argparse.Namespace) -> Figures:
-    """All figures of one case."""
-    rng = np.random.default_rng(0)
-    size = (case.rows, case.prompt)
-    prompts = [
-        {"prompt_token_ids": ids}
-        for ids in rng.integers(0, SHAPES[case.shape].vocab, size).tolist()
-    ]
-    llm, load = timed(lambda: make_llm(case, folder, args))
-    _, compiled = timed(lambda: llm.warm_up(["greedy"]))
-    setting_up = {"load_seconds": load, "compile_seconds": compiled}
+def measure(case: Case, folder: Path, args: argparse.Namespace, *, copy: float) -> Figures:
+    """All figures of one case, where a copy reaches `copy` bytes a second."""
+    prompts = dummy_llm.random_prompts(case.shape, case.rows, case.prompt)
+    llm, setting_up = dummy_llm.started(lambda: make_llm(case, folder, args))
     figures = generation(llm, case, prompts, args.repeats)
     figures |= compare(case, figures, copy) | steady_steps(llm, case, prompts, args)
-    metrics = llm.metrics()
-    setting_up["compile_seconds_by_program"] = metrics["compile_seconds"]
+    figures |= {**setting_up, "memory_bytes": llm.metrics()["memory_bytes"]}
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # of the process
-    return {**figures, **setting_up, "memory_bytes": metrics["memory_bytes"], "peak_bytes": peak}
-
-
-def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - begin
-
-
-def rounded(value: Any) -> Any:
-    """Figures to five digits, which is more than repeats agree on."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def run(cases: Sequence[Case], copy: float, args: argparse.Namespace) -> None:
-    """Measure, print and write case after case; one that does not fit is said to."""
-    identity = [field.name for field in dataclasses.fields(Case)]
-    commit = record.machine()["commit"]
-    known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    results = known.get("results", [])
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape].config()))
-        for case in cases:
-            about = dataclasses.asdict(case)
-            try:
-                figures = measure(case, Path(folder), copy, args)
-            except (ValueError, jax.errors.JaxRuntimeError) as error:
-                told = ("gpu_memory_utilization", "RESOURCE_EXHAUSTED")
-                if not any(words in str(error) for words in told):
-                    raise
-                figures = {"error": "out of memory"}
-            gc.collect()  # the weights, before others are drawn
-            figures |= {"copy_tb_per_s": copy / 1e12, "commit": commit}
-            result = rounded({**about, **figures})
-            print(json.dumps(result), flush=True)
-            results = [x for x in results if {k: x.get(k) for k in identity} != about] + [result]
-            chosen = known.get("implementations", {}) | dispatch.implementations()
-            record.write(args.json, {"implementations": chosen, "results": results})
+    return {**figures, "peak_bytes": peak, "copy_tb_per_s": copy / 1e12}
 
 
 def copy_bandwidth() -> float:
@@ -299,35 +201,25 @@ def copy_bandwidth() -> float:
 
 
 def main() -> None:
-    parser = record.parser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
+    parser = dummy_llm.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3], choices=range(4))
-    parser.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--state-policy", default="replay", choices=("snapshot", "replay"))
-    parser.add_argument("--state-dtype", default="float32")
-    parser.add_argument("--kv-dtype")
-    parser.add_argument("--max-in-flight", type=int, default=2)
-    parser.add_argument("--steps-per-dispatch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--tokens", type=int, default=256, help="new ones (default 256)")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="of a round for the gap")
     parser.add_argument("--profile", action="store_true", help="the kernels' times, too")
     parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
-    parser.add_argument("--compilation-cache", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
-    names = [field.name for field in dataclasses.fields(Case)]
-    fixed = {name: value for name, value in vars(args).items() if name in names}
+    fixed = dummy_llm.fields_given(Case, args)
     sizes = [
         {"rows": rows, "drafts": drafts, "draft_vocab": args.draft_vocab if drafts else None}
         for rows in args.rows
         for drafts in args.drafts
     ]
-    run([Case(**fixed | size) for size in sizes], copy, args)
+    cases = [Case(**fixed | size) for size in sizes]
+    dummy_llm.run(cases, functools.partial(measure, copy=copy), args)
 
 
 if __name__ == "__main__":

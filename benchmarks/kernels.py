@@ -3,9 +3,10 @@
     python benchmarks/kernels.py [--ops gdn_step] [--no-reference] [--no-public] [--json FILE]
 
 Device time of a call. Calls are chained through the donated pool inside one program, call i on
-layer i of so many layers that none finds its states in the L2 cache (60 MB). A sample is the time
-of many enqueued programs less that of a few, over the calls between: what Python, the first launch
-and the wait cost drops out. Bytes are those that must move, each input and output once; the
+layer i of so many layers that none finds its states in the L2 cache (60 MB), and that several times
+over, so that the device takes longer than the host, whose part grows with what a program puts out.
+A sample is the time of many enqueued programs less that of a few, over the calls between: what
+Python, the first launch and the wait cost drops out. Bytes are those that must move, each input and output once; the
 yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after each op,
 whose results are then written. A FILE that exists keeps what it says of other ops. The cases are in
 `kernel_cases*.py`.
@@ -37,26 +38,35 @@ FEW, SAMPLES = 2, 9
 SECONDS = 0.02  # of device time in a sample, about
 POOLS = 2**30  # bytes that a round over all layers touches at least
 MAX_LAYERS, CALLS = 128, 16  # the kernel's programs go at least once round the layers
+ROUNDS, LONG_ENOUGH = 16, 0.003  # of a program: at most, and seconds at the speed below
+SPEED, LEAST = 4e12, 1.5e-6  # bytes a second, and seconds of a call
 REFERENCE_CALLS = 4  # it compiles slowly; at one row it may find its states in the cache
 
 
-def chain(run: Callable, layers: int, calls: int, writes: bool = True) -> Callable:
-    """One program of `calls` calls, one after the other, each on the next layer.
+def chain(run: Callable, layers: int, calls: int, rounds: int, writes: bool = True) -> Callable:
+    """One program of `rounds` times `calls` calls, one after the other, each on the next layer.
 
     The pool orders those that write it. For others a barrier does, which also keeps XLA from
-    taking two of them for the same; all they put out is returned, or they would not run. What the
-    program before returned is donated: a graph whose outputs lie elsewhere each time keeps the host
-    longer than such kernels take.
+    taking two of them for the same; all they put out in a round is returned, or they would not run.
+    What the program before returned is donated: a graph whose outputs lie elsewhere each time is to
+    be updated.
     """
 
-    def program(pool, before, *operands):
+    def around(_, carry):
+        pool, operands, _ = carry
         outs = []
         for call in range(calls):
             out, pool = run(pool, call % layers, *operands)
             if not writes:
                 operands, out = jax.lax.optimization_barrier((operands, out))
             outs.append(out)
-        return pool, outs[-1:] if writes else outs
+        return pool, operands, outs[-1:] if writes else outs
+
+    def program(pool, before, *operands):
+        if before is None:  # to learn what is put out
+            before = around(0, (pool, operands, None))[-1]
+        pool, _, outs = jax.lax.fori_loop(0, rounds, around, (pool, operands, before))
+        return pool, outs
 
     return jax.jit(program, donate_argnums=(0, 1), keep_unused=True)
 
@@ -119,8 +129,11 @@ def measure(case: Case, with_reference: bool = True, with_public: bool = True) -
     ):
         if run is None or (name == "reference" and not with_reference):
             continue
-        program = chain(run, layers, calls, writes=case.writes)
-        times[name] = [x / calls for x in samples(program, case.pool(layers), case.operands)]
+        least = calls * max(case.total_bytes / SPEED, LEAST)
+        rounds = min(ROUNDS, math.ceil(LONG_ENOUGH / least))
+        program = chain(run, layers, calls, rounds, writes=case.writes)
+        programs = samples(program, case.pool(layers), case.operands)
+        times[name] = [seconds / calls / rounds for seconds in programs]
     middle = statistics.median(times["kernel"])
     result = {
         "op": case.op,

@@ -12,21 +12,17 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from markdown_table import markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with its first column to the left and figures to the right."""
-    rule = ["---"] + ["--:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def first_command(figures: Figures) -> str:
@@ -151,15 +147,19 @@ def kernels(figures: Figures) -> str:
 
 
 def decode(figures: Figures) -> str:
-    """A line for each shape, number of rows and dtype of states; without drafts and with 3."""
-    by_case: dict[tuple[str, int, str], dict[int, Figures]] = {}
+    """A line for each shape, number of rows, dtype of states and number of steps a dispatch.
+
+    Without drafts and with 3.
+    """
+    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
     for case in _decode_cases(figures):
         if case["prompt"] == DECODE_PROMPT:
             name = case["shape"].removeprefix("qwen3.5-"), case["rows"], case["state_dtype"]
+            name = *name, case["steps_per_dispatch"]
             by_case.setdefault(name, {})[case["drafts"]] = case
     lines = []
-    for (shape, rows, dtype), by_drafts in sorted(by_case.items()):
-        line = [f"{shape.upper()}, {rows}, {dtype}"]
+    for (shape, rows, dtype, steps), by_drafts in sorted(by_case.items()):
+        line = [f"{shape.upper()}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
         for drafts in (0, 3):
             case = by_drafts.get(drafts)
             if case is None:
@@ -176,7 +176,8 @@ def decode(figures: Figures) -> str:
 def prefill(figures: Figures) -> str:
     lines = {}
     for case in _decode_cases(figures):
-        if case["drafts"] == 0 and case["state_dtype"] == "float32":
+        usual = case["drafts"], case["state_dtype"], case["steps_per_dispatch"]
+        if usual == (0, "float32", 1):
             name = f"{case['shape']}, {case['rows']} x {case['prompt']}"
             rate = f"{case['prefill_tokens_per_second'] / 1000:.1f}"
             lines[name] = [name, rate, f"{1000 * case['first_token_seconds']:.1f}"]

@@ -1,7 +1,9 @@
 """The benchmarks start and say what they are; nothing is measured here."""
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import runpy
 import sys
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.config import StateConfig
 from jaxspec.models import load_model
@@ -126,9 +129,11 @@ def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
 
 
 def test_decode_compares_with_the_peer(decode):
-    case = decode.Case(
-        "qwen3.5-9b", 64, 3, None, "bfloat16", "snapshot", "float32", None, 2, 512, 256
-    )
+    model = {"shape": "qwen3.5-9b", "dtype": "bfloat16", "kv_dtype": None, "max_in_flight": 2}
+    model["steps_per_dispatch"] = 1
+    states = {"state_policy": "snapshot", "state_dtype": "float32"}
+    sizes = {"rows": 64, "prompt": 512, "tokens": 256, "drafts": 3, "draft_vocab": None}
+    case = decode.Case(**model, **states, **sizes)
     figures = {"tokens_per_step": 2.85, "ms_per_step": 20.0, "ms_per_token": 7.0}
     compared = decode.compare(case, figures, 4.3e12)
     assert compared["times_peer"] == pytest.approx(6.563 / 7.0)
@@ -137,6 +142,90 @@ def test_decode_compares_with_the_peer(decode):
     assert compared["of_roofline"] == compared["floor_ms_per_step"] / 20.0
     fewer = decode.compare(dataclasses.replace(case, draft_vocab=32768), figures, 4.3e12)
     assert fewer["floor_bytes"]["drafts"] == compared["floor_bytes"]["drafts"] - 5_297_405_952
+
+
+@pytest.fixture
+def prefill(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("prefill")
+
+
+TINY = ["--shape", "tiny", "--dtype", "float32", "--drafts", "0"]
+
+
+def test_prefill_measures_a_tiny_model(prefill, monkeypatch, tmp_path, capsys):
+    """Prompts of 48 tokens by 16, two at once; and three of them beside two rows, twice."""
+    alone = "--kinds throughput mixed --lengths 48 --chunk 16 --batch 2 --prefill-tokens 16"
+    beside = "--rows 2 --context 8 --stream 3 --steps 5 --repeats 2"
+    options = [*TINY, *alone.split(), *beside.split(), "--json", str(tmp_path / "prefill.json")]
+    monkeypatch.setattr(sys, "argv", ["prefill.py", *options])
+    prefill.main()
+    throughput, mixed = json.loads((tmp_path / "prefill.json").read_text())["results"]
+    assert (throughput["prompts"], throughput["rows"]) == (2, 0)
+    assert throughput["steps"] == 6
+    assert 0 < throughput["first_token_seconds"] < throughput["seconds_most"]
+    speed = 96 / throughput["seconds"]
+    assert throughput["prefill_tokens_per_second"] == pytest.approx(speed, rel=1e-3)
+    assert (mixed["prompts"], mixed["rows"], mixed["tokens_per_step"]) == (3, 2, 1.0)
+    assert mixed["mixed"]["steps"] == 2 * 3 * 3
+    assert 2 * 5 <= mixed["unmixed"]["steps"] < 2 * (5 + 3)  # and those in flight; none in between
+    for steps in (mixed["mixed"], mixed["unmixed"]):
+        assert 0 < steps["ms_per_step"] <= steps["ms_per_step_p99"]
+    for result in (throughput, mixed):
+        assert min(result["compile_seconds"], result["prefill_tokens_per_second"]) > 0
+    assert "| TINY, dtype float32, 2, 16 |" in capsys.readouterr().out
+
+
+def test_prefill_asks_for_prompts_whole_and_in_chunks(prefill, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["prefill.py"])
+    monkeypatch.setattr(prefill.dummy_llm, "run", lambda cases, *_: asked.extend(cases) or [])
+    prefill.main()
+    sizes = [(case.prompts, case.prompt, case.chunk, case.rows) for case in asked]
+    alone = [(1, 512, 512, 0), (1, 8192, 8192, 0), (1, 8192, 2048, 0), (8, 8192, 8192, 0)]
+    assert sizes == [*alone, (8, 8192, 2048, 64)]
+
+
+@pytest.fixture
+def startup(monkeypatch):
+    """Its processes are calls in this one, which has compiled nothing yet."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    startup = importlib.import_module("startup")
+
+    def here(arguments):
+        jax.clear_caches()
+        out = io.StringIO()
+        with monkeypatch.context() as process, contextlib.redirect_stdout(out):
+            process.setattr(sys, "argv", ["startup.py", *arguments])
+            startup.main()
+        return out.getvalue()
+
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(startup, "new_process", here)
+    yield startup
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypatch, tmp_path):
+    file, folder = tmp_path / "startup.json", tmp_path / "cache"
+    options = "--starts cold warm --rows 1 --max-model-len 32 --step-tokens 16 --prompt 8"
+    options = [*TINY, *options.split(), "--json", str(file), "--compilation-cache", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["startup.py", *options])
+    startup.main()
+    cold, warm = json.loads(file.read_text())["results"]
+    assert (cold["start"], warm["start"]) == ("cold", "warm")
+    assert cold["programs_from_disk"] == 0 < warm["programs_from_disk"] <= warm["programs"]
+    for result in (cold, warm):
+        parts = sum(result[part] for part in ("import", "device", "load", "compile", "generate"))
+        assert result["seconds"] == pytest.approx(parts, rel=1e-3)
+        assert list(result["compile_seconds_by_program"]) == [
+            "1 row, greedy",
+            "1 row, 16 prompt tokens, greedy",
+        ]
+        assert min(result["trace"], result["lower"], result["cache_bytes"]) > 0
+    with pytest.raises(SystemExit, match="needs an empty folder"):
+        startup.main()
 
 
 def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):

@@ -1,7 +1,10 @@
 """Compiled programs are kept where the user expects them."""
 
+from pathlib import Path
+
 import jax
 import pytest
+from jax._src.compiler import get_compile_options
 
 from jaxspec.runner.compilation_cache import enable_compilation_cache
 
@@ -26,3 +29,11 @@ def test_a_cache_the_user_set_up_is_kept_unless_another_is_given(no_cache_yet):
     jax.config.update("jax_compilation_cache_dir", str(own))
     assert enable_compilation_cache() == own
     assert enable_compilation_cache(no_cache_yet / "given") == no_cache_yet / "given"
+
+
+def test_what_xlas_autotuner_found_is_kept_too(no_cache_yet):
+    """JAX's own default, and the tests see that it stays so: else a changed program tunes anew."""
+    folder = enable_compilation_cache()
+    options = get_compile_options(num_replicas=1, num_partitions=1).executable_build_options
+    tuned = Path(options.debug_options.xla_gpu_per_fusion_autotune_cache_dir)
+    assert tuned.parent == folder
