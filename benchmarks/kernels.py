@@ -6,10 +6,10 @@ Device time of a call. Calls are chained through the donated pool inside one pro
 layer i of so many layers that none finds its states in the L2 cache (60 MB), and that several times
 over, so that the device takes longer than the host, whose part grows with what a program puts out.
 A sample is the time of many enqueued programs less that of a few, over the calls between: what
-Python, the first launch and the wait cost drops out. Bytes are those that must move, each input and output once; the
-yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before and after each op,
-whose results are then written. A FILE that exists keeps what it says of other ops. The cases are in
-`kernel_cases*.py`.
+Python, the first launch and the wait cost drops out. Bytes are those that must move, each input and
+output once; the yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before
+and after each op, whose results are then written. A FILE that exists keeps what it says of other
+ops. The cases are in `kernel_cases*.py`.
 
 Beside them stand public Triton kernels of the same work (`public_kernels.py`), timed alike, where
 torch and their packages (vllm, mamba_ssm, fla-core) are installed: of several the fastest. Torch
