@@ -21,6 +21,7 @@ from kernel_cases_prefill import (
     prefill_attention_cases,
 )
 from kernel_cases_products import (
+    gated_matmul_cases,
     gated_norm_matmul_cases,
     norm_matmul_cases,
     split_matmul_cases,
@@ -398,6 +399,7 @@ OPS = {
     "attention_inputs": attention_inputs_cases,
     "norm_matmul": norm_matmul_cases,
     "split_matmul": split_matmul_cases,
+    "gated_matmul": gated_matmul_cases,
     "gated_norm_matmul": gated_norm_matmul_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,

@@ -11,6 +11,8 @@ from shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.split_matmul import (
+    gated_matmul,
+    gated_matmul_reference,
     gated_norm_matmul,
     gated_norm_matmul_reference,
     split_matmul,
@@ -36,18 +38,17 @@ def norm_matmul_cases() -> Iterator[Case]:
 
 def _norm_matmul_case(model, name, columns, tokens):
     """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
-    features, parts, gated = HIDDEN[model], _PARTS[model], name == "gate_up"
+    features, parts = HIDDEN[model], _PARTS[model]
     x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
     sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
     norm = jnp.zeros(features, _DTYPE)
 
     def run(op, which, weight, at, x, *others):
-        return op(x[at], others[which][at], others[2], 1e-6, weight, gated=gated)
+        return op(x[at], others[which][at], others[2], 1e-6, weight)
 
-    def apart(*args, gated):
-        return composed(add_norm, *args, True, gated)
+    def apart(*args):
+        return composed(add_norm, *args, True)
 
-    outer = columns // (1 + gated)
     return _case(
         "norm_matmul",
         (model, name, tokens),
@@ -55,31 +56,39 @@ def _norm_matmul_case(model, name, columns, tokens):
         functools.partial(run, apart, 1),
         (features, columns),
         (x, sums, whole, norm),
-        2 * tokens * (2 * features + outer) + 4 * parts * tokens * features,
+        2 * tokens * (2 * features + columns) + 4 * parts * tokens * features,
     )
 
 
 def split_matmul_cases() -> Iterator[Case]:
-    """The feed-forward layer's second product, and attention's."""
+    """Attention's last product."""
     for model in INTERMEDIATE:
-        for name, inner in (("down", INTERMEDIATE[model]), ("o_proj", _VALUES)):
-            for tokens in (1, 4, 8):
-                yield _split_matmul_case(model, name, inner, tokens)
+        for tokens in (1, 4, 8):
+            run = split_matmul, split_matmul_reference
+            yield _split_matmul_case(run, "split_matmul", (model, "o_proj", tokens), _VALUES, 1)
 
 
-def _split_matmul_case(model, name, inner, tokens):
+def gated_matmul_cases() -> Iterator[Case]:
+    """The feed-forward layer's last product."""
+    for model in INTERMEDIATE:
+        for tokens in (1, 4, 8):
+            run, inner = (gated_matmul, gated_matmul_reference), INTERMEDIATE[model]
+            yield _split_matmul_case(run, "gated_matmul", (model, "down", tokens), inner, 2)
+
+
+def _split_matmul_case(ops, name, about, inner, times):
     def run(op, weight, at, x):
         return op(x[at], weight)
 
+    model, _, tokens = about
     outer = HIDDEN[model]
     return _case(
-        "split_matmul",
-        (model, name, tokens),
-        functools.partial(run, split_matmul),
-        functools.partial(run, split_matmul_reference),
+        name,
+        about,
+        *(functools.partial(run, op) for op in ops),
         (inner, outer),
-        (_draw(0, INPUTS, tokens, inner),),
-        tokens * (2 * inner + 4 * _PARTS[model] * outer),
+        (_draw(0, INPUTS, tokens, times * inner),),
+        tokens * (2 * times * inner + 4 * _PARTS[model] * outer),
     )
 
 

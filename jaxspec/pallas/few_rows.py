@@ -1,13 +1,14 @@
 """Products of few rows (skinny GEMMs): which of them are kernels, and what they hand on.
 
 A step that decodes one or two requests does little but read its weights, and much of its time is
-that of kernels which begin and end. Three kernels therefore take into the products what came
+that of kernels which begin and end. Some kernels therefore take into the products what came
 between them:
 
 * `norm_matmul` adds to the residual stream, norms it and multiplies;
 * `split_matmul` is split-K: it puts out partial sums, over parts of the features, which are summed
   up where they are added to the residual stream;
-* `gated_norm_matmul` norms and gates the heads of Gated DeltaNet, then does the same.
+* `gated_matmul` gates the features of a feed-forward layer first, and `gated_norm_matmul` norms and
+  gates the heads of Gated DeltaNet.
 
 All other products are XLA's (`matmul`).
 """

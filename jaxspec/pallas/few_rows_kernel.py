@@ -24,20 +24,19 @@ _RESERVED = 1024  # of a block, by the GPU; as much for barriers
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One block's: `inner` rows of the weight, and `COLUMNS` of its columns or several times that.
+    """One block's: `inner` rows of the weight, and `COLUMNS` of its columns.
 
-    `source`, as its methods take it: the weight, the first row, the first column of each piece of
-    `COLUMNS`, and the `ring` and `arrived` of `scratch`.
+    `source`, as its methods take it: the weight, the first row and column, and the `ring` and
+    `arrived` of `scratch`.
     """
 
     inner: int
     dtype: Any
-    pieces: int
     tiled: int  # columns of a tile in shared memory, which divide the weight's
     stages: int  # of the ring, of `chunk` rows of the weight each
 
     @staticmethod
-    def of(weight: Any, inner: int, blocks: int, pieces: int = 1, beside: int = 0) -> "Product":
+    def of(weight: Any, inner: int, blocks: int, beside: int) -> "Product":
         """As large a ring as fits beside the rows, and `beside` bytes of what else is kept there.
 
         Where there are more blocks than multiprocessors, two fit on one, or some would wait for
@@ -45,25 +44,24 @@ class Product:
         """
         room = _FULL if blocks <= mosaic.MULTIPROCESSORS else _FULL // 2 - _RESERVED
         room -= _RESERVED + 2 * inner * MOST_ROWS + beside
-        ringless = Product(inner, weight.dtype, pieces, gcd(weight.shape[1], COLUMNS), 0)
+        ringless = Product(inner, weight.dtype, gcd(weight.shape[1], COLUMNS), 0)
         chunk = ringless.chunk
-        return dataclasses.replace(
-            ringless, stages=min(inner // chunk, room // (2 * pieces * chunk * COLUMNS))
-        )
+        stages = min(inner // chunk, room // (2 * chunk * COLUMNS))
+        return dataclasses.replace(ringless, stages=stages)
 
     @property
     def chunk(self) -> int:
         """Rows of the weight that are copied at once."""
-        return gcd(self.inner, 128 // self.pieces)
+        return gcd(self.inner, 128)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for the ring and, normed, for the rows; both as tensor cores want it."""
         tiles = plgpu.TilingTransform((8, self.tiled)), plgpu.SwizzleTransform(2 * self.tiled)
-        ring = self.stages, self.pieces, self.chunk, COLUMNS
+        ring = self.stages, self.chunk, COLUMNS
         return {
             "ring": plgpu.SMEM(ring, self.dtype, transforms=tiles),
             "tile": plgpu.SMEM((MOST_ROWS, self.inner), self.dtype, transforms=tiles),
-            "arrived": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
+            "arrived": plgpu.Barrier(num_barriers=self.stages),
         }
 
     def layout(self):
@@ -79,35 +77,33 @@ class Product:
         for j in range(self.stages):
             self._fetch(j, *source)
 
-    def _fetch(self, j, weight, first_row, columns, ring, arrived):
+    def _fetch(self, j, weight, first_row, column, ring, arrived):
         """Start the copy of chunk `j`; what is beyond the weight's last column arrives as zeros."""
         rows = pl.ds(first_row + j * self.chunk, self.chunk)
         stage = j % self.stages
-        for piece, column in enumerate(columns):
-            part = weight.at[rows, pl.ds(column, COLUMNS)]
-            plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], arrived.at[stage])
+        part = weight.at[rows, pl.ds(column, COLUMNS)]
+        plgpu.copy_gmem_to_smem(part, ring.at[stage], arrived.at[stage])
 
     def run(self, tile, *source):
-        """Each piece's product, transposed: `[COLUMNS, MOST_ROWS]` float32. `tile` has the rows."""
+        """The product, transposed: `[COLUMNS, MOST_ROWS]` float32. `tile` has the rows."""
         *_, ring, arrived = source
         chunks = self.inner // self.chunk
 
-        def run(*sums):
+        def run(sums):
             for j in range(chunks):
                 stage = j % self.stages
                 plgpu.barrier_wait(arrived.at[stage])
                 rows = tile.at[:, pl.ds(j * self.chunk, self.chunk)].transpose((1, 0))
-                for piece, sum_ in enumerate(sums):
-                    plgpu.wgmma(sum_, ring.at[stage, piece].transpose((1, 0)), rows)
+                plgpu.wgmma(sums, ring.at[stage].transpose((1, 0)), rows)
                 again = j - 1 + self.stages
                 if j > 0 and again < chunks:
-                    plgpu.wgmma_wait(self.pieces)
+                    plgpu.wgmma_wait(1)
                     plgpu.commit_smem()  # no warp reads the chunk before any more
                     self._fetch(again, *source)
-            return [sum_[...] for sum_ in sums]
+            return sums[...]
 
         shape = COLUMNS, MOST_ROWS
-        return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * self.pieces)
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def put_out(product, tile, out):

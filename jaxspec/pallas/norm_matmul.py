@@ -1,6 +1,5 @@
 """Residual add, RMSNorm and a product: how a layer of a decoder begins each of its halves."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,14 +18,11 @@ def norm_matmul(
     weight: Float[Array, "features columns"],
     *,
     zero_centred: bool = False,
-    gated: bool = False,
-) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
+) -> tuple[_Tokens, Float[Array, "tokens columns"]]:
     """`x + delta`, rounded to the dtype of `x`, and `rms_norm` of that times `weight`.
 
     `delta` may be partial sums, as `split_matmul` gives them; they are summed and rounded first.
-    `gated`: the columns are as many gates and then as many others, and what is put out is
-    `silu(gate) * other` (Shazeer 2020, "GLU Variants Improve Transformer"). Rows do not meet:
-    padding and NaN stay in their own.
+    Rows do not meet: padding and NaN stay in their own.
 
     One kernel for up to 8 rows of 1024 or 2048 features in 16 bits; otherwise `add_norm` and XLA.
 
@@ -34,37 +30,32 @@ def norm_matmul(
         ValueError: `weight` is not for the features of `x`.
     """
     few_rows.check_inner(x.shape[1], weight)
-    why = _unsupported(x, delta, norm, weight, gated)
+    why = _unsupported(x, delta, norm, weight)
     if dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
 
-        rule = {"eps": eps, "zero_centred": zero_centred, "gated": gated}
-        return norm_matmul_kernel(x, delta, norm, weight, **rule)
-    return composed(add_norm, x, delta, norm, eps, weight, zero_centred, gated)
+        return norm_matmul_kernel(x, delta, norm, weight, eps=eps, zero_centred=zero_centred)
+    return composed(add_norm, x, delta, norm, eps, weight, zero_centred)
 
 
-def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False, gated=False):
+def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False):
     """The specification of `norm_matmul`."""
-    return composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred, gated)
+    return composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred)
 
 
-def composed(add, x, delta, norm, eps, weight, zero_centred, gated):
+def composed(add, x, delta, norm, eps, weight, zero_centred):
     """`norm_matmul` of `add`, which is `add_norm` or its reference, and XLA's product."""
     if delta is None:
         normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
     else:
         x, normed = add(x, delta, norm, eps, zero_centred=zero_centred)
-    y = matmul(normed, weight)
-    if gated:
-        gate, other = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * other
-    return x, y
+    return x, matmul(normed, weight)
 
 
 _MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, a thread loads some at once
 
 
-def _unsupported(x, delta, norm, weight, gated):
+def _unsupported(x, delta, norm, weight):
     """Why the kernel does not take these operands, or None."""
     if delta is not None and delta.dtype != (x.dtype if delta.ndim == 2 else jnp.float32):
         return f"{x.dtype} and {delta.dtype}"
@@ -72,6 +63,4 @@ def _unsupported(x, delta, norm, weight, gated):
         return f"{delta.shape[0]} parts"
     if norm.dtype != x.dtype:
         return f"{x.dtype} with a norm in {norm.dtype}"
-    if gated and weight.shape[1] % 128:
-        return f"{weight.shape[1] // 2} gates"
     return few_rows.unsupported(x, weight, x.shape[1])

@@ -19,24 +19,23 @@ from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
 _AT_ONCE = 192  # values of `delta` that a thread loads: it has 255 registers
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "gated", "interpret"))
-def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, gated, interpret=None):
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))
+def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, interpret=None):
     """`norm_matmul`, with the norm's weight before the product's.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
-    (tokens, features), pieces = x.shape, 2 if gated else 1
-    outer = weight.shape[1] // pieces
+    (tokens, features), outer = x.shape, weight.shape[1]
     blocks = pl.cdiv(outer, COLUMNS)
     beside = 2 * (MOST_ROWS + 1) * features + 2048
-    product = Product.of(weight, features, blocks, pieces, beside)
+    product = Product.of(weight, features, blocks, beside)
     scratch = product.scratch()
     scratch["rows"] = plgpu.SMEM((MOST_ROWS + 1, features), x.dtype)
     scratch["out"] = plgpu.SMEM((MOST_ROWS, COLUMNS), x.dtype)
     y = jax.ShapeDtypeStruct((tokens, outer), x.dtype)
     total = () if delta is None else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
     out = plgpu.kernel(
-        functools.partial(_block, product, eps, zero_centred, outer),
+        functools.partial(_block, product, eps, zero_centred),
         out_type=(y, *total),
         scratch_types=scratch,
         grid=(blocks,),
@@ -51,15 +50,14 @@ def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, gated, inte
 
 
 def _block(
-    product, eps, zero_centred, outer, x, norm, weight, *refs,
+    product, eps, zero_centred, x, norm, weight, *refs,
     ring, tile, arrived, rows, out,
 ):  # fmt: skip
     """A block's columns of `y`; the first also writes the sum."""
     delta, y, total = (None, *refs, None) if len(refs) == 1 else refs
     block = lax.axis_index("block")
     column = block * COLUMNS
-    columns = [column + piece * outer for piece in range(product.pieces)]
-    source = weight, 0, columns, ring, arrived
+    source = weight, 0, column, ring, arrived
     product.start(*source)
 
     # The norm's weight too is loaded before what others wait for.
@@ -71,9 +69,7 @@ def _block(
     _norm(product.layout(), rows, eps, zero_centred, tile)
     plgpu.commit_smem()
 
-    sums = product.run(tile, *source)
-    result = sums[0] if product.pieces == 1 else _gate(sums, x.dtype)
-    put_out(result, out, y.at[:, pl.ds(column, COLUMNS)])
+    put_out(product.run(tile, *source), out, y.at[:, pl.ds(column, COLUMNS)])
 
 
 def _put_totals(x, delta, rows, written):
@@ -138,9 +134,3 @@ def _norm(layout, rows, eps, zero_centred, tile):
         normed = x * lax.broadcast_in_dim(root, x.shape, (0,))
         normed = normed * lax.broadcast_in_dim(scale, x.shape, (1,))
         mosaic.store(plgpu, tile.at[:, part], normed.astype(tile.dtype))
-
-
-def _gate(sums, dtype):
-    """`silu(gate) * up`, of both as `dtype` rounds them."""
-    gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
-    return gate / (1.0 + jnp.exp(-gate)) * up

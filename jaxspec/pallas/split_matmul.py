@@ -35,6 +35,45 @@ def split_matmul_reference(x, weight):
     return matmul(x, weight)
 
 
+def gated_matmul(
+    x: Float[Array, "tokens twice_inner"], weight: Float[Array, "inner outer"]
+) -> Delta:
+    """`split_matmul` of `silu(gate) * other`, as a gated feed-forward layer ends.
+
+    The columns of `x` are as many gates and then as many others (Shazeer 2020, "GLU Variants
+    Improve Transformer", arXiv 2002.05202). Their products are rounded to the dtype of `x`.
+
+    One kernel where `split_matmul` is one, and `inner` is a multiple of 512.
+
+    Raises:
+        ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
+    """
+    if x.shape[1] % 2:
+        raise ValueError(
+            f"There must be as many gates as others, but {x.shape[1]} columns came. Hand over both "
+            "side by side."
+        )
+    few_rows.check_inner(x.shape[1] // 2, weight)
+    why = few_rows.unsupported(x, weight, weight.shape[1])
+    if weight.shape[0] % 512:
+        why = f"{weight.shape[0]} gates"
+    if dispatch.runs_kernel("gated_matmul", why, by_choice=True):
+        from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
+
+        return gated_matmul_kernel(x, weight)
+    return split_matmul(_gated(x), weight)
+
+
+def gated_matmul_reference(x, weight):
+    """What `gated_matmul` gives, or its parts give when summed and rounded."""
+    return matmul(_gated(x), weight)
+
+
+def _gated(x):
+    gate, other = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * other
+
+
 def gated_norm_matmul(
     heads: Float[Array, "tokens heads dim"],
     gates: Float[Array, "tokens columns"],

@@ -1,4 +1,4 @@
-"""`split_matmul` and `gated_norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU).
+"""`split_matmul`, `gated_matmul` and `gated_norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU).
 
 Import only where kernels run.
 """
@@ -65,14 +65,21 @@ def _plan(tokens, weight, unit, interpret, copies=0):
 def _source(product, weight, ring, arrived):
     """The part of the weight that is this block's, and where it arrives."""
     column, part = lax.axis_index("column") * COLUMNS, lax.axis_index("part")
-    return weight, part * product.inner, [column], ring, arrived
+    return weight, part * product.inner, column, ring, arrived
 
 
 def _finish(product, tile, source, out, y):
     """Multiply `tile` and write what comes of it."""
-    (sums,) = product.run(tile, *source)
     columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
-    put_out(sums, out, y.at[lax.axis_index("part"), :, columns])
+    put_out(product.run(tile, *source), out, y.at[lax.axis_index("part"), :, columns])
+
+
+def _finish_rows(product, rows, tile, *finish):
+    """What `_finish` does, of rows that lie side by side."""
+    plgpu.commit_smem()
+    mosaic.store(plgpu, tile, mosaic.load(plgpu, rows.reshape(*tile.shape), product.layout()))
+    plgpu.commit_smem()
+    _finish(product, tile, *finish)
 
 
 def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
@@ -85,6 +92,29 @@ def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
     product.start(*source)
     plgpu.barrier_wait(landed)
     _finish(product, tile, source, out, y)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def gated_matmul_kernel(x, weight, *, interpret=None):
+    """`gated_matmul`; `interpret`: parameters of Mosaic's interpreter."""
+    product, launch = _plan(x.shape[0], weight, 4 * mosaic.THREADS, interpret, copies=1)
+    scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
+    return launch(functools.partial(_gated_block, product), scratch)(weight, x)
+
+
+def _gated_block(product, weight, x, y, *, ring, tile, arrived, rows, out):
+    """A block gates its features, while its weight is under way."""
+    source = _source(product, weight, ring, arrived)
+    product.start(*source)
+    layout = plgpu.Layout.WG_STRIDED((product.inner,), vec_size=4)
+    load, begin = functools.partial(mosaic.load, plgpu, layout=layout), source[1]
+    halves = [pl.ds(first + begin, product.inner) for first in (0, weight.shape[0])]
+    loaded = [[load(x.at[token, half]) for half in halves] for token in range(x.shape[0])]
+    for token, both in enumerate(loaded):
+        gate, other = (a.astype(jnp.float32) for a in both)
+        gated = gate / (1.0 + jnp.exp(-gate)) * other
+        mosaic.store(plgpu, rows.at[token], gated.astype(rows.dtype))
+    _finish_rows(product, rows, tile, source, out, y)
 
 
 @functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))
@@ -123,8 +153,4 @@ def _norm_block(
         gate = gate.astype(jnp.float32)
         x = x * (gate / (1.0 + jnp.exp(-gate)))
         mosaic.store(plgpu, rows.at[t], x.astype(rows.dtype))
-    plgpu.commit_smem()
-    layout = product.layout()
-    mosaic.store(plgpu, tile, mosaic.load(plgpu, rows.reshape(*tile.shape), layout))
-    plgpu.commit_smem()
-    _finish(product, tile, source, out, y)
+    _finish_rows(product, rows, tile, source, out, y)

@@ -49,7 +49,7 @@ from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.replay import as_kept, ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
-from jaxspec.pallas.split_matmul import gated_norm_matmul, split_matmul
+from jaxspec.pallas.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.state_select import _state_select_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -455,8 +455,7 @@ def test_norm_matmul(h200, monkeypatch, capfd, model, columns, parts, tokens):
     parts = parts and 8192 // features  # as many as `split_matmul` makes
 
     def step(x, delta, norm, weight):
-        rule = {"zero_centred": True, "gated": columns == "gate_up"}
-        total, y = norm_matmul(x, delta, norm, 1e-6, weight, **rule)
+        total, y = norm_matmul(x, delta, norm, 1e-6, weight, zero_centred=True)
         return y if delta is None else (total, y)  # not what was given: that would be a copy
 
     x = array(tokens, features, dtype=jnp.bfloat16)
@@ -471,15 +470,15 @@ def test_norm_matmul(h200, monkeypatch, capfd, model, columns, parts, tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("model", SMALL)
 def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
-    """The feed-forward layer's, and both that follow a mixer, one with the norm before it."""
+    """The feed-forward layer's, its gate in it, and both after a mixer, one with its norm."""
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
     shape, outer = GDN[SMALL[0]], HIDDEN[model]
 
     def step(x, down, attended, out, heads, gates, norm):
         gated = gated_norm_matmul(heads, gates, shape.conv_dim, norm, 1e-6, out)
-        return split_matmul(x, down), split_matmul(attended, out), gated
+        return gated_matmul(x, down), split_matmul(attended, out), gated
 
-    sizes = (tokens, INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
+    sizes = (tokens, 2 * INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
     products = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (2048, outer))]
     heads, norm = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
     operands = *products, heads, array(tokens, COLUMNS, dtype=jnp.bfloat16), norm
@@ -605,6 +604,6 @@ def test_a_layer_of_few_rows_is_its_kernels(h200, monkeypatch, kind, kernels, wi
     )
     program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="jit\(step\)/jit\(_?(\w+?)(?:_kernel)?\)'
-    assert re.findall(names, program) == [*kernels, "norm_matmul", "split_matmul"]
+    assert re.findall(names, program) == [*kernels, "norm_matmul", "gated_matmul"]
     fusions = len(re.findall(r"= [^=]* fusion\(", program))
     assert fusions <= (0 if kind == "GatedDeltaNet" else 3)

@@ -11,7 +11,6 @@ from jaxspec.pallas.norm_matmul import _unsupported, norm_matmul, norm_matmul_re
 
 EPS = 1e-6
 LOST = 1  # the row that has a NaN
-RULE = "zero_centred", "gated"
 PARTS = {"nothing": None, "tokens": 0, "one part": 1, "parts": 3}
 
 
@@ -34,7 +33,7 @@ def rounded(x, dtype):
     return x.astype(dtype).astype(np.float64)
 
 
-def oracle(x, delta, norm, weight, zero_centred, gated):
+def oracle(x, delta, norm, weight, zero_centred):
     """In float64, but rounded to the operands' dtype where the op says so."""
     dtype, wide = x.dtype, [np.asarray(a, np.float64) for a in (x, norm, weight)]
     total, norm, weight = wide
@@ -43,17 +42,13 @@ def oracle(x, delta, norm, weight, zero_centred, gated):
         delta = delta.sum(axis=0, dtype=np.float32).astype(dtype) if delta.ndim == 3 else delta
         total = rounded(total + delta.astype(np.float64), dtype)
     root = np.sqrt((total**2).mean(axis=1, keepdims=True) + EPS)
-    y = rounded(total / root * (norm + zero_centred), dtype) @ weight
-    if gated:
-        gate, other = np.split(rounded(y, dtype), 2, axis=1)
-        y = gate / (1 + np.exp(-gate)) * other
-    return total, y
+    return total, rounded(total / root * (norm + zero_centred), dtype) @ weight
 
 
-def check(x, delta, norm, weight, run, zero_centred=True, gated=False):
+def check(x, delta, norm, weight, run, zero_centred=True):
     """`run` is the oracle: the sum bit for bit, the product to some roundings of its operands."""
-    total, y = run(x, delta, norm, EPS, weight, zero_centred=zero_centred, gated=gated)
-    expected_total, expected = oracle(x, delta, norm, weight, zero_centred, gated)
+    total, y = run(x, delta, norm, EPS, weight, zero_centred=zero_centred)
+    expected_total, expected = oracle(x, delta, norm, weight, zero_centred)
     assert total.dtype == y.dtype == x.dtype and y.shape == expected.shape
     np.testing.assert_array_equal(np.asarray(total, np.float64), expected_total)
     got = np.asarray(y, np.float64)
@@ -63,30 +58,29 @@ def check(x, delta, norm, weight, run, zero_centred=True, gated=False):
     np.testing.assert_allclose(got[~nan], expected[~nan], rtol=4 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_op_is_the_product_of_the_norm_of_the_rounded_sum(dtype, parts, gated):
+def test_the_op_is_the_product_of_the_norm_of_the_rounded_sum(dtype, parts):
     case = operands(5, 48, 32, dtype, parts)
-    check(*case, norm_matmul, gated=gated)
-    check(*case, norm_matmul_reference, zero_centred=False, gated=gated)
+    check(*case, norm_matmul)
+    check(*case, norm_matmul_reference, zero_centred=False)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "features", "columns", "dtype", "parts", "gated"),
+    ("tokens", "features", "columns", "dtype", "parts"),
     [
-        (1, 1024, 64, jnp.bfloat16, None, False),
-        (2, 1024, 96, jnp.bfloat16, 0, False),  # half a block's columns are none
-        (3, 1024, 128, jnp.float16, 1, False),
-        (5, 1024, 128, jnp.bfloat16, 3, True),  # whose ring is refilled
-        (8, 1024, 256, jnp.bfloat16, 0, True),
-        (7, 2048, 128, jnp.bfloat16, 2, True),
-        (4, 2048, 96, jnp.bfloat16, 4, False),
-        (6, 2048, 64, jnp.bfloat16, None, False),
+        (1, 1024, 64, jnp.bfloat16, None),
+        (2, 1024, 96, jnp.bfloat16, 0),  # half a block's columns are none
+        (3, 1024, 128, jnp.float16, 1),
+        (5, 1024, 128, jnp.bfloat16, 3),
+        (8, 1024, 256, jnp.bfloat16, 0),
+        (7, 2048, 128, jnp.bfloat16, 2),  # whose ring is refilled
+        (4, 2048, 96, jnp.bfloat16, 4),
+        (6, 2048, 64, jnp.bfloat16, None),
     ],
 )
 def test_the_kernel_equals_the_oracle_without_races(
-    interpreter, tokens, features, columns, dtype, parts, gated
+    interpreter, tokens, features, columns, dtype, parts
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
@@ -95,22 +89,22 @@ def test_the_kernel_equals_the_oracle_without_races(
     def run(x, delta, norm, eps, weight, **rule):
         return norm_matmul_kernel(x, delta, norm, weight, eps=eps, interpret=interpreter, **rule)
 
-    check(*operands(tokens, features, columns, dtype, parts), run, gated=gated)
+    check(*operands(tokens, features, columns, dtype, parts), run)
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", range(1, 9))
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("product", ["in_proj", "gate_up"])
 @pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
-def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, gated, tokens):
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, product, tokens):
     dispatch._chosen.pop("norm_matmul", None)
     shape, features = GDN["qwen3.5-0.8b"], HIDDEN[model]
     projection = shape.conv_dim + shape.value_heads * (shape.value_dim + 2)
-    columns = 2 * INTERMEDIATE[model] if gated else projection
+    columns = {"in_proj": projection, "gate_up": 2 * INTERMEDIATE[model]}[product]
     for parts in (None, 0, 8192 // features):
         case = operands(tokens, features, columns, jnp.bfloat16, parts)
-        check(*case, jax.jit(norm_matmul, static_argnums=3, static_argnames=RULE), gated=gated)
+        check(*case, jax.jit(norm_matmul, static_argnums=3, static_argnames="zero_centred"))
     assert dispatch.implementations()["norm_matmul"] == ("kernel",)
 
 
@@ -124,8 +118,7 @@ def test_on_a_gpu_more_rows_run_the_reference():
 def test_the_kernel_takes_as_many_parts_as_there_may_be():
     for parts, why in ((4, None), (5, "5 parts")):
         x, delta, norm, weight = operands(1, 2048, 64, jnp.bfloat16, parts)
-        assert _unsupported(x, delta, norm, weight, gated=False) == why
-    assert _unsupported(x, delta[:4], norm, weight, gated=True) == "32 gates"
+        assert _unsupported(x, delta, norm, weight) == why
 
 
 def test_a_weight_for_other_features_is_refused():

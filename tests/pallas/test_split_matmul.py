@@ -1,4 +1,4 @@
-"""split_matmul and gated_norm_matmul against NumPy; kernels = references, with a row of NaN."""
+"""split_matmul, also behind gates, against NumPy; kernels = references, with a row of NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.few_rows import whole
 from jaxspec.pallas.split_matmul import (
     _unsupported,
+    gated_matmul,
+    gated_matmul_reference,
     gated_norm_matmul,
     gated_norm_matmul_reference,
     split_matmul,
@@ -42,6 +44,12 @@ def heads_of(tokens, heads, dim, outer, dtype, first=64):
     return jnp.asarray(x, jnp.float32), gates, first, norm, EPS, weight
 
 
+def gated(x):
+    """In float64, rounded at last."""
+    gate, other = np.split(np.asarray(x, np.float64), 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * other).astype(x.dtype).astype(np.float64)
+
+
 def gated_norm(heads, gates, first, norm, eps):
     """In float64, rounded at last."""
     x, norm = (np.asarray(a, np.float64) for a in (heads, norm))
@@ -67,6 +75,15 @@ def assert_is_product(delta, x, weight):
 def test_the_op_is_the_product(op, dtype):
     x, weight = tokens_of(5, 48, 16, dtype)
     assert_is_product(op(x, weight), np.asarray(x, np.float64), weight)
+
+
+@pytest.mark.parametrize("op", [gated_matmul, gated_matmul_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_is_the_product_of_what_is_gated(op, dtype):
+    x, _ = tokens_of(5, 96, 16, dtype)
+    _, weight = tokens_of(5, 48, 16, dtype)
+    whole_delta = jax.jit(op)(x, weight)  # or XLA would round the gates, too
+    assert_is_product(whole_delta, gated(x), weight)
 
 
 @pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
@@ -98,6 +115,29 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, 
 
 
 @pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "dtype"),
+    [
+        (1, 1024, 1024, jnp.bfloat16),
+        (3, 1536, 1024, jnp.float16),
+        (8, 1536, 2048, jnp.bfloat16),
+    ],
+)
+def test_the_gating_kernel_equals_the_oracle_without_races(
+    interpreter, tokens, inner, outer, dtype
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
+
+    x, _ = tokens_of(tokens, 2 * inner, 64, dtype)
+    _, weight = tokens_of(tokens, inner, outer, dtype)
+    y = gated_matmul_kernel(x, weight, interpret=interpreter)
+    assert y.ndim == 3 and y.shape[0] > 1
+    assert_is_product(y, gated(x), weight)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
     ("tokens", "heads", "dim", "outer", "dtype"),
     [
         (1, 4, 128, 1024, jnp.bfloat16),
@@ -105,7 +145,7 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, 
         (8, 8, 64, 1024, jnp.bfloat16),
     ],
 )
-def test_the_gated_kernel_equals_the_oracle_without_races(
+def test_the_norming_kernel_equals_the_oracle_without_races(
     interpreter, tokens, heads, dim, outer, dtype
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
@@ -123,7 +163,7 @@ def test_the_gated_kernel_equals_the_oracle_without_races(
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11")
 @pytest.mark.parametrize(
     ("inner", "outer", "unit", "parts"),
-    [(3584, 1024, 64, 8), (2048, 1024, 256, 8), (6144, 2048, 64, 4), (2048, 2048, 256, 4)],
+    [(3584, 1024, 512, 7), (2048, 1024, 256, 8), (6144, 2048, 512, 4), (2048, 2048, 256, 4)],
 )
 def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
     from jaxspec.pallas.split_matmul_kernel import parts_of
@@ -135,17 +175,20 @@ def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
 def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
-    for op in ("split_matmul", "gated_norm_matmul"):
+    ops = "split_matmul", "gated_matmul", "gated_norm_matmul"
+    for op in ops:
         dispatch._chosen.pop(op, None)
     shape, outer = GDN["qwen3.5-0.8b"], HIDDEN[model]
-    for inner in (INTERMEDIATE[model], 2048):
-        x, weight = tokens_of(tokens, inner, outer, jnp.bfloat16)
-        assert_is_product(jax.jit(split_matmul)(x, weight), np.asarray(x, np.float64), weight)
+    x, weight = tokens_of(tokens, 2048, outer, jnp.bfloat16)
+    assert_is_product(jax.jit(split_matmul)(x, weight), np.asarray(x, np.float64), weight)
+    x, _ = tokens_of(tokens, 2 * INTERMEDIATE[model], 64, jnp.bfloat16)
+    _, weight = tokens_of(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
+    assert_is_product(jax.jit(gated_matmul)(x, weight), gated(x), weight)
     dims = shape.value_heads, shape.value_dim, outer
     *case, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
     y = jax.jit(gated_norm_matmul, static_argnums=(2, 4))(*case, weight)
     assert_is_product(y, gated_norm(*case), weight)
-    for op in ("split_matmul", "gated_norm_matmul"):
+    for op in ops:
         assert dispatch.implementations()[op] == ("kernel",)
 
 
@@ -166,7 +209,7 @@ def test_on_a_gpu_wider_models_run_the_reference():
         (16, 128, 4, f"gates from column 4 of {4 + 2048 + SPARE}"),
     ],
 )
-def test_what_the_gated_kernel_takes(heads, dim, first, why):
+def test_what_the_norming_kernel_takes(heads, dim, first, why):
     x, gates, first, norm, _, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
     assert _unsupported(x, gates, first, norm, weight) == why
 
@@ -175,6 +218,10 @@ def test_operands_that_do_not_fit_are_refused():
     heads, norm, weight = jnp.zeros((2, 4, 16)), jnp.zeros(16), jnp.zeros((64, 8))
     with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
         split_matmul(jnp.zeros((2, 48)), weight)
+    with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
+        gated_matmul(jnp.zeros((2, 96)), weight)
+    with pytest.raises(ValueError, match="as many gates as others, but 129 columns"):
+        gated_matmul(jnp.zeros((2, 129)), weight)
     with pytest.raises(ValueError, match="columns 8 to 71, but there are 71 columns"):
         gated_norm_matmul(heads, jnp.zeros((2, 71)), 8, norm, 1e-6, weight)
     with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.few_rows import Delta, matmul
-from jaxspec.pallas.split_matmul import split_matmul
+from jaxspec.pallas.split_matmul import gated_matmul, split_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,12 @@ class Linear(nnx.Module):
         """One array for each entry of `outputs`, in their order."""
         return self.split(matmul(x, self.weight[...]))
 
-    def delta(self, x: Float[Array, "tokens features"]) -> Delta:
-        """The output as what is to be added to the residual stream."""
-        return split_matmul(x, self.weight[...])
+    def delta(self, x: Float[Array, "tokens features"], *, gated: bool = False) -> Delta:
+        """The output as what is to be added to the residual stream.
+
+        `gated`: `x` has twice the features, as many gates and then as many others, which they gate.
+        """
+        return (gated_matmul if gated else split_matmul)(x, self.weight[...])
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
         """All outputs side by side, cut into one array for each entry of `outputs`."""

@@ -24,8 +24,8 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "tokens hidden"], delta: Delta, norm: RMSNorm
     ) -> tuple[Float[Array, "tokens hidden"], Delta]:
         """The residual stream with `delta`, and what this layer, fed with its `norm`, adds."""
-        x, gated = norm.matmul(x, delta, self.gate_up, gated=True)
-        return x, self.down.delta(gated)
+        x, gate_up = norm.matmul(x, delta, self.gate_up)
+        return x, self.down.delta(gate_up, gated=True)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

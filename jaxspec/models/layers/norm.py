@@ -39,15 +39,14 @@ class RMSNorm(nnx.Module):
         return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
     def matmul(
-        self, x: _Tokens, delta: Delta, linear: Linear, *, gated: bool = False
+        self, x: _Tokens, delta: Delta, linear: Linear
     ) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
         """`x + delta`, and all outputs of `linear` for that normalised, side by side.
 
-        `gated`: they are as many gates and then as many others, which they gate. Few rows take one
-        kernel for it all.
+        Few rows take one kernel for it all.
         """
-        rule = {"zero_centred": self.zero_centred, "gated": gated}
-        return norm_matmul(x, delta, self.weight[...], self.eps, linear.weight[...], **rule)
+        weights = self.weight[...], self.eps, linear.weight[...]
+        return norm_matmul(x, delta, *weights, zero_centred=self.zero_centred)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensor."""
