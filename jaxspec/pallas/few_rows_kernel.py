@@ -24,7 +24,7 @@ _RESERVED = 1024  # of a block, by the GPU; as much for barriers
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One block's: `inner` rows of the weight, and `COLUMNS` of its columns.
+    """One block's: `inner` rows of the weight, and `COLUMNS` of its columns or several times that.
 
     `source`, as its methods take it: the weight, the first row and column, and the `ring` and
     `arrived` of `scratch`.
@@ -32,11 +32,12 @@ class Product:
 
     inner: int
     dtype: Any
+    pieces: int  # of `COLUMNS` columns
     tiled: int  # columns of a tile in shared memory, which divide the weight's
     stages: int  # of the ring, of `chunk` rows of the weight each
 
     @staticmethod
-    def of(weight: Any, inner: int, blocks: int, beside: int) -> "Product":
+    def of(weight: Any, inner: int, blocks: int, beside: int, pieces: int = 1) -> "Product":
         """As large a ring as fits beside the rows, and `beside` bytes of what else is kept there.
 
         Where there are more blocks than multiprocessors, two fit on one, or some would wait for
@@ -44,24 +45,24 @@ class Product:
         """
         room = _FULL if blocks <= mosaic.MULTIPROCESSORS else _FULL // 2 - _RESERVED
         room -= _RESERVED + 2 * inner * MOST_ROWS + beside
-        ringless = Product(inner, weight.dtype, gcd(weight.shape[1], COLUMNS), 0)
+        ringless = Product(inner, weight.dtype, pieces, gcd(weight.shape[1], COLUMNS), 0)
         chunk = ringless.chunk
-        stages = min(inner // chunk, room // (2 * chunk * COLUMNS))
+        stages = min(inner // chunk, room // (2 * pieces * chunk * COLUMNS))
         return dataclasses.replace(ringless, stages=stages)
 
     @property
     def chunk(self) -> int:
         """Rows of the weight that are copied at once."""
-        return gcd(self.inner, 128)
+        return gcd(self.inner, 128 // self.pieces)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for the ring and, normed, for the rows; both as tensor cores want it."""
         tiles = plgpu.TilingTransform((8, self.tiled)), plgpu.SwizzleTransform(2 * self.tiled)
-        ring = self.stages, self.chunk, COLUMNS
+        ring = self.stages, self.pieces, self.chunk, COLUMNS
         return {
             "ring": plgpu.SMEM(ring, self.dtype, transforms=tiles),
             "tile": plgpu.SMEM((MOST_ROWS, self.inner), self.dtype, transforms=tiles),
-            "arrived": plgpu.Barrier(num_barriers=self.stages),
+            "arrived": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
         }
 
     def layout(self):
@@ -81,29 +82,31 @@ class Product:
         """Start the copy of chunk `j`; what is beyond the weight's last column arrives as zeros."""
         rows = pl.ds(first_row + j * self.chunk, self.chunk)
         stage = j % self.stages
-        part = weight.at[rows, pl.ds(column, COLUMNS)]
-        plgpu.copy_gmem_to_smem(part, ring.at[stage], arrived.at[stage])
+        for piece in range(self.pieces):
+            part = weight.at[rows, pl.ds(column + piece * COLUMNS, COLUMNS)]
+            plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], arrived.at[stage])
 
     def run(self, tile, *source):
-        """The product, transposed: `[COLUMNS, MOST_ROWS]` float32. `tile` has the rows."""
+        """Each piece's product, transposed: `[COLUMNS, MOST_ROWS]` float32. `tile` has the rows."""
         *_, ring, arrived = source
         chunks = self.inner // self.chunk
 
-        def run(sums):
+        def run(*sums):
             for j in range(chunks):
                 stage = j % self.stages
                 plgpu.barrier_wait(arrived.at[stage])
                 rows = tile.at[:, pl.ds(j * self.chunk, self.chunk)].transpose((1, 0))
-                plgpu.wgmma(sums, ring.at[stage].transpose((1, 0)), rows)
+                for piece, sum_ in enumerate(sums):
+                    plgpu.wgmma(sum_, ring.at[stage, piece].transpose((1, 0)), rows)
                 again = j - 1 + self.stages
                 if j > 0 and again < chunks:
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(self.pieces)
                     plgpu.commit_smem()  # no warp reads the chunk before any more
                     self._fetch(again, *source)
-            return sums[...]
+            return [sum_[...] for sum_ in sums]
 
         shape = COLUMNS, MOST_ROWS
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * self.pieces)
 
 
 def put_out(product, tile, out):

@@ -16,7 +16,7 @@ from jaxspec.pallas import mosaic
 from jaxspec.pallas.few_rows import MOST_ROWS
 from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
 
-_AT_ONCE = 192  # values of `delta` that a thread loads: it has 255 registers
+_AT_ONCE = 176  # values of `delta` that a thread loads: it has 255 registers
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))
@@ -26,9 +26,11 @@ def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, interpret=N
     `interpret`: parameters of Mosaic's interpreter.
     """
     (tokens, features), outer = x.shape, weight.shape[1]
-    blocks = pl.cdiv(outer, COLUMNS)
+    # Two blocks on one multiprocessor would have little room each for what is under way.
+    pieces = 1 if pl.cdiv(outer, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
+    blocks = pl.cdiv(outer, pieces * COLUMNS)
     beside = 2 * (MOST_ROWS + 1) * features + 2048
-    product = Product.of(weight, features, blocks, beside)
+    product = Product.of(weight, features, blocks, beside, pieces)
     scratch = product.scratch()
     scratch["rows"] = plgpu.SMEM((MOST_ROWS + 1, features), x.dtype)
     scratch["out"] = plgpu.SMEM((MOST_ROWS, COLUMNS), x.dtype)
@@ -56,7 +58,7 @@ def _block(
     """A block's columns of `y`; the first also writes the sum."""
     delta, y, total = (None, *refs, None) if len(refs) == 1 else refs
     block = lax.axis_index("block")
-    column = block * COLUMNS
+    column = block * product.pieces * COLUMNS
     source = weight, 0, column, ring, arrived
     product.start(*source)
 
@@ -69,7 +71,8 @@ def _block(
     _norm(product.layout(), rows, eps, zero_centred, tile)
     plgpu.commit_smem()
 
-    put_out(product.run(tile, *source), out, y.at[:, pl.ds(column, COLUMNS)])
+    for piece, sums in enumerate(product.run(tile, *source)):
+        put_out(sums, out, y.at[:, pl.ds(column + piece * COLUMNS, COLUMNS)])
 
 
 def _put_totals(x, delta, rows, written):

@@ -71,7 +71,8 @@ def _source(product, weight, ring, arrived):
 def _finish(product, tile, source, out, y):
     """Multiply `tile` and write what comes of it."""
     columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
-    put_out(product.run(tile, *source), out, y.at[lax.axis_index("part"), :, columns])
+    (sums,) = product.run(tile, *source)
+    put_out(sums, out, y.at[lax.axis_index("part"), :, columns])
 
 
 def _finish_rows(product, rows, tile, *finish):

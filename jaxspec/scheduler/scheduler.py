@@ -134,13 +134,10 @@ class Scheduler:
         return min(self.buckets.prefill_tokens[-1], left)
 
     def _num_steps(self, budget: int) -> int:
-        """Several steps where no prompt waits for the next, and a row needs them all.
-
-        One row surely does: 3 tokens left, 1 step in flight, 2 steps a dispatch.
-        """
+        """Several where no prompt waits, and a row needs them all even if every draft stands."""
         several = self.buckets.num_steps(budget)[-1]
-        needed = (r.max_len - len(r.tokens) - r.in_flight for r in self.running)
-        return several if max(needed, default=0) >= several else 1
+        left = (request.max_len - request.tokens_bound for request in self.running)
+        return several if max(left, default=0) >= several * self.buckets.width else 1
 
     def _takes_decode_row(self, request: Request) -> bool:
         """Whether a row of the decode rectangle is due: at one token a step it is not over yet.

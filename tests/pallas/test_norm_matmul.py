@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
-from jaxspec.pallas import dispatch
+from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.norm_matmul import _unsupported, norm_matmul, norm_matmul_reference
 
 EPS = 1e-6
@@ -91,6 +91,19 @@ def test_the_kernel_equals_the_oracle_without_races(
 
     check(*operands(tokens, features, columns, dtype, parts), run)
     assert not get_races().races_found
+
+
+@pytest.mark.parametrize("columns", [256, 192, 160])
+def test_blocks_are_twice_as_wide_where_there_would_be_too_many(monkeypatch, interpreter, columns):
+    """The last has columns that there are not, up to a whole half."""
+    from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
+
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+
+    def run(x, delta, norm, eps, weight, **rule):
+        return norm_matmul_kernel(x, delta, norm, weight, eps=eps, interpret=interpreter, **rule)
+
+    check(*operands(3, 1024, columns, jnp.bfloat16, 2), run)
 
 
 @pytest.mark.gpu

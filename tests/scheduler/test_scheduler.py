@@ -131,7 +131,7 @@ def test_a_random_walk_gives_every_request_what_it_gets_alone(
         preemptions = loop.scheduler.num_preemptions
         counts += [loop.num_steps, preemptions, loop.device.num_forks, aborts]
     num_steps, num_preemptions, num_forks, num_aborts = counts
-    assert num_steps > 300 and num_preemptions > 5 and num_forks > 3 and num_aborts > 1
+    assert num_steps > 300 and num_preemptions > 5 and num_forks > 2 and num_aborts > 1
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7])
@@ -169,13 +169,23 @@ def test_while_a_prompt_waits_steps_come_one_by_one():
     assert loop.num_steps == (1 + 8) + (1 + 2)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_the_rows_that_end_first_idle_until_the_dispatch_is_over(num_drafts):
-    loop = Loop(steps_per_dispatch=4, num_drafts=num_drafts, accuracy=0.0)
+def test_the_rows_that_end_first_idle_until_the_dispatch_is_over():
+    loop = Loop(steps_per_dispatch=4)
     loop.add(make_group(1, 5, 3), make_group(2, 5, 9))
     loop.run()
     assert loop.num_steps == 1 + 2
     assert loop.device.num_wasted == 2
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
+def test_no_drafts_make_a_step_of_several_one_too_many(accuracy):
+    loop = Loop(steps_per_dispatch=2, num_drafts=3, accuracy=accuracy)
+    loop.add(make_group(1, 5, 33))
+    steps = []
+    while loop.scheduler.has_work:
+        steps.append(loop.turn().plan.program.num_steps)
+    assert loop.device.num_wasted == 0
+    assert set(steps) == {1, 2} and steps.count(2) > 2
 
 
 def test_at_depth_zero_no_step_is_wasted_on_a_request_that_met_its_stop_id():
