@@ -21,6 +21,7 @@ from markdown_table import markdown
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
+SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
 
@@ -116,7 +117,7 @@ def step_gap(figures: Figures) -> str:
 def kernels(figures: Figures) -> str:
     """The shapes of one model, at two batch sizes and two widths; the file has the others.
 
-    Of a prefill: prompts, and tokens of each.
+    Of a prefill: prompts, and tokens of each. Of products: another model's, at all sizes.
     """
     rows = []
     for case in figures["results"]:
@@ -124,9 +125,12 @@ def kernels(figures: Figures) -> str:
         shown = number in (1, 64) and width in (1, 4)
         if "seqs" in case:
             number, width, shown = case["seqs"], case["length"], True
-        if case.get("model", MODEL) != MODEL or not shown:
+        op, model = f"`{case['op']}`", MODEL
+        if "product" in case:
+            op, model, shown = f"{op} ({case['product']} of the 0.8B)", SMALL, True
+        if case.get("model", model) != model or not shown:
             continue
-        name = f"`{case['op']}`, {case.get('dtype', 'int32')}, {number} x {width}"
+        name = f"{op}, {case.get('dtype', 'int32')}, {number} x {width}"
         if "context" in case:
             name += f", context {case['context']}"
         reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
