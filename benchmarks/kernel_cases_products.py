@@ -9,6 +9,7 @@ from case import INPUTS, MANY, Case
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.few_rows import matmul
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
@@ -47,7 +48,7 @@ def _norm_matmul_case(model, name, columns, tokens):
         return op(x[at], others[which][at], others[2], 1e-6, weight)
 
     def apart(*args):
-        return composed(add_norm, *args, True)
+        return composed(matmul, add_norm, *args, True)
 
     return _case(
         "norm_matmul",

@@ -24,7 +24,8 @@ def norm_matmul(
     `delta` may be partial sums, as `split_matmul` gives them; they are summed and rounded first.
     Rows do not meet: padding and NaN stay in their own.
 
-    One kernel for up to 8 rows of 1024 or 2048 features in 16 bits; otherwise `add_norm` and XLA.
+    One kernel for up to 2 rows of 1024 or 2048 features in 16 bits, as each of its blocks norms all
+    rows; for up to 8 `add_norm` and another. Otherwise `add_norm` and XLA.
 
     Raises:
         ValueError: `weight` is not for the features of `x`.
@@ -33,25 +34,29 @@ def norm_matmul(
     why = _unsupported(x, delta, norm, weight)
     if dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
+        from jaxspec.pallas.split_matmul_kernel import matmul_kernel
 
-        return norm_matmul_kernel(x, delta, norm, weight, eps=eps, zero_centred=zero_centred)
-    return composed(add_norm, x, delta, norm, eps, weight, zero_centred)
+        if x.shape[0] <= _ONE_KERNEL:
+            return norm_matmul_kernel(x, delta, norm, weight, eps=eps, zero_centred=zero_centred)
+        return composed(matmul_kernel, add_norm, x, delta, norm, eps, weight, zero_centred)
+    return composed(matmul, add_norm, x, delta, norm, eps, weight, zero_centred)
 
 
 def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False):
     """The specification of `norm_matmul`."""
-    return composed(add_norm_reference, x, delta, norm, eps, weight, zero_centred)
+    return composed(matmul, add_norm_reference, x, delta, norm, eps, weight, zero_centred)
 
 
-def composed(add, x, delta, norm, eps, weight, zero_centred):
-    """`norm_matmul` of `add`, which is `add_norm` or its reference, and XLA's product."""
+def composed(multiply, add, x, delta, norm, eps, weight, zero_centred):
+    """`norm_matmul` of a product and of `add`, which is `add_norm` or its reference."""
     if delta is None:
         normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
     else:
         x, normed = add(x, delta, norm, eps, zero_centred=zero_centred)
-    return x, matmul(normed, weight)
+    return x, multiply(normed, weight)
 
 
+_ONE_KERNEL = 2  # rows
 _MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, a thread loads some at once
 
 

@@ -1,6 +1,6 @@
 """`split_matmul`, `gated_matmul` and `gated_norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU).
 
-Import only where kernels run.
+And the product that is not cut, `matmul_kernel`. Import only where kernels run.
 """
 
 import functools
@@ -28,27 +28,37 @@ def parts_of(inner: int, outer: int, unit: int = 64) -> int:
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_matmul_kernel(x, weight, *, interpret=None):
     """`split_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    product, launch = _plan(x.shape[0], weight, 64, interpret)
-    scratch = {"landed": plgpu.Barrier()}
-    return launch(functools.partial(_block, product), scratch)(weight, x)
+    product, launch = _plan(x.shape[0], weight, parts_of(*weight.shape), jnp.float32, interpret)
+    return launch(functools.partial(_block, product), {"landed": plgpu.Barrier()})(weight, x)
 
 
-def _plan(tokens, weight, unit, interpret, copies=0):
+@functools.partial(jax.jit, static_argnames="interpret")
+def matmul_kernel(x, weight, *, interpret=None):
+    """`x @ weight` in their dtype, of as few rows and with as few columns as `few_rows` says.
+
+    `interpret`: parameters of Mosaic's interpreter.
+    """
+    product, launch = _plan(x.shape[0], weight, 1, x.dtype, interpret)
+    (y,) = launch(functools.partial(_block, product), {"landed": plgpu.Barrier()})(weight, x)
+    return y
+
+
+def _plan(tokens, weight, parts, dtype, interpret, copies=0):
     """What a block multiplies, and how a kernel of such blocks is made of its body and scratch.
 
-    `copies`: of a block's rows that are in its scratch.
+    `dtype`: of what they put out; `copies`: of a block's rows that are in its scratch.
     """
     inner, outer = weight.shape
-    parts, columns = parts_of(inner, outer, unit), pl.cdiv(outer, COLUMNS)
+    columns = pl.cdiv(outer, COLUMNS)
     beside = copies * 2 * MOST_ROWS * (inner // parts) + 4096
     product = Product.of(weight, inner // parts, parts * columns, beside=beside)
 
     def launch(body, scratch):
         return plgpu.kernel(
             body,
-            out_type=jax.ShapeDtypeStruct((parts, tokens, outer), jnp.float32),
+            out_type=jax.ShapeDtypeStruct((parts, tokens, outer), dtype),
             scratch_types=product.scratch()
-            | {"out": plgpu.SMEM((MOST_ROWS, COLUMNS), jnp.float32)}
+            | {"out": plgpu.SMEM((MOST_ROWS, COLUMNS), dtype)}
             | scratch,
             grid=(columns, parts),
             grid_names=("column", "part"),
@@ -98,7 +108,8 @@ def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_matmul_kernel(x, weight, *, interpret=None):
     """`gated_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    product, launch = _plan(x.shape[0], weight, 4 * mosaic.THREADS, interpret, copies=1)
+    parts = parts_of(*weight.shape, 4 * mosaic.THREADS)
+    product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
     return launch(functools.partial(_gated_block, product), scratch)(weight, x)
 
@@ -125,8 +136,8 @@ def gated_norm_matmul_kernel(heads, gates, norm, weight, *, first, eps, interpre
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, _, dim = heads.shape
-    unit = max(dim, 256)  # what a warp's lanes have of a row
-    product, launch = _plan(tokens, weight, unit, interpret, copies=1)
+    parts = parts_of(*weight.shape, max(dim, 256))  # 256: what a warp's lanes have of a row
+    product, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
     return launch(functools.partial(_norm_block, product, first, eps), scratch)(
         weight, heads, gates, norm

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
-from jaxspec.pallas import dispatch
+from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.few_rows import whole
 from jaxspec.pallas.split_matmul import (
     _unsupported,
@@ -110,6 +110,30 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, 
     x, weight = tokens_of(tokens, inner, outer, dtype)
     y = split_matmul_kernel(x, weight, interpret=interpreter)
     assert y.ndim == 3 and y.shape[0] > 1
+    assert_is_product(y, np.asarray(x, np.float64), weight)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "dtype"),
+    [
+        (3, 1024, 96, jnp.bfloat16),  # half a block's columns are none
+        (8, 2048, 192, jnp.float16),
+        (5, 2048, 64, jnp.bfloat16),
+    ],
+)
+def test_the_whole_product_equals_the_oracle_without_races(
+    monkeypatch, interpreter, tokens, inner, outer, dtype
+):
+    """Also where two blocks share a multiprocessor, and the ring is refilled."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.split_matmul_kernel import matmul_kernel
+
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    x, weight = tokens_of(tokens, inner, outer, dtype)
+    y = matmul_kernel(x, weight, interpret=interpreter)
+    assert y.shape == (tokens, outer)
     assert_is_product(y, np.asarray(x, np.float64), weight)
     assert not get_races().races_found
 
