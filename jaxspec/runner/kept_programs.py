@@ -15,6 +15,7 @@ import logging
 import os
 import types
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,11 @@ def _platform() -> str:
 
 def _jitted(content: bytes, name: str, results: Any, donated: int) -> jax.stages.Wrapped:
     chosen, _, program = content.partition(b"\n")
-    for choice in json.loads(chosen):
-        dispatch.note(*choice)
+    for op, what, level in json.loads(chosen):
+        dispatch.note(op, what, level)
+        if what == "kernel":
+            # Which tracing it imports: it tells XLA, in the environment, where Mosaic's runtime is.
+            import_module("jax.experimental.pallas.mosaic_gpu")
     exported = export.deserialize(bytearray(program))
 
     def call(*args: Any) -> Any:

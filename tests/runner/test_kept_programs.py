@@ -155,6 +155,22 @@ def test_what_ops_run_as_is_known_of_programs_that_others_traced(
     assert counted.count == 2
 
 
+@pytest.mark.parametrize(("missing", "imports"), [(None, 1), ("this is a test", 0)])
+def test_what_kernels_need_is_imported_where_none_is_traced(
+    folder, counted, monkeypatch, missing, imports
+):
+    """Mosaic's module sets the environment that XLA finds its runtime by."""
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, missing))
+    imported = []
+    monkeypatch.setattr(kept_programs, "import_module", imported.append)
+    counted.kept()
+    forget(monkeypatch)
+    imported.clear()
+    counted.kept()
+    assert imported == ["jax.experimental.pallas.mosaic_gpu"] * imports
+    assert counted.count == 1
+
+
 @pytest.mark.parametrize(
     "broken", [b"", b"junk", lambda data: data[:-1], lambda data: b"\0" + data]
 )
