@@ -13,7 +13,7 @@ start is a process of its own, and all share one folder of compiled programs:
 The seconds of a start are those of its parts, one after the other: `import` (Python itself
 included), `device` (until JAX has it), `load` (weights and caches), `compile` (all programs, side
 by side) and `generate` (a prompt's first token). `trace` and `lower` lie within these: there JAX
-writes programs out for XLA, in one thread of Python, whatever lies on disk.
+writes programs out for XLA, in one thread of Python; those on disk are read (`kept_programs.py`).
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Case(dummy_llm.Case):
 
 def started(case: Case, folder: Path) -> Figures:
     """What a new process with the same options says of its start, with programs in `folder`."""
-    programs = list(folder.glob("*-cache"))
+    programs = [*folder.glob("*-cache"), *folder.glob("jaxspec-programs/*")]
     if case.start == "cold" and programs:
         raise SystemExit(f"A cold start needs an empty folder, and {folder} has programs.")
     if case.start == "autotuned":

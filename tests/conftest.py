@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.llm import EMBEDDED_MODEL
 from jaxspec.pallas import dispatch
+from jaxspec.runner import kept_programs
 from jaxspec.runner.compilation_cache import enable_compilation_cache
 
 # XLA reads these when its first program is compiled.
@@ -67,6 +68,14 @@ def programs_compile_fast(request):
         jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_program_is_traced():
+    """None comes from disk, but in the tests of that: others change functions under the sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_programs, "_folder", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ it to the lowering (`jax.lax.platform_dependent`) would trace both forms of ever
 this JAX cannot trace the kernel, and nobody could say afterwards which of them ran.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
+_heard: list[tuple[str, str, int]] | None = None  # all choices, while somebody listens
 
 
 def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) -> bool:
@@ -24,13 +27,34 @@ def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) ->
     is_hopper, missing = kernels_here()
     why = missing or unsupported
     chosen = "kernel" if why is None else f"XLA: {why}"
+    # On a device that kernels are for, an op without its kernel is slower than expected.
+    level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
+    note(op, chosen, level)
+    return why is None
+
+
+def note(op: str, chosen: str, level: int) -> None:
+    """Remember what `op` runs as, and log it, if that is new.
+
+    Called anew for a program that was traced in another process, with what `choices` listed there.
+    """
+    if _heard is not None:
+        _heard.append((op, chosen, level))
     known = _chosen.setdefault(op, [])
     if chosen not in known:
         known.append(chosen)
-        # On a device that kernels are for, an op without its kernel is slower than expected.
-        level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
         _log.log(level, "%s runs as %s", op, chosen)
-    return why is None
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[list[tuple[str, str, int]]]:
+    """What is chosen inside, new or not: the arguments of `note`."""
+    global _heard
+    _heard = heard = []
+    try:
+        yield heard
+    finally:
+        _heard = None
 
 
 def layer_index(pool: jax.Array, layer: int) -> jax.Array:
@@ -39,7 +63,7 @@ def layer_index(pool: jax.Array, layer: int) -> jax.Array:
 
 
 def implementations() -> dict[str, tuple[str, ...]]:
-    """What each op that has a kernel was traced as in this process: "kernel", or "XLA: " and why.
+    """What each op that has a kernel runs as in this process: "kernel", or "XLA: " and why.
 
     More than one where an op was traced with operands of several kinds.
     """

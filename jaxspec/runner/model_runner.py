@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxspec.pallas.replay import ring_rows
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
+from jaxspec.runner.kept_programs import kept
 from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.step import StepConfig, jitted_step
@@ -108,8 +110,8 @@ class ModelRunner:
 
         Lowering neither copies nor donates them.
         """
-        plan = self._empty_plan(program)
-        return self._step(program).lower(self._weights, self._tables, self._state, plan)
+        args = self._weights, self._tables, self._state, self._empty_plan(program)
+        return self._step(program, args).lower(*args)
 
     def warm_up(self, program: Program) -> None:
         """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
@@ -124,7 +126,9 @@ class ModelRunner:
 
     def lower_fork(self) -> jax.stages.Lowered:
         """The copy of states that samples of one prompt start from, as XLA's compiler takes it."""
-        return _copy_states.lower(self._state, self._pack_forks(()))
+        args = self._state, self._pack_forks(())
+        results = jax.tree.structure(self._state)
+        return kept(_copy_states, args, results, donated=0, closed_over=None).lower(*args)
 
     def warm_up_fork(self) -> None:
         """Run the copy of states, without a copy; it is compiled if it was not."""
@@ -150,10 +154,12 @@ class ModelRunner:
         state = jax.eval_shape(lambda: self._init_state(buckets))
         return bytes_held(self._weights, self._tables, state)
 
-    def _step(self, program: Program) -> jax.stages.Wrapped:
+    def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
-            self._steps[program] = jitted_step(self._config, program)
+            step, depends = jitted_step(self._config, program), (self._config, program)
+            results = jax.tree.structure((self._state, 0))
+            self._steps[program] = kept(step, args, results, donated=2, closed_over=depends)
         return self._steps[program]
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
