@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prefill_tables
 from markdown_table import markdown
 
 RESULTS = Path(__file__).parent / "results"
@@ -204,6 +205,9 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "step gap": ("step_gap_h200.json", step_gap),
     "decode": ("decode_h200.json", decode),
     "prefill": ("decode_h200.json", prefill),
+    "long prompts": ("prefill_h200.json", prefill_tables.prompts_alone),
+    "mixed steps": ("prefill_h200.json", prefill_tables.prompts_beside_rows),
+    "start-up": ("startup_h200.json", prefill_tables.start_up),
     "kernels": ("kernels_h200.json", kernels),
 }
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)

@@ -16,7 +16,7 @@ from jaxspec.pallas.few_rows import MOST_ROWS
 from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
 
 
-def parts_of(inner: int, outer: int, unit: int = 64) -> int:
+def parts_of(inner: int, outer: int, *, unit: int) -> int:
     """Into how many parts the features are cut: a block on nearly every multiprocessor.
 
     `unit`: features that stay together.
@@ -28,7 +28,8 @@ def parts_of(inner: int, outer: int, unit: int = 64) -> int:
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_matmul_kernel(x, weight, *, interpret=None):
     """`split_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    product, launch = _plan(x.shape[0], weight, parts_of(*weight.shape), jnp.float32, interpret)
+    parts = parts_of(*weight.shape, unit=64)
+    product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
     return launch(functools.partial(_block, product), {"landed": plgpu.Barrier()})(weight, x)
 
 
@@ -108,7 +109,7 @@ def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_matmul_kernel(x, weight, *, interpret=None):
     """`gated_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    parts = parts_of(*weight.shape, 4 * mosaic.THREADS)
+    parts = parts_of(*weight.shape, unit=4 * mosaic.THREADS)
     product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
     return launch(functools.partial(_gated_block, product), scratch)(weight, x)
@@ -136,7 +137,8 @@ def gated_norm_matmul_kernel(heads, gates, norm, weight, *, first, eps, interpre
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, _, dim = heads.shape
-    parts = parts_of(*weight.shape, max(dim, 256))  # 256: what a warp's lanes have of a row
+    unit = max(dim, 256)  # what a warp's lanes have of a row
+    parts = parts_of(*weight.shape, unit=unit)
     product, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
     return launch(functools.partial(_norm_block, product, first, eps), scratch)(

@@ -170,6 +170,28 @@ def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
 
 
+def test_a_pool_is_written_in_place_by_several_steps_too(h200, monkeypatch):
+    """As a program of `steps_per_dispatch` steps does: the pool goes round a loop."""
+    shape, rows = GDN["qwen3.5-9b"], 4
+
+    def step(states, q, v, gate, index):
+        def once(states, _):
+            zero, index_ = jnp.int32(0), (index, index, index)
+            out, states = _gdn_step_kernel(q, q, v, gate, gate, states, zero, *index_)
+            return states, out
+
+        return jax.lax.scan(once, states, length=3)
+
+    key = array(rows, 1, shape.key_heads, shape.key_dim)
+    value = array(rows, 1, shape.value_heads, shape.value_dim)
+    pool = array(2, 9, 1, shape.value_heads, shape.value_dim, shape.key_dim)
+    gate, index = array(rows, 1, shape.value_heads), array(rows, dtype=jnp.int32)
+    operands = pool, key, value, gate, index
+    memory = compile_for(h200, monkeypatch, step, operands, donated=0).memory_analysis()
+    assert memory.alias_size_in_bytes == pool.size * 4
+    assert memory.temp_size_in_bytes < pool.size / 8
+
+
 @pytest.mark.parametrize(
     ("dtype", "states_dtype"),
     [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.float16), (jnp.float16, jnp.float32)],

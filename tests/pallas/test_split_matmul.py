@@ -192,7 +192,7 @@ def test_the_norming_kernel_equals_the_oracle_without_races(
 def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
     from jaxspec.pallas.split_matmul_kernel import parts_of
 
-    assert parts_of(inner, outer, unit) == parts
+    assert parts_of(inner, outer, unit=unit) == parts
 
 
 @pytest.mark.gpu
