@@ -56,8 +56,8 @@ def composed(multiply, add, x, delta, norm, eps, weight, zero_centred):
     return x, multiply(normed, weight)
 
 
-_ONE_KERNEL = 2  # rows
-_MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, a thread loads some at once
+_ONE_KERNEL = 2  # rows: of 4 it took an H200 8.3 us and of 1 6.0, where `add_norm` takes 1.6
+_MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, and a thread loads them
 
 
 def _unsupported(x, delta, norm, weight):

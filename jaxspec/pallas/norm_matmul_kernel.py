@@ -16,12 +16,10 @@ from jaxspec.pallas import mosaic
 from jaxspec.pallas.few_rows import MOST_ROWS
 from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
 
-_AT_ONCE = 176  # values of `delta` that a thread loads: it has 255 registers
-
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))
 def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, interpret=None):
-    """`norm_matmul`, with the norm's weight before the product's.
+    """`norm_matmul` of one or two rows, with the norm's weight before the product's.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
@@ -81,23 +79,20 @@ def _put_totals(x, delta, rows, written):
     `written`: where else, and whether.
     """
     count, features = x.shape
-    parts = 1 if delta is None or len(delta.shape) == 2 else delta.shape[0]
-    at_once = min(count, max(1, _AT_ONCE * mosaic.THREADS // (parts * features)))
-    for begin in range(0, count, at_once):
-        some = range(begin, min(begin + at_once, count))
-        for row, sum_ in zip(some, _totals(x, delta, some), strict=True):
-            mosaic.store(plgpu, rows.at[row], sum_)
-            if written is not None:
-                here, total = written
-                pl.when(here)(lambda at=total.at[row], x=sum_: mosaic.store(plgpu, at, x))
+    for row, sum_ in enumerate(_totals(x, delta)):
+        mosaic.store(plgpu, rows.at[row], sum_)
+        if written is not None:
+            here, total = written
+            pl.when(here)(lambda at=total.at[row], x=sum_: mosaic.store(plgpu, at, x))
     layout = mosaic.vectors(plgpu, features // mosaic.THREADS)
     nothing = plgpu.layout_cast(jnp.zeros(features, x.dtype), layout)
     for row in range(count, MOST_ROWS):
         mosaic.store(plgpu, rows.at[row], nothing)
 
 
-def _totals(x, delta, rows):
-    """What `x` and `delta` make in each of `rows`; all is loaded before anything is stored."""
+def _totals(x, delta):
+    """What `x` and `delta` make in each row; all is loaded before anything is stored."""
+    rows = range(x.shape[0])
     layout = plgpu.Layout.WG_STRIDED(x.shape[1:], vec_size=8)
     load = functools.partial(mosaic.load, plgpu, layout=layout)
     old = [load(x.at[row]) for row in rows]

@@ -71,12 +71,11 @@ def test_the_op_is_the_product_of_the_norm_of_the_rounded_sum(dtype, parts):
     [
         (1, 1024, 64, jnp.bfloat16, None),
         (2, 1024, 96, jnp.bfloat16, 0),  # half a block's columns are none
-        (3, 1024, 128, jnp.float16, 1),
-        (5, 1024, 128, jnp.bfloat16, 3),
-        (8, 1024, 256, jnp.bfloat16, 0),
-        (7, 2048, 128, jnp.bfloat16, 2),  # whose ring is refilled
-        (4, 2048, 96, jnp.bfloat16, 4),
-        (6, 2048, 64, jnp.bfloat16, None),
+        (2, 1024, 128, jnp.float16, 1),
+        (1, 1024, 128, jnp.bfloat16, 3),
+        (2, 2048, 128, jnp.bfloat16, 2),  # whose ring is refilled
+        (1, 2048, 96, jnp.bfloat16, 4),
+        (2, 2048, 64, jnp.bfloat16, None),
     ],
 )
 def test_the_kernel_equals_the_oracle_without_races(
@@ -103,7 +102,7 @@ def test_blocks_are_twice_as_wide_where_there_would_be_too_many(monkeypatch, int
     def run(x, delta, norm, eps, weight, **rule):
         return norm_matmul_kernel(x, delta, norm, weight, eps=eps, interpret=interpreter, **rule)
 
-    check(*operands(3, 1024, columns, jnp.bfloat16, 2), run)
+    check(*operands(2, 1024, columns, jnp.bfloat16, 2), run)
 
 
 @pytest.mark.gpu
