@@ -155,6 +155,14 @@ class Buckets:
             (rows, tokens) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
 
+    def reach(self, num_tokens: int, num_steps: int = 1) -> int:
+        """Positions that so many steps may write for a row of at most `num_tokens` tokens.
+
+        In each the last token and its K drafts are verified, which may make 1 + K new tokens; after
+        the newest of them the draft head runs K - 1 positions ahead.
+        """
+        return num_tokens + (num_steps - 1) * self.width + max(2 * self.num_drafts - 1, 0)
+
     def num_steps(self, prefill_tokens: int) -> list[int]:
         """How many steps a program with so many prompt tokens makes: one has a program each."""
         return sorted({1, self.steps_per_dispatch if prefill_tokens == 0 else 1})

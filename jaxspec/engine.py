@@ -43,7 +43,7 @@ class EngineMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """When a step was planned, dispatched, run and collected: seconds of `time.perf_counter`.
+    """When a dispatch was planned, sent, run and collected: seconds of `time.perf_counter`.
 
     Each stage begins where the one before it ends, but the host waits for a step only when it
     collects it, and in between plans and dispatches others.

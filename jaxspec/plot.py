@@ -191,7 +191,8 @@ def _bar(
 
 
 def _step_name(number: int, step: StepTimes) -> str:
-    return f"step {number}" + (" (prompt)" if step.program.prefill_tokens else "")
+    several = f" ({step.program.num_steps} steps)" if step.program.num_steps > 1 else ""
+    return f"step {number}" + (" (prompt)" if step.program.prefill_tokens else several)
 
 
 def _megabytes(size: float) -> str:

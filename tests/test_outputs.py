@@ -114,7 +114,7 @@ def test_an_output_is_not_changed_by_what_comes_after_it():
 
 def test_metrics_of_a_prompt_are_those_of_its_samples_together():
     parts = []
-    for steps in [[(3, 2), (3, 1)], [(2, 0)], []]:
+    for steps in [[(1, 3, [1, 1, 0]), (1, 3, [1, 0, 0])], [(1, 2, [0, 0])], []]:
         metrics = RequestMetrics(num_tokens=4)
         for step in steps:
             metrics.record(*step)

@@ -4,7 +4,8 @@ A step that decodes one or two requests does little but read its weights, and mu
 that of kernels which begin and end. Some kernels therefore take into the products what came
 between them:
 
-* `norm_matmul` adds to the residual stream, norms it and multiplies;
+* `norm_matmul` adds to the residual stream, norms it and multiplies (of more than two rows as two
+  kernels, for each block would norm them all);
 * `split_matmul` is split-K: it puts out partial sums, over parts of the features, which are summed
   up where they are added to the residual stream;
 * `gated_matmul` gates the features of a feed-forward layer first, and `gated_norm_matmul` norms and
@@ -18,14 +19,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch
+from jaxspec.pallas import dispatch, mosaic
 
 # What is still to be added to the residual stream (not the delta rule's): nothing yet, tokens in
 # its dtype, or float32 partial sums, which make such tokens when summed and rounded.
 Delta = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
 
+COLUMNS = 64  # of a block
 MOST_ROWS = 8  # what tensor cores take at least; of more, cuBLAS makes better use
 HIDDEN = 1024, 2048  # of a model: with wider ones cuBLAS is near the memory's speed as it is
+GATES = 512  # features that a block gates at a time
 _MOST_INNER = 8192  # features, which a block must have room for if they cannot be cut
 _DTYPES = jnp.bfloat16, jnp.float16
 
@@ -41,6 +44,15 @@ def check_inner(features: int, weight: Float[Array, "inner outer"]) -> None:
             f"A weight must have a row for each of the {features} features, but this one is "
             f"{weight.shape[0]} x {weight.shape[1]}. Give it as [features, outputs]."
         )
+
+
+def parts_of(inner: int, outer: int, *, unit: int) -> int:
+    """Into how many parts the features are cut: a block on nearly every multiprocessor.
+
+    `unit`: features that stay together.
+    """
+    most, units = max(1, mosaic.MULTIPROCESSORS // -(-outer // COLUMNS)), inner // unit
+    return max(parts for parts in range(1, most + 1) if units % parts == 0)
 
 
 def unsupported(

@@ -15,9 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import MOST_ROWS
+from jaxspec.pallas.few_rows import COLUMNS, MOST_ROWS
 
-COLUMNS = 64  # of a block
 _FULL = 227 * 1024  # bytes of shared memory that a block may have
 _RESERVED = 1024  # of a block, by the GPU; as much for barriers
 

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import MOST_ROWS
-from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
+from jaxspec.pallas.few_rows import COLUMNS, MOST_ROWS
+from jaxspec.pallas.few_rows_kernel import Product, put_out
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))

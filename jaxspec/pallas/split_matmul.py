@@ -43,7 +43,7 @@ def gated_matmul(
     The columns of `x` are as many gates and then as many others (Shazeer 2020, "GLU Variants
     Improve Transformer", arXiv 2002.05202). Their products are rounded to the dtype of `x`.
 
-    One kernel where `split_matmul` is one, and `inner` is a multiple of 512.
+    One kernel where `split_matmul` is one, and a block's part of `inner` is 512, 1024 or 1536.
 
     Raises:
         ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
@@ -54,10 +54,7 @@ def gated_matmul(
             "side by side."
         )
     few_rows.check_inner(x.shape[1] // 2, weight)
-    why = few_rows.unsupported(x, weight, weight.shape[1])
-    if weight.shape[0] % 512:
-        why = f"{weight.shape[0]} gates"
-    if dispatch.runs_kernel("gated_matmul", why, by_choice=True):
+    if dispatch.runs_kernel("gated_matmul", _cannot_gate(x, weight), by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
 
         return gated_matmul_kernel(x, weight)
@@ -67,6 +64,17 @@ def gated_matmul(
 def gated_matmul_reference(x, weight):
     """What `gated_matmul` gives, or its parts give when summed and rounded."""
     return matmul(_gated(x), weight)
+
+
+def _cannot_gate(x, weight):
+    """Why `gated_matmul_kernel` does not take these operands, or None."""
+    inner, outer = weight.shape
+    part, rest = divmod(
+        inner // few_rows.GATES, few_rows.parts_of(inner, outer, unit=few_rows.GATES)
+    )
+    if inner % few_rows.GATES or part > 3 or rest:  # a thread has 4 values of a row at a time
+        return f"{inner} gates"
+    return few_rows.unsupported(x, weight, outer)
 
 
 def _gated(x):

@@ -12,17 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import MOST_ROWS
-from jaxspec.pallas.few_rows_kernel import COLUMNS, Product, put_out
-
-
-def parts_of(inner: int, outer: int, *, unit: int) -> int:
-    """Into how many parts the features are cut: a block on nearly every multiprocessor.
-
-    `unit`: features that stay together.
-    """
-    most, units = max(1, mosaic.MULTIPROCESSORS // pl.cdiv(outer, COLUMNS)), inner // unit
-    return max(parts for parts in range(1, most + 1) if units % parts == 0)
+from jaxspec.pallas.few_rows import COLUMNS, GATES, MOST_ROWS, parts_of
+from jaxspec.pallas.few_rows_kernel import Product, put_out
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -109,7 +100,7 @@ def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_matmul_kernel(x, weight, *, interpret=None):
     """`gated_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    parts = parts_of(*weight.shape, unit=4 * mosaic.THREADS)
+    parts = parts_of(*weight.shape, unit=GATES)
     product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
     return launch(functools.partial(_gated_block, product), scratch)(weight, x)

@@ -45,7 +45,8 @@ def kept(
 
     `results`: the PyTreeDef of what it returns. `donated`: the number of its donated argument.
     `closed_over`: all that `function` depends on, but for `args` and this package's sources.
-    It is `function` itself where programs are not kept, and where no key would tell it from others.
+    It is `function` itself where programs are not kept, no key would tell it from others, or JAX
+    does not export it.
     """
     folder = _folder()
     key = _key(args, closed_over) if folder else None
@@ -53,13 +54,18 @@ def kept(
         return function
     name = f"{function.__name__}-{key}"
     if name not in _calls:
-        content = _read(folder / name)
-        if content is None:
-            content = _traced(function, args)
-            _write(folder / name, content)
+        try:
+            content = _read(folder / name)
+            if content is None:
+                content = _traced(function, args)
+                _write(folder / name, content)
+            call = _jitted(content, function.__name__, results, donated)
+        except Exception as error:  # JAX exports less than it compiles: no `jax.debug.print`
+            _log.info("a program is not kept: %r", error)
+            return function
         if len(_calls) == _MAX_CALLS:
             del _calls[next(iter(_calls))]
-        _calls[name] = _jitted(content, function.__name__, results, donated)
+        _calls[name] = call
     return _calls[name]
 
 
@@ -201,7 +207,8 @@ def _plain(x: Any) -> Any:
         if str(x.__module__).partition(".")[0] not in _COVERED:
             raise _UnknownError(x)
         cells = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-        return x.__module__, x.__qualname__, _plain(cells)
+        defaults = [getattr(x, name, None) for name in ("__defaults__", "__kwdefaults__")]
+        return x.__module__, x.__qualname__, _plain(cells), _plain(defaults)
     if dataclasses.is_dataclass(x):
         # What is not compared is no part of a program.
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.compare}

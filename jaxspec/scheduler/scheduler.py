@@ -134,10 +134,18 @@ class Scheduler:
         return min(self.buckets.prefill_tokens[-1], left)
 
     def _num_steps(self, budget: int) -> int:
-        """Several where no prompt waits, and a row needs them all even if every draft stands."""
-        several = self.buckets.num_steps(budget)[-1]
-        left = (request.max_len - request.tokens_bound for request in self.running)
-        return several if max(left, default=0) >= several * self.buckets.width else 1
+        """Several where no prompt waits, a row needs them all even if every draft stands, and there
+        are pages for them: nobody has to go who could stay for one step.
+        """
+        several, running = self.buckets.num_steps(budget)[-1], self.running
+        left = max((request.max_len - request.tokens_bound for request in running), default=0)
+        if several == 1 or left < several * self.buckets.width:
+            return 1
+        pages = sum(
+            self._pages_for(self.buckets.reach(r.tokens_bound, several), r) for r in running
+        )
+        held = sum(len(request.pages) for request in running)
+        return several if pages - held <= self.pages.num_free else 1
 
     def _takes_decode_row(self, request: Request) -> bool:
         """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
@@ -151,8 +159,9 @@ class Scheduler:
 
     def _advance(self, request: Request, step: NextStep) -> None:
         if self._takes_decode_row(request):
-            longest = request.tokens_bound + (step.num_steps - 1) * self.buckets.width
-            if self._reserve(request, self._reserve_len(longest), step):
+            if self._reserve(
+                request, self.buckets.reach(request.tokens_bound, step.num_steps), step
+            ):
                 step.decodes.append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
@@ -167,7 +176,7 @@ class Scheduler:
             return
         upto = request.num_computed + length
         if upto == request.prefill_len:
-            upto = self._reserve_len(upto)
+            upto = self.buckets.reach(upto)
         if self._reserve(request, upto, step):
             step.prefills.append((request, length))
             step.budget -= length
@@ -210,7 +219,7 @@ class Scheduler:
                 len(self._free_slots) <= reserved or step.num_new == self.buckets.max_new_rows
             )
             seqs_full = len(step.prefills) >= self.buckets.max_prefill_seqs or step.budget < 1
-            wanted = self._reserve_len(len(request.tokens))
+            wanted = self.buckets.reach(len(request.tokens))
             pages_short = self._pages_for(wanted, request) > self.pages.num_free
             if rows_full or seqs_full or pages_short or request.in_flight:
                 break
@@ -250,14 +259,6 @@ class Scheduler:
         self.waiting.appendleft(request)
         request.num_computed = request.prefill_len = 0
         self.num_preemptions += 1
-
-    def _reserve_len(self, num_tokens: int) -> int:
-        """Positions a step may write for a row of at most `num_tokens` tokens.
-
-        The last token and its K drafts are verified, which may make 1 + K new tokens; after the
-        newest of them the draft head runs K - 1 positions ahead.
-        """
-        return num_tokens + max(2 * self.buckets.num_drafts - 1, 0)
 
     def _pages_for(self, length: int, request: Request) -> int:
         return -(-min(length, request.max_len) // self.buckets.page_size)

@@ -7,8 +7,9 @@ import pytest
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.few_rows import whole
+from jaxspec.pallas.few_rows import parts_of, whole
 from jaxspec.pallas.split_matmul import (
+    _cannot_gate,
     _unsupported,
     gated_matmul,
     gated_matmul_reference,
@@ -184,14 +185,11 @@ def test_the_norming_kernel_equals_the_oracle_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11")
 @pytest.mark.parametrize(
     ("inner", "outer", "unit", "parts"),
     [(3584, 1024, 512, 7), (2048, 1024, 256, 8), (6144, 2048, 512, 4), (2048, 2048, 256, 4)],
 )
 def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
-    from jaxspec.pallas.split_matmul_kernel import parts_of
-
     assert parts_of(inner, outer, unit=unit) == parts
 
 
@@ -236,6 +234,16 @@ def test_on_a_gpu_wider_models_run_the_reference():
 def test_what_the_norming_kernel_takes(heads, dim, first, why):
     x, gates, first, norm, _, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
     assert _unsupported(x, gates, first, norm, weight) == why
+
+
+@pytest.mark.parametrize("outer", [1024, 2048])
+def test_a_block_gates_no_more_than_its_registers_hold(outer):
+    for inner in range(512, 8193, 512):
+        x, weight = jnp.zeros((1, 2 * inner), jnp.bfloat16), jnp.zeros((inner, outer), jnp.bfloat16)
+        part = inner // parts_of(inner, outer, unit=512)
+        assert _cannot_gate(x, weight) == (None if part <= 1536 else f"{inner} gates")
+    assert _cannot_gate(x[:, : 2 * 3584 + 128], weight[: 3584 + 64]) == "3648 gates"
+    assert _cannot_gate(jnp.zeros((9, 1024), jnp.bfloat16), weight[:512]) == "not 1 to 8 rows"
 
 
 def test_operands_that_do_not_fit_are_refused():

@@ -169,6 +169,19 @@ def test_while_a_prompt_waits_steps_come_one_by_one():
     assert loop.num_steps == (1 + 8) + (1 + 2)
 
 
+@pytest.mark.parametrize(("num_drafts", "num_pages"), [(0, 20), (1, 22), (3, 24)])
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+def test_nobody_is_preempted_for_steps_that_could_come_one_by_one(
+    num_drafts, num_pages, steps_per_dispatch
+):
+    """Pages for what each step needs, as requests end, but not for what four might need."""
+    sizes = {"num_drafts": num_drafts, "num_pages": num_pages, "max_num_seqs": 4}
+    loop = Loop(steps_per_dispatch=steps_per_dispatch, accuracy=0.0, decode_rows=(4,), **sizes)
+    loop.add(*(make_group(1 + i, 5, tokens) for i, tokens in enumerate([10, 20, 30, 33])))
+    loop.run()
+    assert loop.scheduler.num_preemptions == 0
+
+
 def test_the_rows_that_end_first_idle_until_the_dispatch_is_over():
     loop = Loop(steps_per_dispatch=4)
     loop.add(make_group(1, 5, 3), make_group(2, 5, 9))

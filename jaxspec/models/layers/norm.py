@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
     ) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
         """`x + delta`, and all outputs of `linear` for that normalised, side by side.
 
-        Few rows take one kernel for it all.
+        Few rows take a kernel for it all, or two.
         """
         weights = self.weight[...], self.eps, linear.weight[...]
         return norm_matmul(x, delta, *weights, zero_centred=self.zero_centred)
