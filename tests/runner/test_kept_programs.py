@@ -239,6 +239,18 @@ def test_what_no_key_tells_from_others_is_not_kept(folder, counted, caplog):
     assert files(folder) == []
 
 
+def test_a_program_that_jax_does_not_export_is_compiled_all_the_same(folder, caplog):
+    caplog.set_level(logging.INFO, kept_programs.__name__)
+
+    def step(x):
+        jax.debug.print("{}", x.sum())
+        return x + 1
+
+    jitted, args = jax.jit(step, donate_argnums=0), (jnp.arange(4),)
+    assert kept(jitted, args, jax.tree.structure(0), donated=0, closed_over="print") is jitted
+    assert "a program is not kept" in caplog.text and files(folder) == []
+
+
 def test_sources_edited_while_a_process_runs_are_not_taken_for_those_it_runs(
     folder, counted, monkeypatch
 ):
