@@ -164,7 +164,7 @@ class Buckets:
         return num_tokens + (num_steps - 1) * self.width + max(2 * self.num_drafts - 1, 0)
 
     def num_steps(self, prefill_tokens: int) -> list[int]:
-        """How many steps a program with so many prompt tokens makes: one has a program each."""
+        """For how many steps programs with so many prompt tokens are compiled, ascending."""
         return sorted({1, self.steps_per_dispatch if prefill_tokens == 0 else 1})
 
     def round_up(self, num_decode: int, num_prefill_tokens: int) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class EngineMetrics:
 class StepTimes:
     """When a dispatch was planned, sent, run and collected: seconds of `time.perf_counter`.
 
-    Each stage begins where the one before it ends, but the host waits for a step only when it
+    Each stage begins where the one before it ends, but the host waits for one only when it
     collects it, and in between plans and dispatches others.
     """
 

@@ -10,7 +10,7 @@ from jaxspec.plan import StepOutput
 
 
 class PendingOutput:
-    """The packed output of a dispatched step, which puts it into the host's memory."""
+    """The packed output of a dispatch, which puts it into the host's memory."""
 
     def __init__(self, packed: jax.Array, watcher: Executor | None = None):
         """`packed`: int32 `[steps, rows, output_layout(K).size]`.

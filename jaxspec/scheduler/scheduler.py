@@ -1,7 +1,7 @@
 """Scheduler: picks requests and token counts for the next step; records what came back.
 
 It never waits for the device. Prompts advance by exact counts; for decoding rows it plans with an
-upper bound, every draft in flight accepted, and learns one to two steps late what really happened.
+upper bound, every draft in flight accepted, and learns some dispatches late what really happened.
 The bound only sizes page reservations: positions, counts and slots are the device's own.
 """
 
