@@ -102,6 +102,19 @@ class Model(nnx.Module, abc.ABC):
         """
 
     @abc.abstractmethod
+    def best(
+        self,
+        hidden: Float[Array, "n hidden"],
+        forbidden: Int[Array, "n slots"],
+        head: Float[Array, "hidden ids"] | None = None,
+    ) -> Int[Array, " n"]:
+        """The index (int32) of each row's largest `logits`, of equals the lowest; without them.
+
+        With the whole head it is a token id. `forbidden` indices (int32) are passed over; -1
+        forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1.
+        """
+
+    @abc.abstractmethod
     def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
         """A copy of the part of the output head that scores `ids` (int32, each in range)."""
 
@@ -117,5 +130,5 @@ class Model(nnx.Module, abc.ABC):
 
         `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's
         output (or, in recursion, this head's own) at `inputs.positions[i]`; `inputs.tokens` is not
-        read. `logits` of the result score the token at `positions[i] + 2`.
+        read. `logits` and `best` of the result are of the token at `positions[i] + 2`.
         """

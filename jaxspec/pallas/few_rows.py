@@ -11,11 +11,12 @@ between them:
 * `gated_matmul` gates the features of a feed-forward layer first, and `gated_norm_matmul` norms and
   gates the heads of Gated DeltaNet.
 
-All other products are XLA's (`matmul`).
+Products of more rows are `gemm`'s, and all others XLA's (`matmul`).
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -26,7 +27,7 @@ from jaxspec.pallas import dispatch, mosaic
 Delta = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
 
 COLUMNS = 64  # of a block
-MOST_ROWS = 8  # what tensor cores take at least; of more, cuBLAS makes better use
+MOST_ROWS = 8  # what tensor cores take at least; `gemm` takes more
 HIDDEN = 1024, 2048  # of a model: with wider ones cuBLAS is near the memory's speed as it is
 GATES = 512  # features that a block gates at a time
 _MOST_INNER = 8192  # features, which a block must have room for if they cannot be cut
@@ -88,3 +89,9 @@ def matmul(
 def whole(delta: Float[Array, "*parts tokens features"], dtype: Any) -> Float[Array, "tokens _"]:
     """Tokens in `dtype`: of sums over parts the sum, rounded once."""
     return delta if delta.ndim == 2 else jnp.sum(delta, axis=0).astype(dtype)
+
+
+def gated(x: Float[Array, "tokens twice_features"]) -> Float[Array, "tokens features"]:
+    """`silu(gate) * other` of as many gates and then others, in their dtype."""
+    gate, other = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * other

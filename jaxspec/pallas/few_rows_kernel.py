@@ -17,9 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.few_rows import COLUMNS, MOST_ROWS
 
-_FULL = 227 * 1024  # bytes of shared memory that a block may have
-_RESERVED = 1024  # of a block, by the GPU; as much for barriers
-
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -37,13 +34,8 @@ class Product:
 
     @staticmethod
     def of(weight: Any, inner: int, blocks: int, beside: int, pieces: int = 1) -> "Product":
-        """As large a ring as fits beside the rows, and `beside` bytes of what else is kept there.
-
-        Where there are more blocks than multiprocessors, two fit on one, or some would wait for
-        others to end.
-        """
-        room = _FULL if blocks <= mosaic.MULTIPROCESSORS else _FULL // 2 - _RESERVED
-        room -= _RESERVED + 2 * inner * MOST_ROWS + beside
+        """As large a ring as fits beside the rows and `beside` bytes of what else is kept there."""
+        room = mosaic.room(blocks) - 2 * inner * MOST_ROWS - beside
         ringless = Product(inner, weight.dtype, pieces, gcd(weight.shape[1], COLUMNS), 0)
         chunk = ringless.chunk
         stages = min(inner // chunk, room // (2 * pieces * chunk * COLUMNS))

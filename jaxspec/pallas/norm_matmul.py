@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch, few_rows
+from jaxspec.pallas import dispatch, few_rows, gemm
 from jaxspec.pallas.add_norm import add_norm, add_norm_reference, rms_norm
 from jaxspec.pallas.few_rows import Delta, matmul
 
@@ -25,21 +25,28 @@ def norm_matmul(
     Rows do not meet: padding and NaN stay in their own.
 
     One kernel for up to 2 rows of 1024 or 2048 features in 16 bits, as each of its blocks norms all
-    rows; for up to 8 `add_norm` and another. Otherwise `add_norm` and XLA.
+    rows; for more `add_norm` and another, of up to 8 rows `few_rows`' and of up to 256 `gemm`'s, or
+    XLA's product.
 
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
     few_rows.check_inner(x.shape[1], weight)
-    why = _unsupported(x, delta, norm, weight)
-    if dispatch.runs_kernel("norm_matmul", why, by_choice=True):
-        from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
-        from jaxspec.pallas.split_matmul_kernel import matmul_kernel
+    rows, rest = x.shape[0], (x, delta, norm, eps, weight, zero_centred)
+    is_few = rows <= few_rows.MOST_ROWS
+    few, more = _unsupported(x, delta, norm, weight), gemm.unsupported(x, weight, x.shape[1])
+    if not dispatch.runs_kernel("norm_matmul", few if is_few else more, by_choice=True):
+        return composed(matmul, add_norm, *rest)
+    if not is_few:
+        from jaxspec.pallas.gemm_kernel import matmul_kernel
 
-        if x.shape[0] <= _ONE_KERNEL:
-            return norm_matmul_kernel(x, delta, norm, weight, eps=eps, zero_centred=zero_centred)
-        return composed(matmul_kernel, add_norm, x, delta, norm, eps, weight, zero_centred)
-    return composed(matmul, add_norm, x, delta, norm, eps, weight, zero_centred)
+        return composed(matmul_kernel, add_norm, *rest)
+    from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
+    from jaxspec.pallas.split_matmul_kernel import matmul_kernel
+
+    if rows > _ONE_KERNEL:
+        return composed(matmul_kernel, add_norm, *rest)
+    return norm_matmul_kernel(x, delta, norm, weight, eps=eps, zero_centred=zero_centred)
 
 
 def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False):

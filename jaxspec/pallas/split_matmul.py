@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch, few_rows
+from jaxspec.pallas import dispatch, few_rows, gemm
 from jaxspec.pallas.add_norm import rms_norm
-from jaxspec.pallas.few_rows import Delta, matmul
+from jaxspec.pallas.few_rows import Delta, gated, matmul
 
 
 def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner outer"]) -> Delta:
@@ -14,7 +14,8 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
 
     Of up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens, outer]`:
     as many blocks as there are multiprocessors, as nearly as `inner` divides, and the sum of the
-    parts is left to what adds it to the residual stream, as `norm_matmul` and `add_norm` do.
+    parts is left to what adds it to the residual stream, as `norm_matmul` and `add_norm` do. Of
+    more, as `gemm` says, another makes them, or tokens where one part gives blocks enough.
     Otherwise XLA makes the product, `[tokens, outer]`. Rows do not meet: padding and NaN stay in
     their own.
 
@@ -22,12 +23,15 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
         ValueError: `weight` is not for the features of `x`.
     """
     few_rows.check_inner(x.shape[1], weight)
-    why = few_rows.unsupported(x, weight, weight.shape[1])
-    if dispatch.runs_kernel("split_matmul", why, by_choice=True):
+    is_few = x.shape[0] <= few_rows.MOST_ROWS
+    why = (few_rows if is_few else gemm).unsupported(x, weight, weight.shape[1])
+    if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
+        return split_matmul_reference(x, weight)
+    if is_few:
         from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
-
-        return split_matmul_kernel(x, weight)
-    return split_matmul_reference(x, weight)
+    else:
+        from jaxspec.pallas.gemm_kernel import split_matmul_kernel
+    return split_matmul_kernel(x, weight)
 
 
 def split_matmul_reference(x, weight):
@@ -58,12 +62,12 @@ def gated_matmul(
         from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
 
         return gated_matmul_kernel(x, weight)
-    return split_matmul(_gated(x), weight)
+    return split_matmul(gated(x), weight)
 
 
 def gated_matmul_reference(x, weight):
     """What `gated_matmul` gives, or its parts give when summed and rounded."""
-    return matmul(_gated(x), weight)
+    return matmul(gated(x), weight)
 
 
 def _cannot_gate(x, weight):
@@ -75,11 +79,6 @@ def _cannot_gate(x, weight):
     if inner % few_rows.GATES or part > 3 or rest:  # a thread has 4 values of a row at a time
         return f"{inner} gates"
     return few_rows.unsupported(x, weight, outer)
-
-
-def _gated(x):
-    gate, other = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * other
 
 
 def gated_norm_matmul(

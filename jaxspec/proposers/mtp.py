@@ -9,7 +9,7 @@ from jaxspec.models.base import DecodeRegion, Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.sampling import draw_draft
+from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
 
 
@@ -64,11 +64,15 @@ class MTPProposer(Proposer):
                 hidden, cache = model.draft_hidden(
                     tokens[-1], hidden, _one_token_inputs(inputs, draft), cache
                 )
-            scores = model.logits(hidden, head)
-            if ids is not None and self.is_probabilistic:
-                scores = _over_all_ids(scores, ids, model.vocab_size)
-            logits.append(scores)
-            tokens.append(self._pick(scores, ids, inputs, draft))
+            if self.is_probabilistic:
+                scores = model.logits(hidden, head)
+                if ids is not None:
+                    scores = _over_all_ids(scores, ids, model.vocab_size)
+                at = inputs.num_computed + 1 + draft
+                tokens.append(draw_draft(scores, inputs.sampling, at, variant=inputs.variant))
+                logits.append(scores)
+            else:
+                tokens.append(_best(model, hidden, ids, head))
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
             num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
@@ -76,18 +80,17 @@ class MTPProposer(Proposer):
         )
         return drafts, cache
 
-    def _pick(
-        self,
-        scores: Float[Array, "rows scored"],
-        ids: Int[Array, " scored"] | None,
-        inputs: DraftInputs,
-        draft: int,
-    ) -> Int[Array, " rows"]:
-        if self.is_probabilistic:
-            positions = inputs.num_computed + 1 + draft
-            return draw_draft(scores, inputs.sampling, positions, variant=inputs.variant)
-        best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        return best if ids is None else ids[best]
+
+def _best(
+    model: Model,
+    hidden: Float[Array, "rows hidden"],
+    ids: Int[Array, " scored"] | None,
+    head: Float[Array, "hidden scored"] | None,
+) -> Int[Array, " rows"]:
+    """The best of `ids` (None: of all), from hidden states alone; -1 where there is none."""
+    nothing = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # what is forbidden, the target rejects
+    best = model.best(hidden, nothing, head)
+    return best if ids is None else jnp.where(best < 0, NO_TOKEN, ids[best])
 
 
 def _over_all_ids(

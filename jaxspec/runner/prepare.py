@@ -18,7 +18,7 @@ class StepInputs:
     active: BatchState  # padding is an empty row
     index: Int[Array, " active"]  # each active row's place in the batch; past its end: padding
     model: ModelInputs
-    logit_index: Int[Array, " logits"]  # tokens whose logits count: all that decode, chunk ends
+    logit_index: Int[Array, " logits"]  # tokens whose output is scored: all that decode, chunk ends
     num_verified: Int[Array, " active"]  # drafts in the row's verify; 0 in a prefill
     emits: Bool[Array, " active"]  # the step makes at least one token for the row
     emits_at: Int[Array, " active"]  # index in its request of the first of them

@@ -2,7 +2,7 @@
 
 from jaxspec.sampling.draw import Use, draw, draw_draft, gumbel_noise, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
-from jaxspec.sampling.processors import process_logits
+from jaxspec.sampling.processors import forbidden_ids, process_logits
 from jaxspec.sampling.verifiers import (
     ExactVerifier,
     RejectionVerifier,
@@ -23,6 +23,7 @@ __all__ = [
     "Verifier",
     "draw",
     "draw_draft",
+    "forbidden_ids",
     "gumbel_noise",
     "make_verifier",
     "process_logits",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.sampling.params import SamplingInputs
+from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
 def process_logits(
@@ -31,12 +31,18 @@ def process_logits(
     return mask_top_k_top_p(logits, inputs.top_k, inputs.top_p)
 
 
+def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:
+    """The row's stop ids (int32) where `positions < min_len` (min_tokens); else -1."""
+    return jnp.where((positions < inputs.min_len)[:, None], inputs.stop_ids, NO_TOKEN)
+
+
 def mask_stop_ids(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits` with -inf at the row's stop ids where `positions < min_len` (min_tokens)."""
-    too_early = (positions < inputs.min_len)[:, None]
-    forbidden = jnp.where(too_early & (inputs.stop_ids >= 0), inputs.stop_ids, logits.shape[1])
+    """`logits` with -inf at the row's `forbidden_ids`."""
+    forbidden = forbidden_ids(inputs, positions)
+    # Past the end nothing is set; -1 would be the last id.
+    forbidden = jnp.where(forbidden < 0, logits.shape[1], forbidden)
     rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     # In place, where the raw logits are not read again. Comparing the stop ids with every id of a
     # large vocabulary makes XLA write a mask of that size: more than what the draw reads.

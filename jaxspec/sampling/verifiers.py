@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.sampling.draw import draw
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
 from jaxspec.speculation import SpeculativeConfig
@@ -18,7 +17,8 @@ class Verifier(Protocol):
 
     def __call__(
         self,
-        logits: Float[Array, "rows emits vocab"],
+        target_tokens: Int[Array, "rows emits"],
+        logits: Float[Array, "rows emits vocab"] | None,
         draft_tokens: Int[Array, "rows drafts"],
         draft_logits: Float[Array, "rows drafts vocab"] | None,
         inputs: SamplingInputs,
@@ -26,42 +26,36 @@ class Verifier(Protocol):
         *,
         variant: Variant,
     ) -> Acceptance:
-        """Which drafts stand, and the token after them. `positions`: index of each token drawn."""
+        """Which drafts stand, and the token after them.
+
+        `target_tokens` (int32): the target's own at every place, as plain decoding would have it
+        there, and `logits` (float32) what it was drawn from; None in greedy programs, which make
+        none. `positions` (int32): the index in its request of each token.
+        """
         ...
-
-
-def draw_targets(
-    logits: Float[Array, "rows emits vocab"],
-    inputs: SamplingInputs,
-    positions: Int[Array, "rows emits"],
-    variant: Variant,
-) -> Int[Array, "rows emits"]:
-    """The target's own token at every position, as plain decoding would draw it there."""
-    rows, width, vocab = logits.shape
-    tokens = draw(
-        logits.reshape(rows * width, vocab),
-        inputs.repeat(width),
-        positions.reshape(-1),
-        variant=variant,
-    )
-    return tokens.reshape(rows, width)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactVerifier:
     """One-hot drafts stand where the target draws the same token: lossless, token for token."""
 
-    def __call__(self, logits, draft_tokens, draft_logits, inputs, positions, *, variant):
-        """See `Verifier`; `draft_logits` are not read."""
-        return verify_exact(draw_targets(logits, inputs, positions, variant), draft_tokens)
+    def __call__(
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+    ):
+        """See `Verifier`; no logits are read."""
+        return verify_exact(target_tokens, draft_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class RejectionVerifier:
     """Drawn drafts stand by rejection sampling: lossless in distribution."""
 
-    def __call__(self, logits, draft_tokens, draft_logits, inputs, positions, *, variant):
-        """See `Verifier`."""
+    def __call__(
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+    ):
+        """See `Verifier`; `target_tokens` are read where there is no chance, or no draft."""
+        if logits is None or draft_tokens.shape[1] == 0:
+            return verify_exact(target_tokens, draft_tokens)
         return verify_rejection(
             logits, draft_tokens, draft_logits, inputs, positions, variant=variant
         )
@@ -73,11 +67,12 @@ class SyntheticVerifier:
 
     rates: tuple[float, ...]
 
-    def __call__(self, logits, draft_tokens, draft_logits, inputs, positions, *, variant):
-        """See `Verifier`; `draft_logits` are not read."""
-        targets = draw_targets(logits, inputs, positions, variant)
+    def __call__(
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+    ):
+        """See `Verifier`; no logits are read."""
         rates = jnp.asarray(self.rates, jnp.float32)
-        return verify_synthetic(targets, draft_tokens, rates, inputs.seeds, positions)
+        return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seeds, positions)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:

@@ -6,14 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.sampling.draw import (
-    Use,
-    add_noise,
-    draft_distribution,
-    draw,
-    pick,
-    uniform_noise,
-)
+from jaxspec.sampling.draw import Use, add_noise, draft_distribution, pick, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 
@@ -36,7 +29,7 @@ def verify_exact(
 ) -> Acceptance:
     """A draft stands iff it is the token the target draws there, and all before it stand.
 
-    `target_tokens` (int32) is the target's `draw` at each place, with drafts as context;
+    `target_tokens` (int32) is the target's own token at each place, with drafts as context;
     `draft_tokens` (int32) may hold placeholders (-1), which never stand. What is emitted is
     what plain sampling would draw, token for token. For a draft that was not itself drawn at
     random this is the rejection sampling of Leviathan et al. 2023 with a one-hot `q`: the
@@ -63,8 +56,9 @@ def verify_rejection(
     A draft `x` stands with probability `min(1, p(x) / q(x))`; in place of the first that falls
     a token is drawn from the excess `max(0, p - q)`. So the output has the distribution of the
     target, `p = softmax(process_logits(logits))`, whatever `q`, that of `draft_logits`.
-    Greedy rows compare exactly. `inputs` has an entry a row; `positions` (int32) is the index
-    in its request of the token at each place, and the drafts were drawn at the same ones.
+    Greedy rows compare exactly, but a greedy program has `verify_exact`, and so has one without
+    drafts. `inputs` has an entry a row; `positions` (int32) is the index in its request of the
+    token at each place, and the drafts were drawn at the same ones.
 
     A placeholder (-1) falls, and the token there is drawn from `p` alone. Where the target's
     row holds a NaN or nothing finite, nothing is emitted from there on.
@@ -72,9 +66,6 @@ def verify_rejection(
     rows, emits, vocab = logits.shape
     drafts = emits - 1
     flat = logits.reshape(-1, vocab), inputs.repeat(emits), positions.reshape(-1)
-    if variant == "greedy" or drafts == 0:
-        return verify_exact(draw(*flat, variant=variant).reshape(rows, emits), draft_tokens)
-
     target = process_logits(*flat, variant=variant).reshape(rows, emits, vocab)
     is_sound = has_choice(*flat).reshape(rows, emits)
     draft_inputs, draft_positions = inputs.repeat(drafts), positions[:, :drafts].reshape(-1)

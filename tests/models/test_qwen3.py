@@ -34,6 +34,18 @@ def test_part_of_the_head_gives_those_scores(model):
     np.testing.assert_allclose(part, model.logits(hidden)[:, ids], rtol=1e-6)
 
 
+def test_the_best_is_that_of_the_logits(model):
+    hidden = np.random.default_rng(0).normal(size=(5, model.config.hidden_size)).astype("f")
+    ids, forbidden = np.array([200, 3, 17], np.int32), np.full((5, 2), -1, np.int32)
+    for head in (None, model.output_columns(ids)):
+        scores = np.array(model.logits(hidden, head))
+        forbidden[:, 0] = first = model.best(hidden, forbidden[:, :0], head)
+        np.testing.assert_array_equal(first, scores.argmax(axis=1))
+        np.put_along_axis(scores, forbidden[:, :1], -np.inf, axis=1)
+        second = model.best(hidden, forbidden, head)
+        np.testing.assert_array_equal(second, scores.argmax(axis=1))
+
+
 def test_qwen3_has_no_draft_head(model):
     assert not model.has_draft_head
     assert model.cache_shape().state_layers == 0

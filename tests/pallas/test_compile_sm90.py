@@ -34,6 +34,7 @@ from jaxspec.models.config import parse_config
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.argmax_matmul import argmax_matmul
 from jaxspec.pallas.attention_inputs import attention_inputs
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gdn_inputs import GdnHeads, _gdn_inputs_kernel
@@ -41,6 +42,7 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
+from jaxspec.pallas.gemm import matmul_silu
 from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
@@ -131,8 +133,11 @@ def array(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def assert_lean(compiled, report, pool=None):
-    """No spills, and the donated pool or pools, if any, written in place."""
+def assert_lean(compiled, report, pool=None, between=65536):
+    """No spills, and the donated pool or pools, if any, written in place.
+
+    `between`: bytes that kernels may hand on to others, where there is no pool.
+    """
     assert "for 'sm_90a'" in report
     stores, loads = (
         set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
@@ -141,7 +146,7 @@ def assert_lean(compiled, report, pool=None):
     assert not re.findall(r"copy(-start)?\(", compiled.as_text())
     memory = compiled.memory_analysis()
     if pool is None:
-        assert memory.temp_size_in_bytes < 65536
+        assert memory.temp_size_in_bytes < between
         return
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes == size
@@ -507,6 +512,35 @@ def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
     compiled = compile_for(h200, monkeypatch, step, operands)
     assert_lean(compiled, capfd.readouterr().out)
     assert not re.findall(r"(slice|fusion)\(", compiled.as_text())  # no gates cut out
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"), [*((model, 64) for model in HIDDEN), (SMALL[0], 16), (SMALL[0], 256)]
+)
+def test_gemm(h200, monkeypatch, capfd, model, tokens):
+    """Behind a norm, gated, and in parts."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    features, inner = HIDDEN[model], INTERMEDIATE.get(model, 2 * HIDDEN[model])
+
+    def step(x, norm, qkv, gate_up, down):
+        _, projected = norm_matmul(x, x, norm, 1e-6, qkv)
+        return projected, split_matmul(matmul_silu(x, gate_up), down)
+
+    sizes = (tokens, features), (features,), (features, 5120), (features, 2 * inner)
+    operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (inner, features))]
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=3 * tokens * max(features, inner))
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("features", [1024, 4096])
+def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, slots):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    dims = (tokens, features), (features, 248320)
+    operands = *[array(*d, dtype=jnp.bfloat16) for d in dims], array(tokens, slots, dtype=jnp.int32)
+    compiled = compile_for(h200, monkeypatch, argmax_matmul, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=tokens * 248320 / 8)  # not the scores
 
 
 @pytest.mark.parametrize("gated", [True, False])

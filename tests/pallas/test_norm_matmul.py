@@ -121,10 +121,20 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, product, tok
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_more_rows_run_the_reference():
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_on_a_gpu_more_rows_have_a_kernel_for_the_product(tokens):
+    dispatch._chosen.pop("norm_matmul", None)
+    run = jax.jit(norm_matmul, static_argnums=3, static_argnames="zero_centred")
+    check(*operands(tokens, 1024, 5120, jnp.bfloat16, 8), run)
+    assert dispatch.implementations()["norm_matmul"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_that_no_tile_has_run_the_reference():
     dispatch._chosen.pop("norm_matmul", None)
     check(*operands(9, 1024, 64, jnp.bfloat16, 3), norm_matmul)
-    assert dispatch.implementations()["norm_matmul"] == ("XLA: not 1 to 8 rows",)
+    why = "XLA: not 16 to 256 rows, in steps of 8"
+    assert dispatch.implementations()["norm_matmul"] == (why,)
 
 
 def test_the_kernel_takes_as_many_parts_as_there_may_be():

@@ -8,6 +8,7 @@ import pytest
 from harness import FIXTURES, Harness, model
 from safetensors import safe_open
 
+from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.proposers import DraftInputs, make_proposer
 from jaxspec.request import SamplingParams
 from jaxspec.sampling import SamplingInputs
@@ -43,8 +44,11 @@ def propose(monkeypatch):
     def next_hidden(tokens, hidden):
         return hidden[:, ::-1] + weight[:, tokens].T
 
-    def run(draft_vocab, method="greedy", temperature=0.0):
-        seen = []
+    def run(draft_vocab, method="greedy", temperature=0.0, lost=None):
+        """`lost`: the row whose hidden state has a NaN."""
+        seen, hidden = [], first.copy()
+        if lost is not None:
+            hidden[lost, 0] = np.nan
 
         def draft_hidden(self, tokens, hidden, inputs, cache):
             seen.append(next_hidden(np.asarray(tokens), np.asarray(hidden)))
@@ -59,7 +63,7 @@ def propose(monkeypatch):
         )
         inputs = DraftInputs(
             model=SimpleNamespace(page_tables=jnp.zeros((ROWS + 1, 4), jnp.int32)),
-            hidden=jnp.asarray(first), next_tokens=ints, last_index=ints, slots=ints + 1,
+            hidden=jnp.asarray(hidden), next_tokens=ints, last_index=ints, slots=ints + 1,
             num_computed=ints + 3, max_len=ints + 99, last_token=ints, wants=ints != 1,
             proposer_key=ints, sampling=sampling, page_size=4, variant="sampled",
         )  # fmt: skip
@@ -76,6 +80,22 @@ def test_greedy_drafts_are_the_best_of_the_full_head_among_the_vocabulary(propos
     ids = np.sort(np.arange(264)[:vocab] if vocab != SHUFFLED else vocab)
     np.testing.assert_array_equal(drafts.tokens, ids[scores[:, :, ids].argmax(axis=2)])
     assert drafts.tokens.dtype == jnp.int32 and drafts.logits is None
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("vocab", [None, 64, SHUFFLED], ids=["all", "first", "listed"])
+def test_a_head_that_fails_drafts_placeholders_in_its_row_alone(propose, vocab, method):
+    sound, _ = propose(vocab, method)
+    drafts, _ = propose(vocab, method, lost=2)
+    assert drafts.tokens[2].tolist() == [-1] * 3
+    others = np.arange(ROWS) != 2
+    np.testing.assert_array_equal(drafts.tokens[others], sound.tokens[others])
+
+
+def test_greedy_drafts_need_no_logits(propose, monkeypatch):
+    expected, _ = propose(SHUFFLED)
+    monkeypatch.setattr(Qwen3_5, "logits", None)
+    np.testing.assert_array_equal(propose(SHUFFLED)[0].tokens, expected.tokens)
 
 
 def test_probabilistic_drafts_come_of_the_vocabulary_and_give_what_they_were_drawn_from(propose):

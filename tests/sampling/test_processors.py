@@ -3,7 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling.processors import mask_stop_ids, mask_top_k_top_p, process_logits
+from jaxspec.sampling.processors import (
+    forbidden_ids,
+    mask_stop_ids,
+    mask_top_k_top_p,
+    process_logits,
+)
 
 VOCAB = 32
 mask = jax.jit(mask_top_k_top_p)
@@ -80,11 +85,15 @@ def test_masks_that_are_off_change_no_bit(make_inputs):
     np.testing.assert_array_equal(np.asarray(sampled)[cold], logits[cold])
 
 
-def test_stop_ids_are_masked_only_below_the_minimum_length(make_inputs):
+def test_stop_ids_are_forbidden_and_masked_only_below_the_minimum_length(make_inputs):
     logits = jnp.zeros((4, VOCAB), jnp.float32)
     stop_ids = np.array([[3, 31], [3, -1], [-1, -1], [0, 1]])
     inputs = make_inputs(4, stop_ids=stop_ids, min_len=10)
-    got = mask_stop_ids(logits, inputs, jnp.array([9, 9, 9, 10], jnp.int32))
+    positions = jnp.array([9, 9, 9, 10], jnp.int32)
+    forbidden = forbidden_ids(inputs, positions)
+    assert forbidden.dtype == jnp.int32
+    assert forbidden.tolist() == [[3, 31], [3, -1], [-1, -1], [-1, -1]]
+    got = mask_stop_ids(logits, inputs, positions)
     masked = [np.flatnonzero(np.isneginf(row)).tolist() for row in np.asarray(got)]
     assert masked == [[3, 31], [3], [], []]
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.pallas.argmax_matmul import argmax_matmul
 from jaxspec.pallas.few_rows import Delta, matmul
-from jaxspec.pallas.split_matmul import gated_matmul, split_matmul
+from jaxspec.pallas.split_matmul import split_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,9 @@ class Linear(nnx.Module):
         """One array for each entry of `outputs`, in their order."""
         return self.split(matmul(x, self.weight[...]))
 
-    def delta(self, x: Float[Array, "tokens features"], *, gated: bool = False) -> Delta:
-        """The output as what is to be added to the residual stream.
-
-        `gated`: `x` has twice the features, as many gates and then as many others, which they gate.
-        """
-        return (gated_matmul if gated else split_matmul)(x, self.weight[...])
+    def delta(self, x: Float[Array, "tokens features"]) -> Delta:
+        """The output as what is to be added to the residual stream."""
+        return split_matmul(x, self.weight[...])
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
         """All outputs side by side, cut into one array for each entry of `outputs`."""
@@ -116,6 +114,19 @@ class OutputHead(nnx.Module):
         """float32 scores; with `columns` in place of the whole weight."""
         weight = self.weight[...] if columns is None else columns
         return matmul(hidden, weight, jnp.float32)
+
+    def best(
+        self,
+        hidden: Float[Array, "n hidden"],
+        forbidden: Int[Array, "n slots"],
+        columns: Float[Array, "hidden ids"] | None = None,
+    ) -> Int[Array, " n"]:
+        """The id (int32) of each row's best score, or the index in `columns`; -1 where none is.
+
+        `forbidden` (int32) ones are passed over; -1 forbids nothing. See `argmax_matmul`.
+        """
+        weight = self.weight[...] if columns is None else columns
+        return argmax_matmul(hidden, weight, forbidden)
 
     def columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
         """A copy of the weight's columns of `ids`."""

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.layers.linear import Linear, Placement
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.pallas.feed_forward import feed_forward
 from jaxspec.pallas.few_rows import Delta
 
 
@@ -24,8 +25,8 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "tokens hidden"], delta: Delta, norm: RMSNorm
     ) -> tuple[Float[Array, "tokens hidden"], Delta]:
         """The residual stream with `delta`, and what this layer, fed with its `norm`, adds."""
-        x, gate_up = norm.matmul(x, delta, self.gate_up)
-        return x, self.down.delta(gate_up, gated=True)
+        weights = norm.weight[...], norm.eps, self.gate_up.weight[...], self.down.weight[...]
+        return feed_forward(x, delta, *weights, zero_centred=norm.zero_centred)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

@@ -1,0 +1,47 @@
+"""The greedy token of each row: the output head and the search for its best score, in one."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import dispatch, few_rows, gemm
+from jaxspec.pallas.few_rows import matmul
+
+NOTHING = -1
+
+
+def argmax_matmul(
+    x: Float[Array, "rows features"],
+    weight: Float[Array, "features ids"],
+    forbidden: Int[Array, "rows slots"],
+) -> Int[Array, " rows"]:
+    """The column (int32) of the largest of `x @ weight`, in float32; of equals the lowest.
+
+    A row's `forbidden` columns (int32) are passed over; what is no column, as -1, forbids nothing.
+    Where a score is NaN, or no score that is not forbidden is finite, there is none: -1.
+
+    One kernel of 16 to 64 rows in 16 bits: with 248,320 columns the scores of 64 are 64 MB, which
+    are not written. Fewer rows have few scores; of more, XLA's product is as much faster.
+
+    Raises:
+        ValueError: `weight` is not for the features of `x`.
+    """
+    few_rows.check_inner(x.shape[1], weight)
+    why = gemm.unsupported(x, weight, x.shape[1])
+    if why is None and x.shape[0] > gemm.FEW_ENOUGH:
+        why = f"more than {gemm.FEW_ENOUGH} rows"
+    if dispatch.runs_kernel("argmax_matmul", why, by_choice=True):
+        from jaxspec.pallas.argmax_matmul_kernel import argmax_matmul_kernel
+
+        return argmax_matmul_kernel(x, weight, forbidden, nothing=NOTHING)
+    return argmax_matmul_reference(x, weight, forbidden)
+
+
+def argmax_matmul_reference(x, weight, forbidden):
+    """The specification of `argmax_matmul`."""
+    scores = matmul(x, weight, jnp.float32)
+    # Where nothing is forbidden, past the end: in place, as XLA would write a mask as large.
+    columns = jnp.where(forbidden < 0, scores.shape[1], forbidden)
+    rows = jnp.arange(len(scores), dtype=jnp.int32)[:, None]
+    scores = scores.at[rows, columns].set(-jnp.inf, mode="drop")
+    is_sound = jnp.isfinite(scores).any(axis=1) & ~jnp.isnan(scores).any(axis=1)
+    return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NOTHING)

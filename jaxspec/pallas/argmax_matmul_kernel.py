@@ -1,0 +1,109 @@
+"""`argmax_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+
+A block scores 128 columns at a time for up to 128 rows, as `gemm_kernel` multiplies, and puts out
+the best of them; XLA finds the best of all tiles.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.gemm import COLUMNS, rows_of
+from jaxspec.pallas.gemm_kernel import Tile
+
+_PIECES = 2  # of a block
+_NONE, _SOUND, _NAN = 0.0, 1.0, 2.0  # nothing finite; something, and no NaN; a NaN
+
+
+@functools.partial(jax.jit, static_argnames=("nothing", "interpret"))
+def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
+    """`argmax_matmul`, `nothing` where there is none.
+
+    `interpret`: parameters of Mosaic's interpreter.
+    """
+    (tokens, inner), ids = x.shape, weight.shape[1]
+    rows, row_blocks = rows_of(tokens)
+    tiles = pl.cdiv(ids, _PIECES * COLUMNS)
+    blocks = min(tiles, 2 * mosaic.MULTIPROCESSORS // row_blocks)
+    tile = Tile.of(x, rows, _PIECES, inner, blocks * row_blocks, beside=4096)
+    padded = rows * row_blocks
+    # Slot by slot, and for the rows that the last block lacks.
+    never = jnp.pad(forbidden, ((0, padded - tokens), (0, 0)), constant_values=-1).T
+    shape = functools.partial(jax.ShapeDtypeStruct, (tiles, padded))
+    slots = {"here": plgpu.SMEM((never.shape[0], rows), jnp.int32)} if never.shape[0] else {}
+    best, best_ids, sound = plgpu.kernel(
+        functools.partial(_block, tile, blocks),
+        out_type=(shape(jnp.float32), shape(jnp.int32), shape(jnp.float32)),
+        scratch_types=tile.scratch() | slots,
+        # The last varies fastest: blocks with the same columns run side by side.
+        grid=(blocks, row_blocks),
+        grid_names=("column", "row"),
+        # Safe without barriers but its own.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )(x, weight, never)
+    # Of equals the first tile's, whose ids are the lowest.
+    first = jnp.argmax(best, axis=0)[None]
+    best_ids = jnp.take_along_axis(best_ids, first, axis=0)[0]
+    return jnp.where(sound.max(axis=0) == _SOUND, best_ids, nothing)[:tokens]
+
+
+def _block(tile, blocks, x, weight, never, best, best_ids, sound, *, here=None, **scratch):
+    """The best of each of a block's tiles for its rows, and what else is among their scores."""
+    block, row = lax.axis_index("column"), lax.axis_index("row")
+    mine = pl.ds(row * tile.rows, tile.rows)
+    tiles, layout = best.shape[0], plgpu.Layout.WGMMA.reduce(0)
+    for slot in range(never.shape[0]):  # once, as each tile asks for them
+        mosaic.store(plgpu, here.at[slot], mosaic.load(plgpu, never.at[slot, mine], layout))
+    plgpu.commit_smem()
+
+    def columns(i):
+        first = (block + i * blocks) * (tile.pieces * COLUMNS)
+        return [first + piece * COLUMNS for piece in range(tile.pieces)]
+
+    def where(i):
+        return row * tile.rows, 0, columns(i)
+
+    def put_out(i, sums):
+        found = None
+        for start, scores in zip(columns(i), sums, strict=True):
+            of_piece = _best(scores, start, weight.shape[1], never.shape[0], here)
+            found = of_piece if found is None else _better(found, of_piece)
+        for out, values in zip((best, best_ids, sound), found, strict=True):
+            mosaic.store(plgpu, out.at[block + i * blocks, mine], values)
+
+    mine_too = lax.div(tiles - block + blocks - 1, blocks)
+    tile.multiply(x, weight, where, put_out, mine_too, **scratch)
+
+
+def _best(scores, start, ids, slots, never):
+    """Of the scores of columns from `start` on: the best, the first column that has it, the kind.
+
+    Each row's. A NaN is of a kind of its own, as maxima may lose it. `never`: so many slots of
+    columns that are passed over.
+    """
+    layout = plgpu.Layout.WGMMA
+    column = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
+    for slot in range(slots):
+        one = mosaic.load(plgpu, never.at[slot], layout.reduce(0))
+        scores = jnp.where(
+            column == lax.broadcast_in_dim(one, scores.shape, (1,)), -jnp.inf, scores
+        )
+    scores = jnp.where(column < ids, scores, -jnp.inf)
+    best = jnp.max(scores, axis=0)
+    is_best = scores == lax.broadcast_in_dim(best, scores.shape, (1,))
+    first = -jnp.max(jnp.where(is_best, -column, -(2**30)), axis=0)
+    kind = jnp.where(jnp.abs(scores) < jnp.inf, _SOUND, _NONE)
+    return best, first, jnp.max(jnp.where(scores != scores, _NAN, kind), axis=0)
+
+
+def _better(one, other):
+    """Of two pieces' findings the best, of equals that of the first."""
+    (best, first, kind), (best_2, first_2, kind_2) = one, other
+    first = jnp.where(best_2 > best, first_2, first)
+    return jnp.maximum(best, best_2), first, jnp.maximum(kind, kind_2)

@@ -1,0 +1,195 @@
+"""Products of 16 to 256 rows on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+
+A block multiplies up to 128 rows with 64 or 128 columns of the weight, transposed, as
+`few_rows_kernel` does: `y.T = weight.T @ x.T`. Tensor cores take 64 columns and as many rows as
+there are, in steps of 8. Rows and weight come through one ring, a chunk of features at a time; the
+weight's chunks that fit into shared memory are under way together, for the memory is what the
+products of up to about 64 rows wait for.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.gemm import COLUMNS, parts_of, rows_of
+
+_CHUNK = 64  # features: a row's are the 128 bytes of a swizzled tile
+_TILES = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a block multiplies at a time: `rows` tokens with `pieces` times `COLUMNS` columns."""
+
+    rows: int
+    pieces: int
+    inner: int  # features
+    dtype: Any
+    stages: int  # of the ring, of `_CHUNK` features each
+
+    @staticmethod
+    def of(x: Any, rows: int, pieces: int, inner: int, blocks: int, beside: int) -> "Tile":
+        """As large a ring as fits beside so many bytes of what else is kept there."""
+        room = mosaic.room(blocks) - beside
+        stages = min(inner // _CHUNK, room // (2 * _CHUNK * (rows + pieces * COLUMNS)))
+        return Tile(rows, pieces, inner, x.dtype, stages)
+
+    @property
+    def chunks(self) -> int:
+        """Of a tile's features."""
+        return self.inner // _CHUNK
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory for the ring, as tensor cores want it."""
+        rows = self.stages, self.rows, _CHUNK
+        columns = self.stages, self.pieces, _CHUNK, COLUMNS
+        return {
+            "tokens": plgpu.SMEM(rows, self.dtype, transforms=_TILES),
+            "ring": plgpu.SMEM(columns, self.dtype, transforms=_TILES),
+            "arrived": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
+        }
+
+    def multiply(self, x, weight, where, finish, tiles=1, *, tokens, ring, arrived):
+        """Call `finish(tile, products)` for each of a block's tiles.
+
+        `where(tile)`: its first token, its first feature, and the first column of each piece. The
+        products are transposed, `[COLUMNS, rows]` float32. While a tile is finished, the next is
+        under way.
+        """
+
+        def fetch(j):
+            """Start the copies of a chunk; what lies beyond the last token or column is zeros."""
+            stage = lax.rem(j, self.stages)
+            token, feature, columns = where(lax.div(j, self.chunks))
+            chunk = pl.ds(feature + lax.rem(j, self.chunks) * _CHUNK, _CHUNK)
+            for piece, column in enumerate(columns):
+                part = weight.at[chunk, pl.ds(column, COLUMNS)]
+                plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], arrived.at[stage])
+            part = x.at[pl.ds(token, self.rows), chunk]
+            plgpu.copy_gmem_to_smem(part, tokens.at[stage], arrived.at[stage])
+
+        def of_tile(tile, *sums):
+            def step(j, _):
+                j = tile * self.chunks + j
+                stage = lax.rem(j, self.stages)
+                plgpu.barrier_wait(arrived.at[stage])
+                rows = tokens.at[stage].transpose((1, 0))
+                for piece, sum_ in enumerate(sums):
+                    plgpu.wgmma(sum_, ring.at[stage, piece].transpose((1, 0)), rows)
+                plgpu.wgmma_wait(self.pieces)  # the chunk before this one is done with
+                again = j - 1 + self.stages
+
+                @pl.when((j > 0) & (again < tiles * self.chunks))
+                def _():
+                    plgpu.commit_smem()  # by all warps
+                    fetch(again)
+
+            lax.fori_loop(0, self.chunks, step, None)
+            return [sum_[...] for sum_ in sums]
+
+        for j in range(self.stages):
+            fetch(jnp.int32(j))
+        sums = [plgpu.WGMMAAccumulatorRef((COLUMNS, self.rows), jnp.float32)] * self.pieces
+
+        def one(tile, _):
+            finish(tile, pl.run_scoped(functools.partial(of_tile, tile), *sums))
+
+        lax.fori_loop(0, tiles, one, None)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def matmul_kernel(x, weight, *, interpret=None):
+    """`x @ weight` in their dtype; `interpret`: parameters of Mosaic's interpreter."""
+    columns, (_, row_blocks) = weight.shape[1], rows_of(x.shape[0])
+    pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
+    y = jax.ShapeDtypeStruct((1, x.shape[0], columns), x.dtype)
+    (y,) = _launch(x, weight, [COLUMNS * piece for piece in range(pieces)], _as_is, y, interpret)
+    return y
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def split_matmul_kernel(x, weight, *, interpret=None):
+    """`split_matmul`, of one part as tokens; `interpret`: as above."""
+    parts = parts_of(x.shape[0], *weight.shape)
+    if parts == 1:
+        return matmul_kernel(x, weight, interpret=interpret)
+    y = jax.ShapeDtypeStruct((parts, x.shape[0], weight.shape[1]), jnp.float32)
+    return _launch(x, weight, [0], _as_is, y, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def matmul_silu_kernel(x, weight, *, interpret=None):
+    """`matmul_silu`; `interpret`: as above."""
+    outer = weight.shape[1] // 2
+    y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
+    (y,) = _launch(x, weight, [0, outer], _gated, y, interpret)
+    return y
+
+
+def _as_is(sums, dtype):
+    return [sum_.astype(dtype) for sum_ in sums]
+
+
+def _gated(sums, dtype):
+    """Gates and others are rounded first, as if they had been put out."""
+    gate, other = (sum_.astype(dtype).astype(jnp.float32) for sum_ in sums)
+    return [(gate / (1.0 + jnp.exp(-gate)) * other).astype(dtype)]
+
+
+def _launch(x, weight, starts, finish, y, interpret):
+    """`y`, `[parts, tokens, columns]`, of what `finish` makes of each block's products.
+
+    `starts`: the columns of the weight where the pieces of the first block begin. `finish` gives
+    all of them again or, where they are to be one, a single array.
+    """
+    (tokens, inner), (parts, _, outer) = x.shape, y.shape
+    (rows, row_blocks), pieces = rows_of(tokens), len(starts)
+    step = COLUMNS if finish is _gated else COLUMNS * pieces
+    columns, size = pl.cdiv(outer, step), y.dtype.itemsize
+    blocks, beside = parts * columns * row_blocks, rows * COLUMNS * size
+    tile = Tile.of(x, rows, pieces, inner // parts, blocks, beside)
+
+    def body(x, weight, y, *, out, **scratch):
+        part, block, row = (lax.axis_index(name) for name in ("part", "column", "row"))
+        token, column = row * rows, block * step
+
+        def where(_):
+            return token, part * tile.inner, [start + column for start in starts]
+
+        def put_out(_, sums):
+            for i, done in enumerate(finish(sums, y.dtype)):
+                if i:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.commit_smem()  # by all warps
+                # Neighbouring columns in one thread, as they lie in a row of `y`.
+                out.T[...] = plgpu.layout_cast(done, plgpu.Layout.WGMMA_TRANSPOSED)
+                plgpu.commit_smem()
+                here = pl.ds(token, rows), pl.ds(column + i * COLUMNS, COLUMNS)
+                plgpu.copy_smem_to_gmem(out, y.at[part, *here])
+            plgpu.wait_smem_to_gmem(0)
+
+        tile.multiply(x, weight, where, put_out, **scratch)
+
+    tiles = plgpu.TilingTransform((8, 128 // size)), plgpu.SwizzleTransform(128)
+    kernel = plgpu.kernel(
+        body,
+        out_type=y,
+        scratch_types=tile.scratch()
+        | {"out": plgpu.SMEM((rows, COLUMNS), y.dtype, transforms=tiles)},
+        # The last varies fastest: blocks with the same part of the weight run side by side.
+        grid=(parts, columns, row_blocks),
+        grid_names=("part", "column", "row"),
+        # Safe without barriers but its own.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(x, weight)

@@ -1,0 +1,201 @@
+"""Products of 16 to 256 rows against NumPy; kernels = references, with a row of NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import HIDDEN, INTERMEDIATE
+
+from jaxspec.pallas import dispatch, mosaic
+from jaxspec.pallas.few_rows import whole
+from jaxspec.pallas.gemm import (
+    _cannot_gate,
+    matmul_silu,
+    matmul_silu_reference,
+    parts_of,
+    rows_of,
+    unsupported,
+)
+from jaxspec.pallas.split_matmul import split_matmul
+
+LOST = 1  # the row that has a NaN
+
+
+def operands(tokens, inner, outer, dtype):
+    """x and weight."""
+    rng = np.random.default_rng(inner)
+    x, weight = rng.normal(size=(tokens, inner)), rng.normal(size=(inner, outer)) * inner**-0.5
+    x[LOST, inner // 3] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def product(x, weight):
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+
+
+def product_silu(x, weight):
+    """In float64, but gates and others rounded as the op says."""
+    both = product(x, weight).astype(x.dtype).astype(np.float64)
+    gate, other = np.split(both, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * other
+
+
+def check(y, expected, dtype, roundings=2):
+    assert y.shape == expected.shape
+    got = np.asarray(y, np.float64)
+    nan = np.isnan(got).all(axis=1)
+    np.testing.assert_array_equal(nan, np.arange(len(got)) == LOST)
+    eps = roundings * max(float(jnp.finfo(dtype).eps), 1e-6)
+    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("op", [matmul_silu, matmul_silu_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_gates_the_product(op, dtype):
+    x, weight = operands(5, 48, 32, dtype)
+    check(op(x, weight), product_silu(x, weight), dtype, roundings=4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "dtype"),
+    [
+        (16, 192, 64, jnp.bfloat16),
+        (24, 64, 320, jnp.float16),
+        (136, 256, 192, jnp.bfloat16),  # two blocks of rows, the last not full
+    ],
+)
+@pytest.mark.parametrize("multiprocessors", [132, 2])
+def test_the_kernel_equals_the_oracle_without_races(
+    monkeypatch, interpreter, multiprocessors, tokens, inner, outer, dtype
+):
+    """Also where two blocks share a multiprocessor, and take two pieces of 64 columns each."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_kernel import matmul_kernel
+
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", multiprocessors)
+    x, weight = operands(tokens, inner, outer, dtype)
+    y = matmul_kernel(x, weight, interpret=interpreter)
+    assert y.dtype == dtype
+    check(y, product(x, weight), dtype)
+    assert not get_races().races_found
+
+
+def test_a_ring_that_is_refilled_equals_the_oracle_without_races(monkeypatch, interpreter):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_kernel import matmul_kernel
+
+    monkeypatch.setattr(mosaic, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
+    x, weight = operands(16, 448, 64, jnp.bfloat16)
+    check(matmul_kernel(x, weight, interpret=interpreter), product(x, weight), jnp.bfloat16)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "dtype"),
+    [(16, 512, 128, jnp.bfloat16), (136, 256, 64, jnp.float16)],
+)
+def test_partial_sums_equal_the_oracle_without_races(interpreter, tokens, inner, outer, dtype):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_kernel import split_matmul_kernel
+
+    x, weight = operands(tokens, inner, outer, dtype)
+    y = split_matmul_kernel(x, weight, interpret=interpreter)
+    assert y.dtype == jnp.float32 and y.shape[0] == inner // 64
+    check(whole(y, dtype), product(x, weight), dtype)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("tokens", [16, 136])
+def test_the_gating_kernel_equals_the_oracle_without_races(interpreter, tokens):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_kernel import matmul_silu_kernel
+
+    x, weight = operands(tokens, 192, 256, jnp.bfloat16)
+    y = matmul_silu_kernel(x, weight, interpret=interpreter)
+    check(y, product_silu(x, weight), jnp.bfloat16, roundings=4)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [(16, (16, 1)), (64, (64, 1)), (128, (128, 1)), (136, (72, 2)), (256, (128, 2))],
+)
+def test_blocks_share_the_rows(tokens, rows):
+    assert rows_of(tokens) == rows
+    assert rows[0] * rows[1] >= tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outer", "parts"),
+    [
+        (64, 2048, 1024, 8),
+        (64, 3584, 1024, 8),
+        (256, 3584, 1024, 4),
+        (64, 12288, 4096, 2),
+        (64, 6144, 5120, 1),
+    ],
+)
+def test_every_multiprocessor_has_a_block(tokens, inner, outer, parts):
+    assert parts_of(tokens, inner, outer) == parts
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer", "dtype", "why"),
+    [
+        (16, 1024, 5120, jnp.bfloat16, None),
+        (256, 2048, 2048, jnp.float16, None),
+        (64, 4096, 4096, jnp.bfloat16, None),
+        (72, 4096, 4096, jnp.bfloat16, "not 16 to 64 rows, in steps of 8"),
+        (264, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
+        (20, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
+        (8, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
+        (16, 1024, 1024, jnp.float32, "float32 and float32"),
+        (16, 512, 1024, jnp.bfloat16, "512 features"),
+        (16, 1024, 8224, jnp.bfloat16, "a weight of 1024 x 8224"),
+        (16, 1056, 1024, jnp.bfloat16, "a weight of 1056 x 1024"),
+    ],
+)
+def test_what_kernels_take(rows, inner, outer, dtype, why):
+    x, weight = jnp.zeros((rows, inner), dtype), jnp.zeros((inner, outer), dtype)
+    assert unsupported(x, weight, inner) == why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 40, 64, 136, 256])
+@pytest.mark.parametrize("model", HIDDEN)
+def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
+    from jaxspec.pallas.gemm_kernel import matmul_kernel
+
+    hidden, inner = HIDDEN[model], INTERMEDIATE.get(model, 2 * HIDDEN[model])
+    ops = {"split_matmul": None, "matmul_silu": None}
+    for op in ops:
+        dispatch._chosen.pop(op, None)
+    for size in (2048, inner):
+        x, weight = operands(tokens, size, hidden, jnp.bfloat16)
+        y = whole(jax.jit(split_matmul)(x, weight), jnp.bfloat16)
+        check(y, product(x, weight), jnp.bfloat16)
+        ops["split_matmul"] = unsupported(x, weight, hidden)
+    x, weight = operands(tokens, hidden, 2 * inner, jnp.bfloat16)
+    check(jax.jit(matmul_silu)(x, weight), product_silu(x, weight), jnp.bfloat16, roundings=4)
+    check(matmul_kernel(x, weight), product(x, weight), jnp.bfloat16)
+    ops["matmul_silu"] = _cannot_gate(x, weight)
+    assert ops["split_matmul"] is None or (hidden > 2048 and tokens > 64)
+    for op, why in ops.items():
+        assert dispatch.implementations()[op] == ("kernel" if why is None else f"XLA: {why}",)
+
+
+def test_a_gating_kernel_has_a_multiprocessor_for_each_block_of_many_rows():
+    x, weight = jnp.zeros((256, 2048), jnp.bfloat16), jnp.zeros((2048, 12288), jnp.bfloat16)
+    assert _cannot_gate(x, weight) == "192 blocks"
+    assert _cannot_gate(x[:64], weight) is None
+    assert _cannot_gate(x[:, :1024], weight[:1024, :7168]) is None
+    assert _cannot_gate(x[:64], weight[:, :7232]) == "7232 gates and others"
+
+
+def test_a_weight_for_other_features_is_refused():
+    with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
+        matmul_silu(jnp.zeros((16, 64)), jnp.zeros((32, 8)))
