@@ -21,8 +21,10 @@ from kernel_cases_prefill import (
     prefill_attention_cases,
 )
 from kernel_cases_products import (
+    argmax_matmul_cases,
     gated_matmul_cases,
     gated_norm_matmul_cases,
+    matmul_silu_cases,
     norm_matmul_cases,
     split_matmul_cases,
 )
@@ -401,6 +403,8 @@ OPS = {
     "split_matmul": split_matmul_cases,
     "gated_matmul": gated_matmul_cases,
     "gated_norm_matmul": gated_norm_matmul_cases,
+    "matmul_silu": matmul_silu_cases,
+    "argmax_matmul": argmax_matmul_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "paged_attention": paged_attention_cases,

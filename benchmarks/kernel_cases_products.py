@@ -1,4 +1,4 @@
-"""The cases of the products of few rows, beside what a step runs without their kernels."""
+"""The cases of the products of up to 256 rows, beside what a step runs without their kernels."""
 
 import functools
 from collections.abc import Iterator
@@ -9,7 +9,9 @@ from case import INPUTS, MANY, Case
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas.add_norm import add_norm
+from jaxspec.pallas.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.few_rows import matmul
+from jaxspec.pallas.gemm import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
@@ -26,6 +28,8 @@ _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes
 _PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out
+_MORE = {"qwen3.5-0.8b": (16, 64, 256), "qwen3.5-2b": (16, 64), "qwen3.5-9b": (16, 64)}  # rows
+_INTERMEDIATE = INTERMEDIATE | {"qwen3.5-9b": 12288}
 
 
 def norm_matmul_cases() -> Iterator[Case]:
@@ -62,34 +66,68 @@ def _norm_matmul_case(model, name, columns, tokens):
 
 
 def split_matmul_cases() -> Iterator[Case]:
-    """Attention's last product."""
+    """Attention's last product and, of more rows, the feed-forward layer's."""
+    ops = split_matmul, split_matmul_reference
     for model in INTERMEDIATE:
         for tokens in (1, 4, 8):
-            run = split_matmul, split_matmul_reference
-            yield _split_matmul_case(run, "split_matmul", (model, "o_proj", tokens), _VALUES, 1)
+            yield _plain_case(
+                "split_matmul", ops, (model, "o_proj", tokens), _VALUES, HIDDEN[model]
+            )
+    for model, rows in _MORE.items():
+        inner = _INTERMEDIATE[model]
+        for tokens in rows:
+            yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
 
 
 def gated_matmul_cases() -> Iterator[Case]:
-    """The feed-forward layer's last product."""
-    for model in INTERMEDIATE:
+    """The feed-forward layer's last product, of few rows."""
+    ops = gated_matmul, gated_matmul_reference
+    for model, inner in INTERMEDIATE.items():
         for tokens in (1, 4, 8):
-            run, inner = (gated_matmul, gated_matmul_reference), INTERMEDIATE[model]
-            yield _split_matmul_case(run, "gated_matmul", (model, "down", tokens), inner, 2)
+            about = model, "down", tokens
+            yield _plain_case("gated_matmul", ops, about, inner, HIDDEN[model], times=2)
 
 
-def _split_matmul_case(ops, name, about, inner, times):
+def matmul_silu_cases() -> Iterator[Case]:
+    """The feed-forward layer's first product, of more rows."""
+    ops = matmul_silu, matmul_silu_reference
+    for model, rows in _MORE.items():
+        columns = 2 * _INTERMEDIATE[model]
+        for tokens in rows:
+            yield _plain_case(
+                "matmul_silu", ops, (model, "gate_up", tokens), HIDDEN[model], columns
+            )
+
+
+def argmax_matmul_cases() -> Iterator[Case]:
+    """The output head, and the part of it that scores drafts; nothing is forbidden."""
+
+    def run(op, x, weight):
+        return op(x, weight, jnp.zeros((x.shape[0], 0), jnp.int32))
+
+    ops = [functools.partial(run, op) for op in (argmax_matmul, argmax_matmul_reference)]
+    for model in ("qwen3.5-0.8b", "qwen3.5-9b"):
+        for name, ids in (("head", 248320), ("draft head", 32768)):
+            for tokens in (16, 64):
+                yield _plain_case("argmax_matmul", ops, (model, name, tokens), HIDDEN[model], ids)
+
+
+def _plain_case(name, ops, about, inner, outer, times=1):
+    """Of `op(x, weight)`; `x` has `times` the rows of the weight."""
+
     def run(op, weight, at, x):
         return op(x[at], weight)
 
-    model, _, tokens = about
-    outer = HIDDEN[model]
+    x = _draw(0, INPUTS, about[2], times * inner)
+    weight = jax.ShapeDtypeStruct((inner, outer), _DTYPE)
+    put_out = jax.eval_shape(ops[0], x[0], weight)
     return _case(
         name,
         about,
         *(functools.partial(run, op) for op in ops),
         (inner, outer),
-        (_draw(0, INPUTS, tokens, times * inner),),
-        tokens * (2 * times * inner + 4 * _PARTS[model] * outer),
+        (x,),
+        x[0].nbytes + put_out.size * put_out.dtype.itemsize,
     )
 
 

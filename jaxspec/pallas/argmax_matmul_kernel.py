@@ -53,11 +53,12 @@ def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
     return jnp.where(sound.max(axis=0) == _SOUND, best_ids, nothing)[:tokens]
 
 
-def _block(tile, blocks, x, weight, never, best, best_ids, sound, *, here=None, **scratch):
+def _block(tile, blocks, x, weight, never, best, best_ids, sound, **scratch):
     """The best of each of a block's tiles for its rows, and what else is among their scores."""
     block, row = lax.axis_index("column"), lax.axis_index("row")
     mine = pl.ds(row * tile.rows, tile.rows)
     tiles, layout = best.shape[0], plgpu.Layout.WGMMA.reduce(0)
+    here = scratch.pop("here", None)
     for slot in range(never.shape[0]):  # once, as each tile asks for them
         mosaic.store(plgpu, here.at[slot], mosaic.load(plgpu, never.at[slot, mine], layout))
     plgpu.commit_smem()
@@ -70,15 +71,16 @@ def _block(tile, blocks, x, weight, never, best, best_ids, sound, *, here=None, 
         return row * tile.rows, 0, columns(i)
 
     def put_out(i, sums):
-        found = None
-        for start, scores in zip(columns(i), sums, strict=True):
-            of_piece = _best(scores, start, weight.shape[1], never.shape[0], here)
-            found = of_piece if found is None else _better(found, of_piece)
+        found = [
+            _best(scores, start, weight.shape[1], never.shape[0], here)
+            for start, scores in zip(columns(i), sums, strict=True)
+        ]
+        found = functools.reduce(_better, found)
         for out, values in zip((best, best_ids, sound), found, strict=True):
             mosaic.store(plgpu, out.at[block + i * blocks, mine], values)
 
-    mine_too = lax.div(tiles - block + blocks - 1, blocks)
-    tile.multiply(x, weight, where, put_out, mine_too, **scratch)
+    count = lax.div(tiles - block + blocks - 1, blocks)
+    tile.multiply(x, weight, where, put_out, count, **scratch)
 
 
 def _best(scores, start, ids, slots, never):
