@@ -30,7 +30,8 @@ def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
     rows, row_blocks = rows_of(tokens)
     tiles = pl.cdiv(ids, _PIECES * COLUMNS)
     blocks = min(tiles, 2 * mosaic.MULTIPROCESSORS // row_blocks)
-    tile = Tile.of(x, rows, _PIECES, inner, blocks * row_blocks, beside=4096)
+    scratch = 128 * rows  # bytes: of less, maxima over a block's threads would take several rounds
+    tile = Tile.of(x, rows, _PIECES, inner, blocks * row_blocks, beside=scratch + 2048)
     padded = rows * row_blocks
     # Slot by slot, and for the rows that the last block lacks.
     never = jnp.pad(forbidden, ((0, padded - tokens), (0, 0)), constant_values=-1).T
@@ -44,7 +45,9 @@ def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
         grid=(blocks, row_blocks),
         grid_names=("column", "row"),
         # Safe without barriers but its own.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, reduction_scratch_bytes=scratch
+        ),
         **({} if interpret is None else {"interpret": interpret}),
     )(x, weight, never)
     # Of equals the first tile's, whose ids are the lowest.
@@ -71,11 +74,7 @@ def _block(tile, blocks, x, weight, never, best, best_ids, sound, **scratch):
         return row * tile.rows, 0, columns(i)
 
     def put_out(i, sums):
-        found = [
-            _best(scores, start, weight.shape[1], never.shape[0], here)
-            for start, scores in zip(columns(i), sums, strict=True)
-        ]
-        found = functools.reduce(_better, found)
+        found = _best(sums, columns(i), weight.shape[1], never.shape[0], here)
         for out, values in zip((best, best_ids, sound), found, strict=True):
             mosaic.store(plgpu, out.at[block + i * blocks, mine], values)
 
@@ -83,29 +82,37 @@ def _block(tile, blocks, x, weight, never, best, best_ids, sound, **scratch):
     tile.multiply(x, weight, where, put_out, count, **scratch)
 
 
-def _best(scores, start, ids, slots, never):
-    """Of the scores of columns from `start` on: the best, the first column that has it, the kind.
+def _best(pieces, starts, ids, slots, never):
+    """Of all scores of each row: the best, the first column that has it, and what is among them.
 
-    Each row's. A NaN is of a kind of its own, as maxima may lose it. `never`: so many slots of
-    columns that are passed over.
+    `pieces`: those of `COLUMNS` columns from each of `starts` on. A NaN is of a kind of its own, as
+    maxima may lose it. `never`: so many slots of columns that are passed over.
     """
     layout = plgpu.Layout.WGMMA
-    column = start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
+    here = plgpu.broadcasted_iota(jnp.int32, pieces[0].shape, 0, layout=layout)
+    columns = [start + here for start in starts]
     for slot in range(slots):
         one = mosaic.load(plgpu, never.at[slot], layout.reduce(0))
-        scores = jnp.where(
-            column == lax.broadcast_in_dim(one, scores.shape, (1,)), -jnp.inf, scores
-        )
-    scores = jnp.where(column < ids, scores, -jnp.inf)
-    best = jnp.max(scores, axis=0)
-    is_best = scores == lax.broadcast_in_dim(best, scores.shape, (1,))
-    first = -jnp.max(jnp.where(is_best, -column, -(2**30)), axis=0)
-    kind = jnp.where(jnp.abs(scores) < jnp.inf, _SOUND, _NONE)
-    return best, first, jnp.max(jnp.where(scores != scores, _NAN, kind), axis=0)
+        one = lax.broadcast_in_dim(one, here.shape, (1,))
+        pieces = _where(lambda c, one=one: c == one, columns, pieces)
+    pieces = _where(lambda c: c >= ids, columns, pieces)
+
+    def most(of_piece):
+        """Over pieces first: to sum up over the threads costs most."""
+        found = [of_piece(*both) for both in zip(pieces, columns, strict=True)]
+        return jnp.max(functools.reduce(jnp.maximum, found), axis=0)
+
+    best = most(lambda x, _: x)
+    wide = lax.broadcast_in_dim(best, here.shape, (1,))
+    first = -most(lambda x, c: jnp.where(x == wide, -c, -(2**30)))
+
+    def kind(x, _):
+        return jnp.where(x != x, _NAN, jnp.where(jnp.abs(x) < jnp.inf, _SOUND, _NONE))
+
+    return best, first, most(kind)
 
 
-def _better(one, other):
-    """Of two pieces' findings the best, of equals that of the first."""
-    (best, first, kind), (best_2, first_2, kind_2) = one, other
-    first = jnp.where(best_2 > best, first_2, first)
-    return jnp.maximum(best, best_2), first, jnp.maximum(kind, kind_2)
+def _where(is_out, columns, pieces):
+    """Scores without those of some columns."""
+    both = zip(columns, pieces, strict=True)
+    return [jnp.where(is_out(c), -jnp.inf, x) for c, x in both]

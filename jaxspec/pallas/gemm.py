@@ -15,9 +15,7 @@ from jaxspec.pallas.few_rows import check_inner, gated, matmul
 COLUMNS = 64  # of a piece of a block
 _MOST_ROWS = 256
 FEW_ENOUGH = 64  # rows: the memory bounds their products, whatever their number
-_WIDE = (
-    2048  # features of a model: of a wider one cuBLAS makes more rows, near the tensor cores' speed
-)
+_WIDE = 2048  # features of a model: more rows of a wider one cuBLAS multiplies near the peak
 _ROWS = 128  # of a block
 _DTYPES = jnp.bfloat16, jnp.float16
 

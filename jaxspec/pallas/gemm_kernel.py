@@ -109,8 +109,9 @@ def matmul_kernel(x, weight, *, interpret=None):
     """`x @ weight` in their dtype; `interpret`: parameters of Mosaic's interpreter."""
     columns, (_, row_blocks) = weight.shape[1], rows_of(x.shape[0])
     pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
+    starts, step = [COLUMNS * piece for piece in range(pieces)], COLUMNS * pieces
     y = jax.ShapeDtypeStruct((1, x.shape[0], columns), x.dtype)
-    (y,) = _launch(x, weight, [COLUMNS * piece for piece in range(pieces)], _as_is, y, interpret)
+    (y,) = _launch(x, weight, starts, step, _as_is, y, interpret)
     return y
 
 
@@ -121,7 +122,7 @@ def split_matmul_kernel(x, weight, *, interpret=None):
     if parts == 1:
         return matmul_kernel(x, weight, interpret=interpret)
     y = jax.ShapeDtypeStruct((parts, x.shape[0], weight.shape[1]), jnp.float32)
-    return _launch(x, weight, [0], _as_is, y, interpret)
+    return _launch(x, weight, [0], COLUMNS, _as_is, y, interpret)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -129,7 +130,7 @@ def matmul_silu_kernel(x, weight, *, interpret=None):
     """`matmul_silu`; `interpret`: as above."""
     outer = weight.shape[1] // 2
     y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
-    (y,) = _launch(x, weight, [0, outer], _gated, y, interpret)
+    (y,) = _launch(x, weight, [0, outer], COLUMNS, _gated, y, interpret)
     return y
 
 
@@ -143,15 +144,14 @@ def _gated(sums, dtype):
     return [(gate / (1.0 + jnp.exp(-gate)) * other).astype(dtype)]
 
 
-def _launch(x, weight, starts, finish, y, interpret):
+def _launch(x, weight, starts, step, finish, y, interpret):
     """`y`, `[parts, tokens, columns]`, of what `finish` makes of each block's products.
 
-    `starts`: the columns of the weight where the pieces of the first block begin. `finish` gives
-    all of them again or, where they are to be one, a single array.
+    `starts`: the columns of the weight where the pieces of the first block begin, those of the next
+    begin `step` columns behind. `finish` gives `step` columns, in arrays of `COLUMNS`.
     """
     (tokens, inner), (parts, _, outer) = x.shape, y.shape
     (rows, row_blocks), pieces = rows_of(tokens), len(starts)
-    step = COLUMNS if finish is _gated else COLUMNS * pieces
     columns, size = pl.cdiv(outer, step), y.dtype.itemsize
     blocks, beside = parts * columns * row_blocks, rows * COLUMNS * size
     tile = Tile.of(x, rows, pieces, inner // parts, blocks, beside)

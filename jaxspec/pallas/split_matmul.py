@@ -1,4 +1,4 @@
-"""Products that are added to the residual stream; of few rows split-K, as partial sums."""
+"""Products that are added to the residual stream; as kernels split-K, that is, partial sums."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,8 @@ def gated_matmul(
     The columns of `x` are as many gates and then as many others (Shazeer 2020, "GLU Variants
     Improve Transformer", arXiv 2002.05202). Their products are rounded to the dtype of `x`.
 
-    One kernel where `split_matmul` is one, and a block's part of `inner` is 512, 1024 or 1536.
+    One kernel of up to 8 rows where `split_matmul` is one, and a block's part of `inner` is 512,
+    1024 or 1536; more rows should come gated (`gemm.matmul_silu`).
 
     Raises:
         ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
@@ -96,7 +97,7 @@ def gated_norm_matmul(
     `gates`. Its columns from `first` on, as many as the heads', are the gates; the others are not
     read (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
 
-    One kernel where `split_matmul` is one, and heads are of 64 or 128.
+    One kernel of up to 8 rows where `split_matmul` is one, and heads are of 64 or 128.
 
     Raises:
         ValueError: `weight` is not for the heads, or `gates` lacks columns.
