@@ -46,7 +46,7 @@ class Proposer(abc.ABC):
     """Drafts on the device, inside the step. Frozen and stateless: its arrays are `init_tables`."""
 
     num_drafts: int  # K
-    is_probabilistic: bool = False  # whether `Drafts.logits` is given
+    is_probabilistic: bool = False  # whether `Drafts.logits` is given, but in greedy programs
 
     @classmethod
     @abc.abstractmethod

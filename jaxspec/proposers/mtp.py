@@ -58,25 +58,27 @@ class MTPProposer(Proposer):
         ids, head = tables or (None, None)
         hidden, cache = model.draft_hidden(inputs.next_tokens, inputs.hidden, inputs.model, cache)
         hidden = hidden[inputs.last_index]
+        # In a greedy program no row asks for the distribution of its drafts.
+        draws = self.is_probabilistic and inputs.variant != "greedy"
         tokens, logits = [], []
         for draft in range(self.num_drafts):
             if draft:
                 hidden, cache = model.draft_hidden(
                     tokens[-1], hidden, _one_token_inputs(inputs, draft), cache
                 )
-            if self.is_probabilistic:
+            if draws:
                 scores = model.logits(hidden, head)
                 if ids is not None:
                     scores = _over_all_ids(scores, ids, model.vocab_size)
                 at = inputs.num_computed + 1 + draft
-                tokens.append(draw_draft(scores, inputs.sampling, at, variant=inputs.variant))
+                tokens.append(draw_draft(scores, inputs.sampling, at))
                 logits.append(scores)
             else:
                 tokens.append(_best(model, hidden, ids, head))
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
             num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
-            logits=jnp.stack(logits, axis=1) if self.is_probabilistic else None,
+            logits=jnp.stack(logits, axis=1) if draws else None,
         )
         return drafts, cache
 

@@ -42,41 +42,30 @@ def draw(
     A row for which `has_choice` is false (a NaN, nothing finite) gives `NO_TOKEN` (-1).
     """
     scores = process_logits(logits, inputs, positions, variant=variant)
-    if variant != "greedy":
-        scores = add_noise(scores, inputs, positions, use)
-    return pick(scores, has_choice(logits, inputs, positions))
+    noisy = add_noise(scores, inputs, positions, use)
+    return pick(noisy, has_choice(logits, inputs, positions))
 
 
 def draw_draft(
-    logits: Float[Array, "n vocab"],
-    inputs: SamplingInputs,
-    positions: Int[Array, " n"],
-    *,
-    variant: Variant,
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Int[Array, " n"]:
     """A draft (int32) from each row of a proposer's logits, for `verify_rejection` to judge.
 
     Drawn from `draft_distribution`, with noise of its own. Arguments as in `draw`.
     """
-    scores = draft_distribution(logits, inputs, positions, variant=variant)
-    if variant != "greedy":
-        scores = add_noise(scores, inputs, positions, Use.DRAFT)
-    return pick(scores, has_choice(logits, inputs, positions))
+    scores = draft_distribution(logits, inputs, positions)
+    noisy = add_noise(scores, inputs, positions, Use.DRAFT)
+    return pick(noisy, has_choice(logits, inputs, positions))
 
 
 def draft_distribution(
-    logits: Float[Array, "n vocab"],
-    inputs: SamplingInputs,
-    positions: Int[Array, " n"],
-    *,
-    variant: Variant,
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """Logits (float32) of `q`: the same to the proposer that draws and to the test of its draft.
 
     Without top-k and top-p, whatever the batch needs: they would cost a sort for each draft.
     """
-    draft_variant = "greedy" if variant == "greedy" else "sampled"
-    return process_logits(logits, inputs, positions, variant=draft_variant)
+    return process_logits(logits, inputs, positions, variant="sampled")
 
 
 def add_noise(

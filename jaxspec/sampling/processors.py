@@ -23,12 +23,8 @@ def process_logits(
     stays a NaN.
     """
     logits = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
-    if variant == "greedy":
-        return logits
     logits = scale_by_temperature(logits, inputs)
-    if variant == "sampled":
-        return logits
-    return mask_top_k_top_p(logits, inputs.top_k, inputs.top_p)
+    return mask_top_k_top_p(logits, inputs.top_k, inputs.top_p) if variant == "full" else logits
 
 
 def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:

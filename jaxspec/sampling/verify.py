@@ -69,9 +69,8 @@ def verify_rejection(
     target = process_logits(*flat, variant=variant).reshape(rows, emits, vocab)
     is_sound = has_choice(*flat).reshape(rows, emits)
     draft_inputs, draft_positions = inputs.repeat(drafts), positions[:, :drafts].reshape(-1)
-    draft = draft_distribution(
-        draft_logits.reshape(-1, vocab), draft_inputs, draft_positions, variant=variant
-    ).reshape(rows, drafts, vocab)
+    draft = draft_distribution(draft_logits.reshape(-1, vocab), draft_inputs, draft_positions)
+    draft = draft.reshape(rows, drafts, vocab)
 
     u = uniform_noise(draft_inputs.seeds, draft_positions, Use.ACCEPT).reshape(rows, drafts)
     p = _probability(target[:, :drafts], draft_tokens)

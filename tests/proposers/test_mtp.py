@@ -44,7 +44,7 @@ def propose(monkeypatch):
     def next_hidden(tokens, hidden):
         return hidden[:, ::-1] + weight[:, tokens].T
 
-    def run(draft_vocab, method="greedy", temperature=0.0, lost=None):
+    def run(draft_vocab, method="greedy", temperature=0.0, lost=None, variant="sampled"):
         """`lost`: the row whose hidden state has a NaN."""
         seen, hidden = [], first.copy()
         if lost is not None:
@@ -65,7 +65,7 @@ def propose(monkeypatch):
             model=SimpleNamespace(page_tables=jnp.zeros((ROWS + 1, 4), jnp.int32)),
             hidden=jnp.asarray(hidden), next_tokens=ints, last_index=ints, slots=ints + 1,
             num_computed=ints + 3, max_len=ints + 99, last_token=ints, wants=ints != 1,
-            proposer_key=ints, sampling=sampling, page_size=4, variant="sampled",
+            proposer_key=ints, sampling=sampling, page_size=4, variant=variant,
         )  # fmt: skip
         drafts, _ = proposer.propose(qwen, inputs, None, proposer.init_tables(qwen))
         assert drafts.num_drafts.tolist() == [3, 0, 3, 3, 3]
@@ -92,10 +92,15 @@ def test_a_head_that_fails_drafts_placeholders_in_its_row_alone(propose, vocab, 
     np.testing.assert_array_equal(drafts.tokens[others], sound.tokens[others])
 
 
-def test_greedy_drafts_need_no_logits(propose, monkeypatch):
+@pytest.mark.parametrize(
+    "program", [{}, {"method": "probabilistic", "variant": "greedy"}], ids=["drafts", "programs"]
+)
+def test_greedy_ones_need_no_logits(propose, monkeypatch, program):
     expected, _ = propose(SHUFFLED)
     monkeypatch.setattr(Qwen3_5, "logits", None)
-    np.testing.assert_array_equal(propose(SHUFFLED)[0].tokens, expected.tokens)
+    drafts, _ = propose(SHUFFLED, **program)
+    np.testing.assert_array_equal(drafts.tokens, expected.tokens)
+    assert drafts.logits is None
 
 
 def test_probabilistic_drafts_come_of_the_vocabulary_and_give_what_they_were_drawn_from(propose):

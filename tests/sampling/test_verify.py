@@ -29,12 +29,20 @@ def places(rows, emits, start=5):
     return spread(np.arange(start, start + emits, dtype=np.int32), rows)
 
 
-@partial(jax.jit, static_argnames=("function", "variant"))
-def draw_places(function, logits, inputs, positions, variant="sampled"):
+def at_places(function, logits, inputs, positions):
     """A token for each row and place, with the noise of its position."""
     rows, width, vocab = logits.shape
     flat = logits.reshape(-1, vocab), inputs.repeat(width), positions.reshape(-1)
-    return function(*flat, variant=variant).reshape(rows, width)
+    return function(*flat).reshape(rows, width)
+
+
+draft_places = jax.jit(partial(at_places, draw_draft))
+
+
+@partial(jax.jit, static_argnames="variant")
+def draw_places(logits, inputs, positions, variant="sampled"):
+    """The target's own."""
+    return at_places(partial(draw, variant=variant), logits, inputs, positions)
 
 
 int32 = partial(np.asarray, dtype=np.int32)
@@ -86,7 +94,7 @@ def test_exact_output_is_plain_samplings_own_token_for_token(
     random = np.random.default_rng(num_drafts)
     row = random.uniform(-1, 1, (num_drafts + 1, VOCAB)).astype(np.float32)
     inputs, positions = make_inputs(MANY, 0.8), places(MANY, num_drafts + 1)
-    plain = draw_places(draw, spread(row, MANY), inputs, positions)
+    plain = draw_places(spread(row, MANY), inputs, positions)
     drafts = int32(spread(row[:-1].argmax(axis=1), MANY))
     result = exact(plain, drafts)
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
@@ -112,7 +120,7 @@ def test_sampled_output_keeps_the_targets_distribution(
     logits, draft_logits = spread(row, MANY), spread(draft_row, MANY)
     inputs, positions = make_inputs(MANY, temperature), places(MANY, num_drafts + 1)
     # Really drawn, with the drafting noise of the same seeds and positions as the test's.
-    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1])
+    drafts = draft_places(draft_logits, inputs, positions[:, :-1])
     result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
     np.testing.assert_array_equal(num_emitted, result.num_accepted + 1)
@@ -140,7 +148,7 @@ def test_rejection_with_top_k_and_top_p_keeps_the_targets_distribution(
     draft_row[:, not_drafted] = -np.inf
     inputs, positions = make_inputs(MANY, top_k=3, top_p=0.7), places(MANY, 2)
     draft_logits = spread(draft_row, MANY)
-    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1], "full")
+    drafts = draft_places(draft_logits, inputs, positions[:, :-1])
     result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, variant="full")
     tokens = np.asarray(result.tokens)
     assert_distributed_as(tokens[:, 0], kept[0])
@@ -163,11 +171,11 @@ def test_many_steps_keep_the_joint_distribution(method, make_inputs, assert_dist
         context = [tokens[row, start - 1]]
         for place in range(num_drafts):
             now = q_chain[context[-1]][:, None], inputs, positions[:, place, None]
-            context.append(np.asarray(draw_places(draw_draft, *now))[:, 0])
+            context.append(np.asarray(draft_places(*now))[:, 0])
         logits, draft_logits = (chain[np.stack(context, 1)] for chain in (p_chain, q_chain))
         drafts = np.stack(context[1:], 1)
         if method == "exact":
-            result = exact(draw_places(draw, logits, inputs, positions), drafts)
+            result = exact(draw_places(logits, inputs, positions), drafts)
         else:
             args = logits, drafts, draft_logits[:, :-1], inputs, positions
             result = rejection(*args, variant="sampled")
@@ -204,7 +212,7 @@ def test_a_placeholder_falls_and_the_target_alone_decides(make_inputs, assert_di
     row = np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32)
     logits, inputs, positions = spread(row, MANY), make_inputs(MANY), places(MANY, 4)
     draft_logits = logits[:, :-1]
-    drafts = draw_places(draw_draft, draft_logits, inputs, positions[:, :-1])
+    drafts = draft_places(draft_logits, inputs, positions[:, :-1])
     drafts = np.where(np.arange(3) == 1, NO_TOKEN, drafts)
     result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
     np.testing.assert_array_equal(result.num_emitted, 2)  # equal distributions: the first stands
@@ -216,7 +224,7 @@ def test_a_placeholder_falls_and_the_target_alone_decides(make_inputs, assert_di
 def test_placeholders_alone_leave_plain_sampling(variant, make_inputs):
     logits = np.random.default_rng(4).normal(size=(ROWS, 4, LARGE)).astype(np.float32)
     inputs, positions = make_inputs(ROWS, 0.9, top_k=[0, 5] * 8, top_p=0.9), places(ROWS, 4)
-    plain = draw_places(draw, logits[:, :1], inputs, positions[:, :1], variant)
+    plain = draw_places(logits[:, :1], inputs, positions[:, :1], variant)
     none = np.full((ROWS, 3), NO_TOKEN, np.int32)
     result = rejection(logits, none, logits[:, 1:], inputs, positions, variant=variant)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)
@@ -254,7 +262,7 @@ def test_a_rows_acceptance_depends_on_no_other_row(make_inputs):
     logits, noise = random.normal(size=(2, ROWS, 4, LARGE)).astype(np.float32)
     draft_logits = (logits + noise / 2)[:, :-1]
     inputs, positions = make_inputs(ROWS, random.choice([0.0, 0.7], ROWS)), places(ROWS, 4)
-    drafts = np.asarray(draw_places(draw_draft, draft_logits, inputs, positions[:, :-1]))
+    drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
 
     def tokens(chosen, variant):
         part = jax.tree.map(lambda leaf: leaf[chosen], inputs)
@@ -272,7 +280,7 @@ def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(make
     inputs = make_inputs(MANY, stop_ids=np.full((MANY, 1), 2), min_len=7)
     positions = places(MANY, 4)  # 5, 6, 7, 8
     logits = np.zeros((MANY, 4, VOCAB), np.float32)
-    drafts = draw_places(draw_draft, logits[:, 1:], inputs, positions[:, :-1])
+    drafts = draft_places(logits[:, 1:], inputs, positions[:, :-1])
     result = rejection(logits, drafts, logits[:, 1:], inputs, positions, variant="sampled")
     for tokens in (np.asarray(drafts), np.asarray(result.tokens)):
         assert not (tokens[:, :2] == 2).any()
@@ -290,10 +298,10 @@ def test_a_draft_vocabulary_of_stop_ids_alone_drafts_nothing_before_the_minimum_
     logits = random.normal(size=(ROWS, 4, LARGE)).astype(np.float32)
     logits[:, :, 2] = 100.0
     draft_logits = np.where(np.arange(LARGE) == 2, logits[:, :-1], -np.inf).astype(np.float32)
-    drafts = np.asarray(draw_places(draw_draft, draft_logits, inputs, positions[:, :-1]))
+    drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
     np.testing.assert_array_equal(drafts, spread([NO_TOKEN, 2, 2], ROWS))
     result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
-    plain = draw_places(draw, logits[:, :1], inputs, positions[:, :1])
+    plain = draw_places(logits[:, :1], inputs, positions[:, :1])
     np.testing.assert_array_equal(result.num_emitted, 1)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)
 
