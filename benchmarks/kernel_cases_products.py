@@ -11,7 +11,7 @@ from shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.few_rows import matmul
-from jaxspec.pallas.gemm import matmul_silu, matmul_silu_reference
+from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
@@ -100,7 +100,7 @@ def matmul_silu_cases() -> Iterator[Case]:
 
 
 def argmax_matmul_cases() -> Iterator[Case]:
-    """The output head, and the part of it that scores drafts; nothing is forbidden."""
+    """The output head, and the part of it that scores drafts; without forbidden ids, as drafts."""
 
     def run(op, x, weight):
         return op(x, weight, jnp.zeros((x.shape[0], 0), jnp.int32))

@@ -108,10 +108,11 @@ class Model(nnx.Module, abc.ABC):
         forbidden: Int[Array, "n slots"],
         head: Float[Array, "hidden ids"] | None = None,
     ) -> Int[Array, " n"]:
-        """The index (int32) of each row's largest `logits`, of equals the lowest; without them.
+        """The index (int32) of each row's largest `logits`, of equals the lowest.
 
         With the whole head it is a token id. `forbidden` indices (int32) are passed over; -1
-        forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1.
+        forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1
+        (`sampling.NO_TOKEN`). A kernel does not write the scores (`pallas.argmax_matmul`).
         """
 
     @abc.abstractmethod

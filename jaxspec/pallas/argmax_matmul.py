@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import dispatch, few_rows, gemm
 from jaxspec.pallas.few_rows import matmul
 
-NOTHING = -1
+NOTHING = -1  # `sampling.NO_TOKEN`
 
 
 def argmax_matmul(
@@ -27,12 +27,12 @@ def argmax_matmul(
     """
     few_rows.check_inner(x.shape[1], weight)
     why = gemm.unsupported(x, weight, x.shape[1])
-    if why is None and x.shape[0] > gemm.FEW_ENOUGH:
-        why = f"more than {gemm.FEW_ENOUGH} rows"
+    if why is None and x.shape[0] > gemm.MEMORY_BOUND_ROWS:
+        why = f"more than {gemm.MEMORY_BOUND_ROWS} rows"
     if dispatch.runs_kernel("argmax_matmul", why, by_choice=True):
         from jaxspec.pallas.argmax_matmul_kernel import argmax_matmul_kernel
 
-        return argmax_matmul_kernel(x, weight, forbidden, nothing=NOTHING)
+        return argmax_matmul_kernel(x, weight, forbidden)
     return argmax_matmul_reference(x, weight, forbidden)
 
 

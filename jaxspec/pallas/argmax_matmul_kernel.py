@@ -1,7 +1,7 @@
 """`argmax_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
-A block scores 128 columns at a time for up to 128 rows, as `gemm_kernel` multiplies, and puts out
-the best of them; XLA finds the best of all tiles.
+A block scores 128 columns at a time for all rows, as `gemm_kernel` multiplies, and puts out the
+best of them; XLA finds the best of all tiles.
 """
 
 import functools
@@ -13,37 +13,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.gemm import COLUMNS, rows_of
+from jaxspec.pallas.argmax_matmul import NOTHING
+from jaxspec.pallas.gemm import COLUMNS
 from jaxspec.pallas.gemm_kernel import Tile
 
 _PIECES = 2  # of a block
 _NONE, _SOUND, _NAN = 0.0, 1.0, 2.0  # nothing finite; something, and no NaN; a NaN
 
 
-@functools.partial(jax.jit, static_argnames=("nothing", "interpret"))
-def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
-    """`argmax_matmul`, `nothing` where there is none.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
-    (tokens, inner), ids = x.shape, weight.shape[1]
-    rows, row_blocks = rows_of(tokens)
+@functools.partial(jax.jit, static_argnames="interpret")
+def argmax_matmul_kernel(x, weight, forbidden, *, interpret=None):
+    """`argmax_matmul` of up to 128 rows; `interpret`: parameters of Mosaic's interpreter."""
+    (rows, inner), ids = x.shape, weight.shape[1]
+    never = forbidden.T
     tiles = pl.cdiv(ids, _PIECES * COLUMNS)
-    blocks = min(tiles, 2 * mosaic.MULTIPROCESSORS // row_blocks)
+    blocks = min(tiles, 2 * mosaic.MULTIPROCESSORS)
     scratch = 128 * rows  # bytes: of less, maxima over a block's threads would take several rounds
-    tile = Tile.of(x, rows, _PIECES, inner, blocks * row_blocks, beside=scratch + 2048)
-    padded = rows * row_blocks
-    # Slot by slot, and for the rows that the last block lacks.
-    never = jnp.pad(forbidden, ((0, padded - tokens), (0, 0)), constant_values=-1).T
-    shape = functools.partial(jax.ShapeDtypeStruct, (tiles, padded))
-    slots = {"here": plgpu.SMEM((never.shape[0], rows), jnp.int32)} if never.shape[0] else {}
+    beside = scratch + 4 * never.size + 2048
+    tile = Tile.of(x, rows, _PIECES, inner, blocks, beside)
+    shape = functools.partial(jax.ShapeDtypeStruct, (tiles, rows))
+    slots = {"here": plgpu.SMEM(never.shape, jnp.int32)} if never.size else {}
     best, best_ids, sound = plgpu.kernel(
         functools.partial(_block, tile, blocks),
         out_type=(shape(jnp.float32), shape(jnp.int32), shape(jnp.float32)),
         scratch_types=tile.scratch() | slots,
-        # The last varies fastest: blocks with the same columns run side by side.
-        grid=(blocks, row_blocks),
-        grid_names=("column", "row"),
+        grid=(blocks,),
+        grid_names=("block",),
         # Safe without barriers but its own.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=scratch
@@ -53,33 +48,28 @@ def argmax_matmul_kernel(x, weight, forbidden, *, nothing, interpret=None):
     # Of equals the first tile's, whose ids are the lowest.
     first = jnp.argmax(best, axis=0)[None]
     best_ids = jnp.take_along_axis(best_ids, first, axis=0)[0]
-    return jnp.where(sound.max(axis=0) == _SOUND, best_ids, nothing)[:tokens]
+    return jnp.where(sound.max(axis=0) == _SOUND, best_ids, NOTHING)
 
 
 def _block(tile, blocks, x, weight, never, best, best_ids, sound, **scratch):
-    """The best of each of a block's tiles for its rows, and what else is among their scores."""
-    block, row = lax.axis_index("column"), lax.axis_index("row")
-    mine = pl.ds(row * tile.rows, tile.rows)
-    tiles, layout = best.shape[0], plgpu.Layout.WGMMA.reduce(0)
+    """The best of each of a block's tiles for every row, and what else is among their scores."""
+    block, layout = lax.axis_index("block"), plgpu.Layout.WGMMA.reduce(0)
     here = scratch.pop("here", None)
     for slot in range(never.shape[0]):  # once, as each tile asks for them
-        mosaic.store(plgpu, here.at[slot], mosaic.load(plgpu, never.at[slot, mine], layout))
+        mosaic.store(plgpu, here.at[slot], mosaic.load(plgpu, never.at[slot], layout))
     plgpu.commit_smem()
 
     def columns(i):
         first = (block + i * blocks) * (tile.pieces * COLUMNS)
         return [first + piece * COLUMNS for piece in range(tile.pieces)]
 
-    def where(i):
-        return row * tile.rows, 0, columns(i)
-
     def put_out(i, sums):
         found = _best(sums, columns(i), weight.shape[1], never.shape[0], here)
         for out, values in zip((best, best_ids, sound), found, strict=True):
-            mosaic.store(plgpu, out.at[block + i * blocks, mine], values)
+            mosaic.store(plgpu, out.at[block + i * blocks], values)
 
-    count = lax.div(tiles - block + blocks - 1, blocks)
-    tile.multiply(x, weight, where, put_out, count, **scratch)
+    count = lax.div(best.shape[0] - block + blocks - 1, blocks)
+    tile.multiply(x, weight, lambda i: (0, 0, columns(i)), put_out, count, **scratch)
 
 
 def _best(pieces, starts, ids, slots, never):

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.add_norm import add_norm, rms_norm
 from jaxspec.pallas.few_rows import MOST_ROWS, Delta
-from jaxspec.pallas.gemm import matmul_silu
+from jaxspec.pallas.matmul_silu import matmul_silu
 from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.split_matmul import gated_matmul, split_matmul
 

@@ -52,8 +52,7 @@ def parts_of(inner: int, outer: int, *, unit: int) -> int:
 
     `unit`: features that stay together.
     """
-    most, units = max(1, mosaic.MULTIPROCESSORS // -(-outer // COLUMNS)), inner // unit
-    return max(parts for parts in range(1, most + 1) if units % parts == 0)
+    return mosaic.parts(-(-outer // COLUMNS), inner // unit)
 
 
 def unsupported(
@@ -89,6 +88,19 @@ def matmul(
 def whole(delta: Float[Array, "*parts tokens features"], dtype: Any) -> Float[Array, "tokens _"]:
     """Tokens in `dtype`: of sums over parts the sum, rounded once."""
     return delta if delta.ndim == 2 else jnp.sum(delta, axis=0).astype(dtype)
+
+
+def check_gates(columns: int) -> None:
+    """Refuse columns that cannot be as many gates and then as many others.
+
+    Raises:
+        ValueError: they are not even in number.
+    """
+    if columns % 2:
+        raise ValueError(
+            f"There must be as many gates as others, but {columns} columns came. Hand over both "
+            "side by side."
+        )
 
 
 def gated(x: Float[Array, "tokens twice_features"]) -> Float[Array, "tokens features"]:

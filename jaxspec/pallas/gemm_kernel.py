@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gemm import COLUMNS, parts_of, rows_of
 
+_MOST_STAGES = 32  # Mosaic's limit of barriers
 _CHUNK = 64  # features: a row's are the 128 bytes of a swizzled tile
 _TILES = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
@@ -36,9 +37,18 @@ class Tile:
 
     @staticmethod
     def of(x: Any, rows: int, pieces: int, inner: int, blocks: int, beside: int) -> "Tile":
-        """As large a ring as fits beside so many bytes of what else is kept there."""
-        room = mosaic.room(blocks) - beside
-        stages = min(inner // _CHUNK, room // (2 * _CHUNK * (rows + pieces * COLUMNS)))
+        """As large a ring as fits beside so many bytes of what else is kept there.
+
+        Raises:
+            ValueError: that is none: a chunk arrives while another is multiplied.
+        """
+        chunks, stage = inner // _CHUNK, 2 * _CHUNK * (rows + pieces * COLUMNS)
+        stages = min(chunks, (mosaic.room(blocks) - beside) // stage, _MOST_STAGES)
+        if stages < min(2, chunks):
+            raise ValueError(
+                f"A ring must have room for 2 chunks of {stage} bytes, but beside {beside} bytes "
+                f"there is room for {stages}. Take fewer rows or pieces."
+            )
         return Tile(rows, pieces, inner, x.dtype, stages)
 
     @property

@@ -23,6 +23,12 @@ def room(blocks: int) -> int:
     return _SHARED_MEMORY // 2 - 2 * _RESERVED
 
 
+def parts(blocks: int, units: int) -> int:
+    """Into how many equal parts the units are cut, for as many times `blocks` to run at once."""
+    most = max(1, MULTIPROCESSORS // blocks)
+    return max(count for count in range(1, most + 1) if units % count == 0)
+
+
 def load(plgpu, ref, layout) -> Any:
     """What `ref` holds, into registers of this layout, by whatever accesses that takes."""
     # pyright knows the signature of jax 0.10, where no kernel runs.

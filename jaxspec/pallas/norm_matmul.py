@@ -34,13 +34,16 @@ def norm_matmul(
     few_rows.check_inner(x.shape[1], weight)
     rows, rest = x.shape[0], (x, delta, norm, eps, weight, zero_centred)
     is_few = rows <= few_rows.MOST_ROWS
-    few, more = _unsupported(x, delta, norm, weight), gemm.unsupported(x, weight, x.shape[1])
-    if not dispatch.runs_kernel("norm_matmul", few if is_few else more, by_choice=True):
+    if is_few:
+        why = _unsupported(x, delta, norm, weight)
+    else:
+        why = gemm.unsupported(x, weight, x.shape[1])
+    if not dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         return composed(matmul, add_norm, *rest)
     if not is_few:
-        from jaxspec.pallas.gemm_kernel import matmul_kernel
+        from jaxspec.pallas import gemm_kernel
 
-        return composed(matmul_kernel, add_norm, *rest)
+        return composed(gemm_kernel.matmul_kernel, add_norm, *rest)
     from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
     from jaxspec.pallas.split_matmul_kernel import matmul_kernel
 
@@ -64,7 +67,7 @@ def composed(multiply, add, x, delta, norm, eps, weight, zero_centred):
 
 
 _ONE_KERNEL = 2  # rows: of 4 it took an H200 8.3 us and of 1 6.0, where `add_norm` takes 1.6
-_MOST_SUMS = 8192  # of a row, all parts': `split_matmul` makes no more, and a thread loads them
+_MOST_SUMS = 8192  # of a row, all parts': that of few rows makes no more, and a thread loads them
 
 
 def _unsupported(x, delta, norm, weight):

@@ -48,16 +48,12 @@ def gated_matmul(
     Improve Transformer", arXiv 2002.05202). Their products are rounded to the dtype of `x`.
 
     One kernel of up to 8 rows where `split_matmul` is one, and a block's part of `inner` is 512,
-    1024 or 1536; more rows should come gated (`gemm.matmul_silu`).
+    1024 or 1536; more rows should come gated (`matmul_silu`).
 
     Raises:
         ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
     """
-    if x.shape[1] % 2:
-        raise ValueError(
-            f"There must be as many gates as others, but {x.shape[1]} columns came. Hand over both "
-            "side by side."
-        )
+    few_rows.check_gates(x.shape[1])
     few_rows.check_inner(x.shape[1] // 2, weight)
     if dispatch.runs_kernel("gated_matmul", _cannot_gate(x, weight), by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel

@@ -53,8 +53,8 @@ class RejectionVerifier:
     def __call__(
         self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
     ):
-        """See `Verifier`; `target_tokens` are read where there is no chance, or no draft."""
-        if logits is None or draft_tokens.shape[1] == 0:
+        """See `Verifier`; `target_tokens` are read where there is no chance."""
+        if logits is None:
             return verify_exact(target_tokens, draft_tokens)
         return verify_rejection(
             logits, draft_tokens, draft_logits, inputs, positions, variant=variant

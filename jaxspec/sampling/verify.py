@@ -56,9 +56,9 @@ def verify_rejection(
     A draft `x` stands with probability `min(1, p(x) / q(x))`; in place of the first that falls
     a token is drawn from the excess `max(0, p - q)`. So the output has the distribution of the
     target, `p = softmax(process_logits(logits))`, whatever `q`, that of `draft_logits`.
-    Greedy rows compare exactly, but a greedy program has `verify_exact`, and so has one without
-    drafts. `inputs` has an entry a row; `positions` (int32) is the index in its request of the
-    token at each place, and the drafts were drawn at the same ones.
+    Greedy rows compare exactly, but a greedy program has `verify_exact`. `inputs` has an entry a
+    row; `positions` (int32) is the index in its request of the token at each place, and the drafts
+    were drawn at the same ones.
 
     A placeholder (-1) falls, and the token there is drawn from `p` alone. Where the target's
     row holds a NaN or nothing finite, nothing is emitted from there on.

@@ -6,6 +6,8 @@ import pytest
 
 from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.argmax_matmul import NOTHING, argmax_matmul, argmax_matmul_reference
+from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.sampling import NO_TOKEN
 
 INF, NAN = np.inf, np.nan
 ROWS, FEATURES, IDS = 7, 16, 333
@@ -94,27 +96,29 @@ def operands(rows, features, ids, slots):
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "ids", "slots"), [(40, 192, 192, 2), (3, 128, 320, 0), (136, 128, 320, 1)]
+    ("rows", "features", "ids", "slots"), [(40, 192, 192, 2), (16, 320, 320, MAX_STOP_IDS)]
 )
+@pytest.mark.parametrize("stages", [2, 32])
 def test_the_kernel_equals_the_oracle_without_races(
-    monkeypatch, interpreter, rows, features, ids, slots
+    monkeypatch, interpreter, rows, features, ids, slots, stages
 ):
-    """A block has several tiles, and of the last but 64 columns."""
+    """A block has several tiles, of the last but 64 columns; also in a ring shorter than a tile."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
+    from jaxspec.pallas import gemm_kernel
     from jaxspec.pallas.argmax_matmul_kernel import argmax_matmul_kernel
 
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(gemm_kernel, "_MOST_STAGES", stages)
     x, weight, forbidden = operands(rows, features, ids, slots)
-    best = argmax_matmul_kernel(
-        x, weight, jnp.asarray(forbidden, jnp.int32), nothing=NOTHING, interpret=interpreter
-    )
+    never = jnp.asarray(forbidden, jnp.int32)
+    best = argmax_matmul_kernel.__wrapped__(x, weight, never, interpret=interpreter)
     np.testing.assert_array_equal(best, oracle(x, weight, forbidden))
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
 @pytest.mark.parametrize("rows", [16, 40, 64])
 @pytest.mark.parametrize("features", [1024, 4096])
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, rows, slots):
@@ -133,6 +137,10 @@ def test_on_a_gpu_the_kernel_has_the_best_of_the_table():
         x = jnp.zeros((16, 1024), jnp.bfloat16).at[:, 0].set(1)
         slots = jnp.tile(jnp.asarray(forbidden, jnp.int32).reshape(1, -1), (16, 1))
         assert argmax_matmul(x, weight, slots).tolist() == [best] * 16, scores
+
+
+def test_nothing_is_no_token():
+    assert NOTHING == NO_TOKEN
 
 
 def test_a_row_that_fails_changes_no_other():

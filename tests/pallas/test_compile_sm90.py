@@ -42,10 +42,10 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
-from jaxspec.pallas.gemm import matmul_silu
 from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
+from jaxspec.pallas.matmul_silu import matmul_silu
 from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
@@ -53,6 +53,7 @@ from jaxspec.pallas.replay import as_kept, ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.state_select import _state_select_kernel
+from jaxspec.plan import MAX_STOP_IDS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from model_shapes import SHAPES
@@ -532,15 +533,17 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
     assert_lean(compiled, capfd.readouterr().out, between=3 * tokens * max(features, inner))
 
 
-@pytest.mark.parametrize("slots", [0, 4])
-@pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("features", [1024, 4096])
-def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, slots):
+@pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
+@pytest.mark.parametrize(
+    ("features", "tokens", "ids"),
+    [(1024, 16, 248320), (1024, 64, 248320), (4096, 64, 248320), (4096, 64, 16384)],
+)
+def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, ids, slots):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    dims = (tokens, features), (features, 248320)
+    dims = (tokens, features), (features, ids)
     operands = *[array(*d, dtype=jnp.bfloat16) for d in dims], array(tokens, slots, dtype=jnp.int32)
     compiled = compile_for(h200, monkeypatch, argmax_matmul, operands)
-    assert_lean(compiled, capfd.readouterr().out, between=tokens * 248320 / 8)  # not the scores
+    assert_lean(compiled, capfd.readouterr().out, between=tokens * ids / 8)  # not the scores
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -45,3 +45,20 @@ def test_a_row_of_nan_stays_alone(rows):
     weights = jnp.ones((32, 96)), jnp.ones((48, 32))
     _, added = feed_forward(x, jnp.ones_like(x), jnp.ones(32), EPS, *weights)
     assert np.isnan(added).all(axis=1).tolist() == [False] * rows + [True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 64, 256])
+def test_on_a_gpu_the_kernels_are_the_layer(rows):
+    """Parts of what was before are added, and parts are handed on."""
+    rng = np.random.default_rng(rows)
+    x, delta = rng.normal(size=(rows, 1024)), rng.normal(size=(8, rows, 1024)) / 3
+    weights = rng.normal(size=(1024, 7168)) / 32, rng.normal(size=(3584, 1024)) / 60
+    x, norm, *weights = (jnp.asarray(a, jnp.bfloat16) for a in (x, rng.normal(size=1024), *weights))
+    delta = jnp.asarray(delta, jnp.float32)
+    total, added = jax.jit(lambda *a: feed_forward(*a[:3], EPS, *a[3:]))(x, delta, norm, *weights)
+    assert added.ndim == 3
+    expected_total, expected = oracle(x, delta, norm, *weights, zero_centred=False)
+    np.testing.assert_allclose(np.float64(total), expected_total, rtol=2**-7, atol=2**-7)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(np.float64(whole(added, x.dtype)), expected, atol=2**-6 * scale)

@@ -1,0 +1,80 @@
+"""matmul_silu against NumPy; kernel = reference, with a row of NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import HIDDEN, INTERMEDIATE
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.matmul_silu import _unsupported, matmul_silu, matmul_silu_reference
+
+LOST = 1  # the row that has a NaN
+
+
+def operands(tokens, features, columns, dtype):
+    """x and weight."""
+    rng = np.random.default_rng(features)
+    x, weight = (rng.normal(size=dims) for dims in ((tokens, features), (features, columns)))
+    x[LOST, features // 3] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(weight * features**-0.5, dtype)
+
+
+def check(y, x, weight):
+    """In float64, but gates and others rounded as the op says."""
+    both = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    gate, other = np.split(both.astype(x.dtype).astype(np.float64), 2, axis=1)
+    expected, got = gate / (1 + np.exp(-gate)) * other, np.asarray(y, np.float64)
+    assert y.dtype == x.dtype and got.shape == expected.shape
+    nan = np.isnan(got).all(axis=1)
+    np.testing.assert_array_equal(nan, np.arange(len(got)) == LOST)
+    eps = 4 * max(float(jnp.finfo(x.dtype).eps), 1e-6)
+    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("op", [matmul_silu, matmul_silu_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_gates_the_product(op, dtype):
+    x, weight = operands(5, 48, 32, dtype)
+    check(op(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("tokens", [16, 136])
+def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_kernel import matmul_silu_kernel
+
+    x, weight = operands(tokens, 192, 256, jnp.bfloat16)
+    check(matmul_silu_kernel(x, weight, interpret=interpreter), x, weight)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 40, 64, 136, 256])
+@pytest.mark.parametrize("model", HIDDEN)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, tokens):
+    dispatch._chosen.pop("matmul_silu", None)
+    inner = INTERMEDIATE.get(model, 2 * HIDDEN[model])
+    x, weight = operands(tokens, HIDDEN[model], 2 * inner, jnp.bfloat16)
+    first, again = (jax.jit(matmul_silu)(x, weight) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    check(first, x, weight)
+    why = _unsupported(x, weight)
+    chosen = "kernel" if why is None else f"XLA: {why}"
+    assert dispatch.implementations()["matmul_silu"] == (chosen,)
+
+
+def test_of_many_rows_the_kernel_wants_a_multiprocessor_for_each_block():
+    x, weight = jnp.zeros((256, 2048), jnp.bfloat16), jnp.zeros((2048, 12288), jnp.bfloat16)
+    assert _unsupported(x, weight) == "192 blocks"
+    assert _unsupported(x[:64], weight) is None
+    assert _unsupported(x[:, :1024], weight[:1024, :7168]) is None
+    assert _unsupported(x[:64], weight[:, :7232]) == "7232 gates and others"
+
+
+def test_operands_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
+        matmul_silu(jnp.zeros((16, 64)), jnp.zeros((32, 8)))
+    with pytest.raises(ValueError, match="as many gates as others, but 7 columns came"):
+        matmul_silu(jnp.zeros((16, 64)), jnp.zeros((64, 7)))
