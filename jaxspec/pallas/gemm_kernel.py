@@ -115,7 +115,7 @@ class Tile:
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def matmul_kernel(x, weight, *, interpret=None):
+def gemm_kernel(x, weight, *, interpret=None):
     """`x @ weight` in their dtype; `interpret`: parameters of Mosaic's interpreter."""
     columns, (_, row_blocks) = weight.shape[1], rows_of(x.shape[0])
     pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
@@ -126,11 +126,11 @@ def matmul_kernel(x, weight, *, interpret=None):
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def split_matmul_kernel(x, weight, *, interpret=None):
+def split_gemm_kernel(x, weight, *, interpret=None):
     """`split_matmul`, of one part as tokens; `interpret`: as above."""
     parts = parts_of(x.shape[0], *weight.shape)
     if parts == 1:
-        return matmul_kernel(x, weight, interpret=interpret)
+        return gemm_kernel(x, weight, interpret=interpret)
     y = jax.ShapeDtypeStruct((parts, x.shape[0], weight.shape[1]), jnp.float32)
     return _launch(x, weight, [0], COLUMNS, _as_is, y, interpret)
 

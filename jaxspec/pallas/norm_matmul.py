@@ -41,9 +41,9 @@ def norm_matmul(
     if not dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         return composed(matmul, add_norm, *rest)
     if not is_few:
-        from jaxspec.pallas import gemm_kernel
+        from jaxspec.pallas.gemm_kernel import gemm_kernel
 
-        return composed(gemm_kernel.matmul_kernel, add_norm, *rest)
+        return composed(gemm_kernel, add_norm, *rest)
     from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
     from jaxspec.pallas.split_matmul_kernel import matmul_kernel
 

@@ -29,9 +29,11 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
         return split_matmul_reference(x, weight)
     if is_few:
         from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
-    else:
-        from jaxspec.pallas.gemm_kernel import split_matmul_kernel
-    return split_matmul_kernel(x, weight)
+
+        return split_matmul_kernel(x, weight)
+    from jaxspec.pallas.gemm_kernel import split_gemm_kernel
+
+    return split_gemm_kernel(x, weight)
 
 
 def split_matmul_reference(x, weight):

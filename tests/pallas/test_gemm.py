@@ -50,11 +50,11 @@ def test_the_kernel_equals_the_oracle_without_races(
     """Also where two blocks share a multiprocessor, and take two pieces of 64 columns each."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    from jaxspec.pallas.gemm_kernel import matmul_kernel
+    from jaxspec.pallas.gemm_kernel import gemm_kernel
 
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", multiprocessors)
     x, weight = operands(tokens, inner, outer, dtype)
-    y = matmul_kernel(x, weight, interpret=interpreter)
+    y = gemm_kernel(x, weight, interpret=interpreter)
     assert y.dtype == dtype
     check(y, product(x, weight), dtype)
     assert not get_races().races_found
@@ -63,11 +63,11 @@ def test_the_kernel_equals_the_oracle_without_races(
 def test_a_ring_that_is_refilled_equals_the_oracle_without_races(monkeypatch, interpreter):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    from jaxspec.pallas.gemm_kernel import matmul_kernel
+    from jaxspec.pallas.gemm_kernel import gemm_kernel
 
     monkeypatch.setattr(mosaic, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
     x, weight = operands(16, 448, 64, jnp.bfloat16)
-    check(matmul_kernel(x, weight, interpret=interpreter), product(x, weight), jnp.bfloat16)
+    check(gemm_kernel(x, weight, interpret=interpreter), product(x, weight), jnp.bfloat16)
     assert not get_races().races_found
 
 
@@ -78,10 +78,10 @@ def test_a_ring_that_is_refilled_equals_the_oracle_without_races(monkeypatch, in
 def test_partial_sums_equal_the_oracle_without_races(interpreter, tokens, inner, outer, dtype):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    from jaxspec.pallas.gemm_kernel import split_matmul_kernel
+    from jaxspec.pallas.gemm_kernel import split_gemm_kernel
 
     x, weight = operands(tokens, inner, outer, dtype)
-    y = split_matmul_kernel(x, weight, interpret=interpreter)
+    y = split_gemm_kernel(x, weight, interpret=interpreter)
     assert y.dtype == jnp.float32 and y.shape[0] == inner // 64
     check(whole(y, dtype), product(x, weight), dtype)
     assert not get_races().races_found
@@ -135,7 +135,7 @@ def test_what_kernels_take(rows, inner, outer, dtype, why):
 @pytest.mark.parametrize("tokens", [16, 40, 64, 136, 256])
 @pytest.mark.parametrize("model", HIDDEN)
 def test_on_a_gpu_split_matmul_is_its_kernel_and_the_kernels_equal_the_oracle(model, tokens):
-    from jaxspec.pallas.gemm_kernel import matmul_kernel
+    from jaxspec.pallas.gemm_kernel import gemm_kernel
 
     dispatch._chosen.pop("split_matmul", None)
     hidden, inner = HIDDEN[model], INTERMEDIATE.get(model, 2 * HIDDEN[model])
@@ -145,7 +145,7 @@ def test_on_a_gpu_split_matmul_is_its_kernel_and_the_kernels_equal_the_oracle(mo
         first, again = (jax.jit(split_matmul)(x, weight) for _ in range(2))
         np.testing.assert_array_equal(first, again)
         check(whole(first, jnp.bfloat16), expected, jnp.bfloat16)
-        check(matmul_kernel(x, weight), expected, jnp.bfloat16)
+        check(gemm_kernel(x, weight), expected, jnp.bfloat16)
         assert why is None or (hidden > 2048 and tokens > 64)
     chosen = "kernel" if why is None else f"XLA: {why}"
     assert dispatch.implementations()["split_matmul"] == (chosen,)
