@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.linear import OutputHead
 
 
 @flax.struct.dataclass
@@ -61,6 +62,7 @@ class Model(nnx.Module, abc.ABC):
     """A causal language model over a `HybridCache`. Methods are pure in the cache."""
 
     config: ModelConfig
+    output_head: OutputHead
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +94,6 @@ class Model(nnx.Module, abc.ABC):
     ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
         """The trunk's output after its final norm, and the cache with this step written."""
 
-    @abc.abstractmethod
     def logits(
         self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
     ) -> Float[Array, "n ids"]:
@@ -100,8 +101,8 @@ class Model(nnx.Module, abc.ABC):
 
         `head`: what `output_columns` gave for the ids to score; None: all ids, by the whole head.
         """
+        return self.output_head(hidden, head)
 
-    @abc.abstractmethod
     def best(
         self,
         hidden: Float[Array, "n hidden"],
@@ -114,10 +115,11 @@ class Model(nnx.Module, abc.ABC):
         forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1
         (`sampling.NO_TOKEN`). A kernel does not write the scores (`pallas.argmax_matmul`).
         """
+        return self.output_head.best(hidden, forbidden, head)
 
-    @abc.abstractmethod
     def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
         """A copy of the part of the output head that scores `ids` (int32, each in range)."""
+        return self.output_head.columns(ids)
 
     @abc.abstractmethod
     def draft_hidden(

@@ -131,25 +131,6 @@ class Qwen3(Model):
         _, hidden = self.norm.add(x, delta)
         return hidden, cache
 
-    def logits(
-        self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
-    ) -> Float[Array, "n ids"]:
-        """float32 scores of the next token."""
-        return self.output_head(hidden, head)
-
-    def best(
-        self,
-        hidden: Float[Array, "n hidden"],
-        forbidden: Int[Array, "n slots"],
-        head: Float[Array, "hidden ids"] | None = None,
-    ) -> Int[Array, " n"]:
-        """The index (int32) of each row's best score that is not forbidden; -1 where none is."""
-        return self.output_head.best(hidden, forbidden, head)
-
-    def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
-        """A copy of the part of the output head that scores `ids`."""
-        return self.output_head.columns(ids)
-
     def draft_hidden(
         self,
         next_tokens: Int[Array, " tokens"],

@@ -9,14 +9,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.few_rows import whole
+from jaxspec.pallas.few_rows import Delta, whole
 
 _Tokens = Float[Array, "tokens features"]
 
 
 def add_norm(
     x: _Tokens,
-    delta: _Tokens | Float[Array, "parts tokens features"],
+    delta: Delta,
     weight: Float[Array, " features"],
     eps: float,
     *,
@@ -24,10 +24,13 @@ def add_norm(
 ) -> tuple[_Tokens, _Tokens]:
     """`x + delta`, rounded to their dtype, and `rms_norm` of that, as one kernel.
 
-    `delta` may be float32 sums over parts, which are summed and rounded first (`few_rows.Delta`).
-    Rows do not meet: padding and NaN stay in their own. The kernel takes float32, bfloat16 and
-    float16, the weight in any of them too, and 512 to 8192 features, a multiple of 512.
+    `delta` may be float32 sums over parts, which are summed and rounded first, or None for nothing
+    (`few_rows.Delta`); the norm is then XLA's. Rows do not meet: padding and NaN stay in their own.
+    The kernel takes float32, bfloat16 and float16, the weight in any of them too, and 512 to 8192
+    features, a multiple of 512.
     """
+    if delta is None:
+        return x, rms_norm(x, weight, eps, zero_centred=zero_centred)
     is_small = x.shape[1] < 512  # nobody waits for it
     if dispatch.runs_kernel("add_norm", _unsupported(x, delta, weight), by_choice=is_small):
         return _add_norm_kernel(x, delta, weight, eps=eps, zero_centred=zero_centred)
@@ -36,7 +39,7 @@ def add_norm(
 
 def add_norm_reference(x, delta, weight, eps, *, zero_centred=False):
     """The specification of `add_norm`."""
-    total = x + whole(delta, x.dtype)
+    total = x if delta is None else x + whole(delta, x.dtype)
     return total, rms_norm(total, weight, eps, zero_centred=zero_centred)
 
 

@@ -1,7 +1,7 @@
 """The greedy token of each row: the output head and the search for its best score, in one."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas import dispatch, few_rows, gemm
 from jaxspec.pallas.few_rows import matmul
@@ -38,10 +38,27 @@ def argmax_matmul(
 
 def argmax_matmul_reference(x, weight, forbidden):
     """The specification of `argmax_matmul`."""
-    scores = matmul(x, weight, jnp.float32)
-    # Where nothing is forbidden, past the end: in place, as XLA would write a mask as large.
+    scores = without(matmul(x, weight, jnp.float32), forbidden)
+    return pick(scores, is_sound(scores))
+
+
+def without(
+    scores: Float[Array, "rows ids"], forbidden: Int[Array, "rows slots"]
+) -> Float[Array, "rows ids"]:
+    """`scores` with -inf at each row's `forbidden` columns; -1 forbids nothing."""
+    # Past the end nothing is set; -1 would be the last column.
     columns = jnp.where(forbidden < 0, scores.shape[1], forbidden)
     rows = jnp.arange(len(scores), dtype=jnp.int32)[:, None]
-    scores = scores.at[rows, columns].set(-jnp.inf, mode="drop")
-    is_sound = jnp.isfinite(scores).any(axis=1) & ~jnp.isnan(scores).any(axis=1)
-    return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NOTHING)
+    # In place, where the scores are not read again. Comparing what is forbidden with every id of a
+    # large vocabulary makes XLA write a mask of that size: more than what a draw reads.
+    return scores.at[rows, columns].set(-jnp.inf, mode="drop")
+
+
+def is_sound(scores: Float[Array, "rows ids"]) -> Bool[Array, " rows"]:
+    """Whether a row has a choice: something finite, and no NaN."""
+    return jnp.isfinite(scores).any(axis=1) & ~jnp.isnan(scores).any(axis=1)
+
+
+def pick(scores: Float[Array, "rows ids"], sound: Bool[Array, " rows"]) -> Int[Array, " rows"]:
+    """The column (int32) of the largest score, of equals the lowest; -1 in rows not `sound`."""
+    return jnp.where(sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NOTHING)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.argmax_matmul import NOTHING
-from jaxspec.pallas.gemm import COLUMNS
+from jaxspec.pallas.few_rows import COLUMNS
 from jaxspec.pallas.gemm_kernel import Tile
 
 _PIECES = 2  # of a block
@@ -87,7 +87,7 @@ def _best(pieces, starts, ids, slots, never):
     pieces = _where(lambda c: c >= ids, columns, pieces)
 
     def most(of_piece):
-        """Over pieces first: to sum up over the threads costs most."""
+        """Over pieces first: a maximum over the threads costs more."""
         found = [of_piece(*both) for both in zip(pieces, columns, strict=True)]
         return jnp.max(functools.reduce(jnp.maximum, found), axis=0)
 

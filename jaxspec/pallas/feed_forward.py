@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.add_norm import add_norm, rms_norm
+from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.few_rows import MOST_ROWS, Delta
 from jaxspec.pallas.matmul_silu import matmul_silu
 from jaxspec.pallas.norm_matmul import norm_matmul
@@ -36,8 +36,5 @@ def feed_forward(
     if x.shape[0] <= MOST_ROWS:
         x, both = norm_matmul(x, delta, norm, eps, gate_up, zero_centred=zero_centred)
         return x, gated_matmul(both, down)
-    if delta is None:
-        normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
-    else:
-        x, normed = add_norm(x, delta, norm, eps, zero_centred=zero_centred)
+    x, normed = add_norm(x, delta, norm, eps, zero_centred=zero_centred)
     return x, split_matmul(matmul_silu(normed, gate_up), down)

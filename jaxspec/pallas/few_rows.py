@@ -26,12 +26,12 @@ from jaxspec.pallas import dispatch, mosaic
 # its dtype, or float32 partial sums, which make such tokens when summed and rounded.
 Delta = Float[Array, "tokens features"] | Float[Array, "parts tokens features"] | None
 
-COLUMNS = 64  # of a block
+COLUMNS = 64  # of a block, or a piece of it: the side of tensor cores that takes 64
 MOST_ROWS = 8  # what tensor cores take at least; `gemm` takes more
 HIDDEN = 1024, 2048  # of a model: with wider ones cuBLAS is near the memory's speed as it is
 GATES = 512  # features that a block gates at a time
 _MOST_INNER = 8192  # features, which a block must have room for if they cannot be cut
-_DTYPES = jnp.bfloat16, jnp.float16
+DTYPES = jnp.bfloat16, jnp.float16  # that tensor cores take as they come
 
 
 def check_inner(features: int, weight: Float[Array, "inner outer"]) -> None:
@@ -59,7 +59,7 @@ def unsupported(
     x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], hidden: int
 ) -> str | None:
     """Why no kernel takes this product of a model so wide, or None."""
-    if x.dtype not in _DTYPES or x.dtype != weight.dtype:
+    if x.dtype not in DTYPES or x.dtype != weight.dtype:
         return f"{x.dtype} and {weight.dtype}"
     if hidden not in HIDDEN:
         return f"{hidden} features"

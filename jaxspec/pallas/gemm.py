@@ -7,17 +7,15 @@ XLA's reach 2.1 to 3.2 TB/s of an H200's 4.2 at 64 rows. Ours are the product of
 
 from math import ceil
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import mosaic
+from jaxspec.pallas.few_rows import COLUMNS, DTYPES
 
-COLUMNS = 64  # of a piece of a block
 _MOST_ROWS = 256
 MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number
 _WIDE = 2048  # features of a model: more rows of a wider one cuBLAS multiplies near the peak
 _ROWS = 128  # of a block
-_DTYPES = jnp.bfloat16, jnp.float16
 
 
 def rows_of(tokens: int) -> tuple[int, int]:
@@ -35,7 +33,7 @@ def unsupported(
     x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], hidden: int
 ) -> str | None:
     """Why no kernel takes this product of a model so wide, or None."""
-    if x.dtype not in _DTYPES or x.dtype != weight.dtype:
+    if x.dtype not in DTYPES or x.dtype != weight.dtype:
         return f"{x.dtype} and {weight.dtype}"
     if hidden < 1024:  # nobody waits for it
         return f"{hidden} features"

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, gemm, mosaic
-from jaxspec.pallas.few_rows import check_gates, check_inner, gated, matmul
+from jaxspec.pallas.few_rows import COLUMNS, check_gates, check_inner, gated, matmul
 
 
 def matmul_silu(
@@ -37,9 +37,9 @@ def matmul_silu_reference(x, weight):
 
 def _unsupported(x, weight):
     """Why `matmul_silu_kernel` does not take these operands, or None."""
-    if weight.shape[1] % (2 * gemm.COLUMNS):
+    if weight.shape[1] % (2 * COLUMNS):
         return f"{weight.shape[1]} gates and others"
-    why, blocks = gemm.unsupported(x, weight, x.shape[1]), weight.shape[1] // (2 * gemm.COLUMNS)
+    why, blocks = gemm.unsupported(x, weight, x.shape[1]), weight.shape[1] // (2 * COLUMNS)
     if why is None and x.shape[0] > gemm.MEMORY_BOUND_ROWS:
         blocks *= gemm.rows_of(x.shape[0])[1]
         if blocks > mosaic.MULTIPROCESSORS:  # some would have twice the work of others

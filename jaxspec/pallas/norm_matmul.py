@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, few_rows, gemm
-from jaxspec.pallas.add_norm import add_norm, add_norm_reference, rms_norm
+from jaxspec.pallas.add_norm import add_norm, add_norm_reference
 from jaxspec.pallas.few_rows import Delta, matmul
 
 _Tokens = Float[Array, "tokens features"]
@@ -59,10 +59,7 @@ def norm_matmul_reference(x, delta, norm, eps, weight, *, zero_centred=False):
 
 def composed(multiply, add, x, delta, norm, eps, weight, zero_centred):
     """`norm_matmul` of a product and of `add`, which is `add_norm` or its reference."""
-    if delta is None:
-        normed = rms_norm(x, norm, eps, zero_centred=zero_centred)
-    else:
-        x, normed = add(x, delta, norm, eps, zero_centred=zero_centred)
+    x, normed = add(x, delta, norm, eps, zero_centred=zero_centred)
     return x, multiply(normed, weight)
 
 

@@ -4,10 +4,11 @@ import enum
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.config import Variant
-from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.pallas.argmax_matmul import pick
+from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 
 
@@ -77,11 +78,6 @@ def add_noise(
     """`logits` (float32) plus Gumbel noise, except in greedy rows."""
     noise = gumbel_noise(inputs.seeds, positions, use, logits.shape[1])
     return logits + jnp.where(inputs.is_greedy[:, None], 0.0, noise)
-
-
-def pick(scores: Float[Array, "n vocab"], is_sound: Bool[Array, " n"]) -> Int[Array, " n"]:
-    """The id (int32) of the largest score, the lowest of equals; `NO_TOKEN` in unsound rows."""
-    return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NO_TOKEN)
 
 
 def gumbel_noise(

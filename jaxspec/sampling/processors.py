@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
+from jaxspec.pallas.argmax_matmul import is_sound, without
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
@@ -36,13 +37,7 @@ def mask_stop_ids(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """`logits` with -inf at the row's `forbidden_ids`."""
-    forbidden = forbidden_ids(inputs, positions)
-    # Past the end nothing is set; -1 would be the last id.
-    forbidden = jnp.where(forbidden < 0, logits.shape[1], forbidden)
-    rows = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
-    # In place, where the raw logits are not read again. Comparing the stop ids with every id of a
-    # large vocabulary makes XLA write a mask of that size: more than what the draw reads.
-    return logits.at[rows, forbidden].set(-jnp.inf, mode="drop")
+    return without(logits, forbidden_ids(inputs, positions))
 
 
 def has_choice(
@@ -53,8 +48,7 @@ def has_choice(
     Of the raw logits: after top-k and top-p a forced token (+inf) stands alone among -inf,
     like what is left of a row that overflowed.
     """
-    logits = mask_stop_ids(logits, inputs, positions)
-    return jnp.isfinite(logits).any(axis=1) & ~jnp.isnan(logits).any(axis=1)
+    return is_sound(mask_stop_ids(logits, inputs, positions))
 
 
 def scale_by_temperature(

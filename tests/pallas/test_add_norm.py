@@ -7,7 +7,7 @@ import pytest
 from shapes import HIDDEN
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.add_norm import _add_norm_kernel, add_norm, rms_norm
+from jaxspec.pallas.add_norm import _add_norm_kernel, add_norm, add_norm_reference, rms_norm
 
 EPS = 1e-6
 LOST = 1  # the row that has a NaN
@@ -52,6 +52,14 @@ def check(x, delta, weight, run, zero_centred=True):
     tolerance = max(float(jnp.finfo(x.dtype).eps) / 2 * 1.01, 1e-6)
     got = np.asarray(normed, np.float64)
     np.testing.assert_allclose(got[~nan], expected[~nan], rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize("op", [add_norm, add_norm_reference])
+def test_where_there_is_nothing_to_add_the_norm_is_of_the_stream(op):
+    x, _, weight = operands(5, 24, jnp.bfloat16)
+    total, normed = op(x, None, weight, EPS)
+    assert total is x
+    np.testing.assert_array_equal(*(np.float32(a) for a in (normed, rms_norm(x, weight, EPS))))
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])

@@ -34,8 +34,6 @@ class RMSNorm(nnx.Module):
 
     def add(self, x: _Tokens, delta: Delta) -> tuple[_Tokens, _Tokens]:
         """`x + delta` and that normalised, in one kernel on a GPU; without a `delta`, `x` alone."""
-        if delta is None:
-            return x, self(x)
         return add_norm(x, delta, self.weight[...], self.eps, zero_centred=self.zero_centred)
 
     def matmul(
@@ -43,7 +41,7 @@ class RMSNorm(nnx.Module):
     ) -> tuple[_Tokens, Float[Array, "tokens outputs"]]:
         """`x + delta`, and all outputs of `linear` for that normalised, side by side.
 
-        Few rows take a kernel for it all, or two.
+        Of up to 256 rows these may be kernels, see `norm_matmul`.
         """
         weights = self.weight[...], self.eps, linear.weight[...]
         return norm_matmul(x, delta, *weights, zero_centred=self.zero_centred)
