@@ -89,7 +89,7 @@ def _best(
     ids: Int[Array, " scored"] | None,
     head: Float[Array, "hidden scored"] | None,
 ) -> Int[Array, " rows"]:
-    """The best of `ids` (None: of all), from hidden states alone; -1 where there is none."""
+    """The best of `ids` (None: of all); -1 where there is none."""
     nothing = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # what is forbidden, the target rejects
     best = model.best(hidden, nothing, head)
     return best if ids is None else jnp.where(best < 0, NO_TOKEN, ids[best])
