@@ -45,11 +45,11 @@ def gdn_replay(
 
         S = exp(G_P) S_0 + sum_j exp(G_P - G_j) u_j k_j^T
 
-    A row that `must_fold` writes this as its checkpoint. Its tokens `t < query_len` go to the ring
-    at `num_computed + t`; the caller counts those that stand, by `next_ring_length`. `k` and `u`
-    are rounded to the ring's dtype before anything uses them, so that what is replayed later is
-    what this step computed with. Needs `ring >= 2 * width` (ValueError). Padding rows and tokens
-    write nothing, and what they put out means nothing.
+    A row that `must_fold` writes this as its checkpoint, and goes on from what it wrote. Its tokens
+    `t < query_len` go to the ring at `num_computed + t`; the caller counts those that stand, by
+    `next_ring_length`. `k` and `u` are rounded to the ring's dtype before anything uses them, so
+    that what is replayed later is what this step computed with. Needs `ring >= 2 * width`
+    (ValueError). Padding rows and tokens write nothing, and what they put out means nothing.
     """
     width = q.shape[1]
     check_ring(width, ring.k.shape[2])
@@ -82,7 +82,9 @@ def gdn_replay_reference(
     slot = jnp.clip(slots, 0, num_slots - 1)
     start = _replayed(states, ring, layer, slot, num_computed, ring_length, width)
 
-    state, outputs, written = start, [], []
+    folds = real & must_fold(ring_length, width, rows_in_ring)
+    state = jnp.where(folds[:, None, None, None], as_kept(start, states.dtype), start)
+    outputs, written = [], []
     for t in range(width):
         k_t = as_kept(k[:, t], ring.k.dtype)
         q_h, k_h = (jnp.repeat(x, group, axis=1) for x in (q[:, t], k_t))
@@ -94,7 +96,6 @@ def gdn_replay_reference(
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
         written.append(u_t)
 
-    folds = real & must_fold(ring_length, width, rows_in_ring)
     target_slot = jnp.where(folds, slots, num_slots)
     states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
     ring = ring.replace(u=append(ring.u, jnp.stack(written, axis=1)))

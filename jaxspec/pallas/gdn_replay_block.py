@@ -6,8 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.gdn_replay_products import TOGETHER, Products
-from jaxspec.pallas.replay import must_fold
+from jaxspec.pallas.gdn_replay_products import TOGETHER, Products, rows_layout
 
 
 class Block(Products):
@@ -15,10 +14,10 @@ class Block(Products):
 
     def run(self):
         """All there is to do: nothing but zeros where a row is padding."""
-        refs = self.refs
-        slot = refs.slots[self.row]
-        live = (slot > 0) & (slot < self.sizes.slots) & (self.count > 0)
-        self.place = refs.layer[0] * self.sizes.slots + slot
+        # Nothing is negative, but what this did not look at would be read only behind it.
+        live = self.slot > 0
+        for x in (self.row, self.layer, self.begin, self.length, self.count):
+            live &= x >= 0
 
         @pl.when(live)
         def _():
@@ -28,37 +27,51 @@ class Block(Products):
         def _():
             nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
             for t in range(self.sizes.width):
-                self.store(refs.out.at[self.row, t, self.head, self.values], nothing)
+                self.store(self.refs.out.at[self.row, t, self.head, self.values], nothing)
 
     def step(self):
         """A live row."""
-        refs, sizes, width, wait = self.refs, self.sizes, self.sizes.width, plgpu.barrier_wait
+        refs, width, wait = self.refs, self.sizes.width, plgpu.barrier_wait
         self.fetch()
-        decay = self.decay()
+        self.find_decay()
+        wait(refs.tokens_came)
+        self.round_keys()
+        lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
+        decay = jnp.where(self.length > 0, refs.since[0] * jnp.exp(refs.gates[0]), 1.0)
+
+        @pl.when(self.folds)
+        def _():
+            wait(refs.state_came)
+            self.fold(decay)
+
+        # Not before, since a fold takes many registers.
         new = [
             self.load(refs.v.at[self.row, t, self.head, self.values], self.by_value)
             for t in range(width)
         ]
         gates = [refs.g[self.row, t, self.head] for t in range(width)]
         betas = [refs.beta[self.row, t, self.head] for t in range(width)]
-        wait(refs.tokens_came)
-        self.round_keys()
-        lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
         self.multiply_tokens()
-        wait(refs.state_came)
+
+        @pl.when(jnp.logical_not(self.folds))
+        def _():
+            wait(refs.state_came)
+
         self.multiply_state()
-        read = self.replay(decay)
+        read = self.replay(jnp.where(self.folds, 1.0, decay))
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
 
-        @pl.when(must_fold(self.length, width, sizes.rows))
+        @pl.when(self.folds)
         def _():
-            self.fold(decay)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def fetch(self):
-        """Begin to copy all that comes to shared memory: of the ring what counts, by age."""
+        """Begin to copy all that comes to shared memory: of the ring what counts, by age.
+
+        The checkpoint last: what is needed before it would wait for its bytes.
+        """
         refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
-        copy(self.checkpoint(), refs.state, refs.state_came)
         for i, x in enumerate((refs.q, refs.k)):
             to = refs.tokens.at[pl.ds(i * width, width)]
             copy(x.at[self.row, :, self.key_head], to, refs.tokens_came)
@@ -76,6 +89,11 @@ class Block(Products):
                 copy(refs.ring_u.at[self.update_row(at), self.values], refs.updates.at[j], came)
 
             lax.fori_loop(0, self.groups, one, None)
+
+            @pl.when(warp == 0)
+            def _():
+                copy(self.checkpoint(), refs.state, refs.state_came)
+
             for j, gate in zip(tokens, gates, strict=True):
                 refs.gates[j] = gate
 
@@ -101,43 +119,40 @@ class Block(Products):
         at = self.begin + t
         return jnp.where(at >= self.sizes.rows, at - self.sizes.rows, at)
 
-    def decay(self):
-        """Of all the ring's tokens; that since each goes to shared memory."""
-        refs = self.refs
-        self.meet()
-        # A thread has a token. Sums of what came after it, no differences.
-        each = mosaic.vectors(plgpu, 1)
-        token = plgpu.broadcasted_iota(jnp.int32, (mosaic.THREADS,), 0, layout=each)
-
-        def add(i, sums):
-            after, total = sums
-            gate = refs.gates[i]
-            return after + jnp.where(token < i, gate, 0.0), total + gate
-
-        nothing = plgpu.layout_cast(jnp.zeros(mosaic.THREADS, jnp.float32), each)
-        after, total = lax.fori_loop(0, self.length, add, (nothing, jnp.float32(0)))
-        since = jnp.where(token < self.length, jnp.exp(after), 0.0)
-        self.store(refs.since, since)
-        return jnp.exp(total)
+    def find_decay(self):
+        """That since each of the ring's tokens, 0 for none, to shared memory."""
+        refs, size = self.refs, self.sizes.square
+        lanes = mosaic.THREADS // size
+        layout = rows_layout(size, lanes, min(4, size // lanes))
+        plgpu.commit_smem()
+        # A token's line has the gates of those behind it: sums, no differences.
+        token, other = (
+            plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=layout)
+            for axis in range(2)
+        )
+        gates = self.spread(self.load(refs.gates, layout.reduce(0)), (size, size), 1, layout)
+        gates = jnp.where(other < self.length, gates, 0.0)
+        after = jnp.sum(jnp.where(token < other, gates, 0.0), axis=1)
+        place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout.reduce(1))
+        self.store(refs.since, jnp.where(place < self.length, jnp.exp(after), 0.0))
 
     def round_keys(self):
         """This step's keys as the ring will hold them; into it, by one block of each group."""
         refs, sizes = self.refs, self.sizes
         first = lax.rem(self.head, sizes.heads // sizes.key_heads) == 0
-
-        def one(t, _):
-            row = refs.tokens.at[sizes.width + t]
-            key = self.load(row, self.by_key).astype(sizes.dtype)
-            if sizes.on_tensor_cores:
+        rows = [refs.tokens.at[sizes.width + t] for t in range(sizes.width)]
+        keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
+        if sizes.on_tensor_cores:
+            for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
                 self.store(row, key.astype(jnp.float32))
                 self.store(self.keys.at[t], key)
+        for t, key in enumerate(keys):
 
             @pl.when(first & (self.split == 0) & (t < self.count))
-            def _():
+            def _(t=t, key=key):
                 self.store(refs.ring_k.at[self.key_row(self.next(t))], key)
 
-        lax.fori_loop(0, sizes.width, one, None)
-        self.meet()
+        plgpu.commit_smem()
 
     def solve(self, read, new, gates, betas):
         """This step's updates and outputs, one token after the other."""
@@ -176,7 +191,7 @@ class Block(Products):
                     refs.ring_g[row] = gates[t]
 
     def fold(self, decay):
-        """The ring's tokens into the checkpoint."""
+        """The ring's tokens into the checkpoint, which begins on its way back."""
         if self.sizes.on_tensor_cores:
             self.fold_by_tensor_cores(decay)
         else:
@@ -184,4 +199,3 @@ class Block(Products):
             self.store(self.refs.state, lax.fori_loop(0, self.length, self.fold_one, state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())
-        plgpu.wait_smem_to_gmem(0)

@@ -6,9 +6,9 @@ before this step gives
 
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
 
-so a checkpoint is read once, for all `x` together, and written only by rows that fold. All there
-is to read is on its way to shared memory at once, then come the products, and what is left for one
-value, by one thread, needs nothing of the others.
+so a checkpoint is read once, for all `x` together. A row that folds does that first, and then has
+no ring. All there is to read is on its way to shared memory at once, then come the products, and
+what is left for one value, by one thread, needs nothing of the others.
 
 What lies in shared memory, in the order of its use:
 
@@ -18,11 +18,10 @@ What lies in shared memory, in the order of its use:
     updates          the ring's (`ring_came`), by age
     gates, since     the ring's gates; the decay since each of its tokens, 0 for none
     overlap          keys times queries and keys, a row a key as in `keys`
-    products         16 bits: queries and keys and what rounding takes from them, until tensor cores
-                     have read them; then the state's products; at last the keys of a fold
+    products         16 bits: the keys of a fold; queries and keys and what rounding takes from
+                     them, until tensor cores have read them; then the state's products
 
-`met` lies between what threads write and what others read; where tensor cores or a copy read,
-`commit_smem`.
+`commit_smem` lies between what threads write and what others, tensor cores or a copy read.
 """
 
 import dataclasses
@@ -32,12 +31,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import TOGETHER
-from jaxspec.pallas.replay import folding_first
+from jaxspec.pallas.replay import folds_spread
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
@@ -60,7 +60,6 @@ def gdn_replay_kernel(
         key_heads=q.shape[2],
         slots=slots_in_pool,
         dtype=states.dtype,
-        at_once=splits > 1,
     )
 
     def body(*refs, **scratch):
@@ -86,20 +85,31 @@ def gdn_replay_kernel(
     pools = (states, ring.k, ring.u, ring.g)
     flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
     in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
-    order = slots  # not read where all blocks begin at once
-    if not sizes.at_once:
-        order = folding_first(slots, ring_length, query_len, sizes.width, sizes.rows)
-    index = layer[None], order, slots, num_computed, ring_length, query_len
-    out = kernel(q, k, v, g, beta, *index, *in_place)
+    rows = _rows(sizes, slots, num_computed, ring_length, query_len)
+    out = kernel(q, k, v, g, beta, layer[None], rows, *in_place)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
     return out, after[0], type(ring)(*after[1:])
 
 
 _OPERANDS = (
-    *("q", "k", "v", "g", "beta", "layer", "order"),
-    *("slots", "num_computed", "ring_length", "query_len"),
+    *("q", "k", "v", "g", "beta", "layer", "rows"),
     *("states", "ring_k", "ring_u", "ring_g", "out"),
 )
+
+
+def _rows(sizes, slots, num_computed, ring_length, query_len):
+    """What a block asks of its row, in bounds, `[5, rows]` in the order of the blocks.
+
+    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count.
+    """
+    order = folds_spread(slots, ring_length, query_len, sizes.width, sizes.rows)
+    columns = (
+        jnp.where((slots < sizes.slots) & (query_len > 0), jnp.maximum(slots, 0), 0),
+        lax.rem(jnp.maximum(num_computed, 0), sizes.rows),
+        jnp.clip(ring_length, 0, sizes.rows - sizes.width),
+        jnp.clip(query_len, 0, sizes.width),
+    )
+    return jnp.stack([order, *(x[order] for x in columns)])
 
 
 def _splits(heads, value_dim, dtype):
@@ -125,11 +135,10 @@ def _scratch(sizes, interpreted):
         "state": plgpu.SMEM((sizes.values, sizes.key_dim), sizes.dtype, transforms=tiles),
         "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
-        "gates": plgpu.SMEM((sizes.window,), jnp.float32),
-        "since": plgpu.SMEM((mosaic.THREADS,), jnp.float32),
+        "gates": plgpu.SMEM((sizes.square,), jnp.float32),
+        "since": plgpu.SMEM((sizes.square,), jnp.float32),
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "products": plgpu.SMEM((sizes.values, sizes.padded), jnp.float32),
-        "met": plgpu.Barrier(),
         "state_came": plgpu.Barrier(),
         "tokens_came": plgpu.Barrier(num_arrivals=2),
         "ring_came": plgpu.Barrier(
@@ -142,7 +151,7 @@ def _scratch(sizes, interpreted):
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
         fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
-        # Products are written when their factors have been read, and read before a fold.
+        # A fold is over before there are factors, and they have been read when products come.
         scratch["products"] = plgpu.RefUnion(factors, scratch["products"], fold_keys)
         if interpreted:
             scratch["spare"] = plgpu.SMEM((sizes.values, 16), sizes.dtype)
@@ -161,7 +170,6 @@ class _Sizes:
     key_heads: int
     slots: int
     dtype: Any  # of checkpoint and ring
-    at_once: bool  # all blocks begin, so their order does not matter
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -171,6 +179,11 @@ class _Sizes:
     def window(self) -> int:
         """Ring tokens that a step reads at most, in full groups of 16."""
         return -(-(self.rows - self.width) // 16) * 16
+
+    @property
+    def square(self) -> int:
+        """At least the window, and a power of two."""
+        return 1 << (self.window - 1).bit_length()
 
     @property
     def columns(self) -> int:

@@ -8,10 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
+from jaxspec.pallas.replay import must_fold
 
-TOGETHER = (
-    4  # tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0
-)
+# Tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0.
+TOGETHER = 4
 FACTORS = 2  # queries and keys in registers at once
 # Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
 _STRIPES = plgpu.Layout.TILED(
@@ -28,12 +28,15 @@ class Products:
         self.load = functools.partial(mosaic.load, plgpu)
         self.store = functools.partial(mosaic.store, plgpu)
         row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
-        self.row = row if sizes.at_once else refs.order[row]
+        self.row, self.slot, self.begin, self.length, self.count = (
+            refs.rows[i, row] for i in range(5)
+        )
+        self.layer = refs.layer[0]
+        self.place = self.layer * sizes.slots + self.slot
         self.key_head = lax.div(self.head, sizes.heads // sizes.key_heads)
-        self.count = refs.query_len[self.row]
-        self.length = jnp.clip(refs.ring_length[self.row], 0, sizes.rows - sizes.width)
         self.groups = lax.div(self.length + TOGETHER - 1, TOGETHER)
-        self.begin = lax.rem(jnp.maximum(refs.num_computed[self.row], 0), sizes.rows)
+        self.folds = must_fold(self.length, sizes.width, sizes.rows)
+        self.left = jnp.where(self.folds, 0, self.groups)  # beside the checkpoint
         # Keys, this step's and behind them the ring's, as the ring has them.
         if sizes.on_tensor_cores:
             self.keys = refs.keys
@@ -44,11 +47,11 @@ class Products:
         self.values = pl.ds(self.split * sizes.values, sizes.values)
         self.by_square = _square(sizes.dtype.itemsize)
         lanes = mosaic.THREADS // sizes.values
-        self.by_product = _rows(sizes.values, lanes, min(4, sizes.columns // lanes))
+        self.by_product = rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
         self.by_value = self.by_product.reduce(1)
-        self.by_key = _rows(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
+        self.by_key = rows_layout(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
         # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.by_column = _rows(sizes.values, lanes, 1, columns=1)
+        self.by_column = rows_layout(sizes.values, lanes, 1, columns=1)
         self.by_square_column = plgpu.Layout.TILED(
             plgpu.Tiling(((32, 1), (8, 1))),
             warp_dims=(-4,),
@@ -59,21 +62,19 @@ class Products:
         self.by_eight = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 64), (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
         )
-        self.by_eight_column = plgpu.Layout.TILED(
-            plgpu.Tiling(((8, 1), (2, 1))),
-            warp_dims=(-4,),
-            lane_dims=(-2, plgpu.Replicated(16)),
+        # Of tokens, four queries or keys, each a warp's, and their elements: 8 lanes, 128 bytes.
+        vector = 16 // sizes.dtype.itemsize
+        self.by_factor = plgpu.Layout.TILED(
+            plgpu.Tiling(((4, 4, 8 * vector), (vector,))),
+            warp_dims=(-3,),
+            lane_dims=(-4, -2),
             vector_dim=-1,
         )
 
-    def meet(self):
-        """All that the block's threads wrote to shared memory is there for all of them."""
-        plgpu.barrier_arrive(self.refs.met)
-        plgpu.barrier_wait(self.refs.met)
-
-    def spread(self, x, shape, axis, layout):
-        """`x` along `axis` of a matrix, the same everywhere else."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
+    def spread(self, x, shape, axes, layout):
+        """`x` along these axes of an array, the same along others."""
+        axes = (axes,) if isinstance(axes, int) else axes
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
     def times(self, matrix, factors, layout):
         """Each row of `matrix` times each of these queries and keys: loads first, to overlap."""
@@ -83,25 +84,29 @@ class Products:
 
     def multiply_tokens(self):
         """This step's keys, and the ring's, times each of this step's queries and keys."""
-        refs, width = self.refs, self.sizes.width
+        refs, width, layout = self.refs, self.sizes.width, self.by_factor
+        shape = (8, 4, self.sizes.key_dim)
+        fours = [pl.ds(start, 4) for start in range(0, 2 * width, 4)]
+        factors = [self.load(refs.tokens.at[four], layout.reduce(0)) for four in fours]
+        factors = [self.spread(x, shape, (1, 2), layout) for x in factors]
 
         def some(i, _):
             rows = pl.ds(i * 8, 8)
-            keys = self.load(self.keys.at[rows], self.by_eight).astype(jnp.float32)
-            products = self.times(keys, range(2 * width), self.by_eight)
-            for x, product in enumerate(products):
-                product = self.spread(product, (8, 1), 0, self.by_eight_column)
-                self.store(refs.overlap.at[rows, pl.ds(x, 1)], product)
+            keys = self.load(self.keys.at[rows], layout.reduce(1)).astype(jnp.float32)
+            keys = self.spread(keys, shape, (0, 2), layout)
+            for four, factor in zip(fours, factors, strict=True):
+                self.store(refs.overlap.at[rows, four], jnp.sum(keys * factor, axis=2))
 
         # Also those too many that `replay` reads, where what nobody wrote may be NaN.
-        lax.fori_loop(0, lax.div(width + self.groups * TOGETHER + 7, 8), some, None)
+        lax.fori_loop(0, lax.div(width + self.left * TOGETHER + 7, 8), some, None)
+        plgpu.commit_smem()
 
     def multiply_state(self):
         """The checkpoint times each query and key, values by factors."""
         refs, sizes = self.refs, self.sizes
         if sizes.on_tensor_cores:
             products = self.multiply_by_tensor_cores()
-            self.meet()  # all have read the factors, where these go
+            plgpu.commit_smem()  # all have read the factors, where these go
             self.store(self.state_products, products)
         else:
             state = self.load(refs.state, self.by_square)
@@ -114,7 +119,7 @@ class Products:
                     self.store(self.state_products.at[:, pl.ds(x, 1)], product)
 
             lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
-        self.meet()
+        plgpu.commit_smem()
 
     def multiply_by_tensor_cores(self):
         """So too; what 16 bits lose of a factor is another one."""
@@ -155,8 +160,8 @@ class Products:
             return sums
 
         sums = decay * self.load(turned, self.by_product)
-        self.store(turned, lax.fori_loop(0, self.groups, group, sums))
-        self.meet()
+        self.store(turned, lax.fori_loop(0, self.left, group, sums))
+        plgpu.commit_smem()
         columns = (turned.at[:, pl.ds(x, 1)] for x in range(2 * sizes.width))
         return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
 
@@ -172,7 +177,6 @@ class Products:
         refs, sizes = self.refs, self.sizes
         chunks = range(0, sizes.window, 16)
         updates = [self.decayed_updates(first) for first in chunks]
-        self.meet()  # all have read the products, where keys go
         for start in range(0, sizes.key_dim, 64):
             columns = pl.ds(start, 64)
             tile = refs.state.at[:, columns]
@@ -188,7 +192,7 @@ class Products:
                     keys = self.fold_keys.at[:, columns]
                     (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
                 if first != chunks[-1]:
-                    self.meet()
+                    plgpu.commit_smem()
             self.store(tile, state.astype(sizes.dtype))
 
     def decayed_updates(self, first):
@@ -203,7 +207,7 @@ class Products:
         return most, (exact - most.astype(jnp.float32)).astype(self.sizes.dtype)
 
 
-def _rows(values, lanes, vector, columns=None):
+def rows_layout(values, lanes, vector, columns=None):
     """Register layout of a matrix with a row a value, over `lanes`: neighbours have others.
 
     `columns=1`: of a matrix of one column, which these lanes then share.

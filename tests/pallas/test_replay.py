@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.pallas.replay import folding_first, must_fold, next_ring_length, ring_rows
+from jaxspec.pallas.replay import folds_spread, must_fold, next_ring_length, ring_rows
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -30,10 +30,21 @@ def test_the_example_of_the_docstring():
     assert [int(next_ring_length(p, n, 3, 8)) for p, n in ((0, 2), (2, 3), (5, 1))] == [2, 5, 1]
 
 
-def test_rows_that_fold_come_first_and_padding_last():
+def test_rows_that_fold_come_among_the_others_and_padding_last():
     slots = np.array([4, 0, 2, 3, -1, 1, 5])
     length = np.array([1, 9, 5, 2, 9, 8, 9])
     query_len = np.array([3, 3, 1, 2, 3, 3, 0])
-    order = folding_first(slots, length, query_len, 3, 8)
-    assert order.tolist() == [2, 5, 0, 3, 1, 4, 6]
+    order = folds_spread(slots, length, query_len, 3, 8)
+    assert order.tolist() == [2, 0, 5, 3, 1, 4, 6]
     assert order.dtype == np.int32
+
+
+@pytest.mark.parametrize("folding", [0, 1, 7, 64])
+def test_each_row_comes_once_and_no_fold_is_among_the_last(folding):
+    count = 64
+    length = np.random.default_rng(folding).permutation([8] * folding + [0] * (count - folding))
+    order = np.asarray(folds_spread(np.arange(1, 1 + count), length, np.ones(count), 3, 8))
+    assert sorted(order) == list(range(count))
+    at = np.flatnonzero(length[order] == 8)
+    if 1 < folding < count:
+        assert np.ptp(np.diff(at)) <= 1 and at[-1] < 0.7 * count
