@@ -124,7 +124,7 @@ class Block(Products):
         refs, size = self.refs, self.sizes.square
         lanes = mosaic.THREADS // size
         layout = rows_layout(size, lanes, min(4, size // lanes))
-        plgpu.commit_smem()
+        self.meet()
         # A token's line has the gates of those behind it: sums, no differences.
         token, other = (
             plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=layout)
@@ -152,7 +152,7 @@ class Block(Products):
             def _(t=t, key=key):
                 self.store(refs.ring_k.at[self.key_row(self.next(t))], key)
 
-        plgpu.commit_smem()
+        self.meet()
 
     def solve(self, read, new, gates, betas):
         """This step's updates and outputs, one token after the other."""

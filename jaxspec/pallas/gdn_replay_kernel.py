@@ -21,7 +21,8 @@ What lies in shared memory, in the order of its use:
     products         16 bits: the keys of a fold; queries and keys and what rounding takes from
                      them, until tensor cores have read them; then the state's products
 
-`commit_smem` lies between what threads write and what others, tensor cores or a copy read.
+`met` lies between what threads write and what others read; where tensor cores or a copy read,
+`commit_smem`.
 """
 
 import dataclasses
@@ -139,6 +140,7 @@ def _scratch(sizes, interpreted):
         "since": plgpu.SMEM((sizes.square,), jnp.float32),
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "products": plgpu.SMEM((sizes.values, sizes.padded), jnp.float32),
+        "met": plgpu.Barrier(),
         "state_came": plgpu.Barrier(),
         "tokens_came": plgpu.Barrier(num_arrivals=2),
         "ring_came": plgpu.Barrier(

@@ -71,6 +71,11 @@ class Products:
             vector_dim=-1,
         )
 
+    def meet(self):
+        """All that the block's threads wrote to shared memory is there for all of them."""
+        plgpu.barrier_arrive(self.refs.met)
+        plgpu.barrier_wait(self.refs.met)
+
     def spread(self, x, shape, axes, layout):
         """`x` along these axes of an array, the same along others."""
         axes = (axes,) if isinstance(axes, int) else axes
@@ -99,14 +104,14 @@ class Products:
 
         # Also those too many that `replay` reads, where what nobody wrote may be NaN.
         lax.fori_loop(0, lax.div(width + self.left * TOGETHER + 7, 8), some, None)
-        plgpu.commit_smem()
+        self.meet()
 
     def multiply_state(self):
         """The checkpoint times each query and key, values by factors."""
         refs, sizes = self.refs, self.sizes
         if sizes.on_tensor_cores:
             products = self.multiply_by_tensor_cores()
-            plgpu.commit_smem()  # all have read the factors, where these go
+            self.meet()  # all have read the factors, where these go
             self.store(self.state_products, products)
         else:
             state = self.load(refs.state, self.by_square)
@@ -119,7 +124,7 @@ class Products:
                     self.store(self.state_products.at[:, pl.ds(x, 1)], product)
 
             lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
-        plgpu.commit_smem()
+        self.meet()
 
     def multiply_by_tensor_cores(self):
         """So too; what 16 bits lose of a factor is another one."""
@@ -161,7 +166,7 @@ class Products:
 
         sums = decay * self.load(turned, self.by_product)
         self.store(turned, lax.fori_loop(0, self.left, group, sums))
-        plgpu.commit_smem()
+        self.meet()
         columns = (turned.at[:, pl.ds(x, 1)] for x in range(2 * sizes.width))
         return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
 
