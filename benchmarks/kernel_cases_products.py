@@ -10,9 +10,9 @@ from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.argmax_matmul import argmax_matmul, argmax_matmul_reference
-from jaxspec.pallas.few_rows import matmul
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
+from jaxspec.pallas.products import matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
     gated_matmul_reference,

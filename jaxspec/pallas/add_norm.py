@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.few_rows import Delta, whole
+from jaxspec.pallas.products import Delta, whole
 
 _Tokens = Float[Array, "tokens features"]
 
@@ -25,7 +25,7 @@ def add_norm(
     """`x + delta`, rounded to their dtype, and `rms_norm` of that, as one kernel.
 
     `delta` may be float32 sums over parts, which are summed and rounded first, or None for nothing
-    (`few_rows.Delta`); the norm is then XLA's. Rows do not meet: padding and NaN stay in their own.
+    (`products.Delta`); the norm is then XLA's. Rows do not meet: padding and NaN stay in their own.
     The kernel takes float32, bfloat16 and float16, the weight in any of them too, and 512 to 8192
     features, a multiple of 512.
     """

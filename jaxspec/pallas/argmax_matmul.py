@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.pallas import dispatch, few_rows, gemm
-from jaxspec.pallas.few_rows import matmul
+from jaxspec.pallas import dispatch, gemm, products
+from jaxspec.pallas.products import matmul
 
 NOTHING = -1  # `sampling.NO_TOKEN`
 
@@ -25,7 +25,7 @@ def argmax_matmul(
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
-    few_rows.check_inner(x.shape[1], weight)
+    products.check_inner(x.shape[1], weight)
     why = gemm.unsupported(x, weight, x.shape[1])
     if why is None and x.shape[0] > gemm.MEMORY_BOUND_ROWS:
         why = f"more than {gemm.MEMORY_BOUND_ROWS} rows"

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.argmax_matmul import NOTHING
-from jaxspec.pallas.few_rows import COLUMNS
 from jaxspec.pallas.gemm_kernel import Tile
+from jaxspec.pallas.products import COLUMNS
 
 _PIECES = 2  # of a block
 _NONE, _SOUND, _NAN = 0.0, 1.0, 2.0  # nothing finite; something, and no NaN; a NaN

@@ -3,9 +3,10 @@
 from jaxtyping import Array, Float
 
 from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.few_rows import MOST_ROWS, Delta
+from jaxspec.pallas.few_rows import MOST_ROWS
 from jaxspec.pallas.matmul_silu import matmul_silu
 from jaxspec.pallas.norm_matmul import norm_matmul
+from jaxspec.pallas.products import Delta
 from jaxspec.pallas.split_matmul import gated_matmul, split_matmul
 
 _Tokens = Float[Array, "tokens features"]

@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import COLUMNS, MOST_ROWS
+from jaxspec.pallas.few_rows import MOST_ROWS
+from jaxspec.pallas.products import COLUMNS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import ceil
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import COLUMNS, DTYPES
+from jaxspec.pallas.products import COLUMNS, DTYPES
 
 _MOST_ROWS = 256
 MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number

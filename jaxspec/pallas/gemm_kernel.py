@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import COLUMNS
 from jaxspec.pallas.gemm import parts_of, rows_of
+from jaxspec.pallas.products import COLUMNS
 
 _MOST_STAGES = 32  # Mosaic's limit of barriers
 _CHUNK = 64  # features: a row's are the 128 bytes of a swizzled tile

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, gemm, mosaic
-from jaxspec.pallas.few_rows import COLUMNS, check_gates, check_inner, gated, matmul
+from jaxspec.pallas.products import COLUMNS, check_gates, check_inner, gated, matmul
 
 
 def matmul_silu(

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch, few_rows, gemm
+from jaxspec.pallas import dispatch, few_rows, gemm, products
 from jaxspec.pallas.add_norm import add_norm, add_norm_reference
-from jaxspec.pallas.few_rows import Delta, matmul
+from jaxspec.pallas.products import Delta, matmul
 
 _Tokens = Float[Array, "tokens features"]
 
@@ -31,7 +31,7 @@ def norm_matmul(
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
-    few_rows.check_inner(x.shape[1], weight)
+    products.check_inner(x.shape[1], weight)
     rows, rest = x.shape[0], (x, delta, norm, eps, weight, zero_centred)
     is_few = rows <= few_rows.MOST_ROWS
     if is_few:

@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import COLUMNS, MOST_ROWS
+from jaxspec.pallas.few_rows import MOST_ROWS
 from jaxspec.pallas.few_rows_kernel import Product, put_out
+from jaxspec.pallas.products import COLUMNS
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch, few_rows, gemm
+from jaxspec.pallas import dispatch, few_rows, gemm, products
 from jaxspec.pallas.add_norm import rms_norm
-from jaxspec.pallas.few_rows import Delta, gated, matmul
+from jaxspec.pallas.products import Delta, gated, matmul
 
 
 def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner outer"]) -> Delta:
@@ -22,7 +22,7 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
-    few_rows.check_inner(x.shape[1], weight)
+    products.check_inner(x.shape[1], weight)
     is_few = x.shape[0] <= few_rows.MOST_ROWS
     why = (few_rows if is_few else gemm).unsupported(x, weight, weight.shape[1])
     if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
@@ -55,8 +55,8 @@ def gated_matmul(
     Raises:
         ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
     """
-    few_rows.check_gates(x.shape[1])
-    few_rows.check_inner(x.shape[1] // 2, weight)
+    products.check_gates(x.shape[1])
+    products.check_inner(x.shape[1] // 2, weight)
     if dispatch.runs_kernel("gated_matmul", _cannot_gate(x, weight), by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
 
@@ -101,7 +101,7 @@ def gated_norm_matmul(
         ValueError: `weight` is not for the heads, or `gates` lacks columns.
     """
     features = heads.shape[1] * heads.shape[2]
-    few_rows.check_inner(features, weight)
+    products.check_inner(features, weight)
     if gates.shape[1] < first + features:
         raise ValueError(
             f"The gates must be columns {first} to {first + features - 1}, but there are "

@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
-from jaxspec.pallas.few_rows import COLUMNS, GATES, MOST_ROWS, parts_of
+from jaxspec.pallas.few_rows import GATES, MOST_ROWS, parts_of
 from jaxspec.pallas.few_rows_kernel import Product, put_out
+from jaxspec.pallas.products import COLUMNS
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

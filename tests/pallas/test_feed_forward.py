@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.feed_forward import feed_forward
-from jaxspec.pallas.few_rows import whole
+from jaxspec.pallas.products import whole
 
 EPS = 1e-6
 

@@ -7,8 +7,8 @@ import pytest
 from shapes import HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.few_rows import whole
 from jaxspec.pallas.gemm import parts_of, rows_of, unsupported
+from jaxspec.pallas.products import whole
 from jaxspec.pallas.split_matmul import split_matmul
 
 LOST = 1  # the row that has a NaN

@@ -7,7 +7,8 @@ import pytest
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.few_rows import parts_of, whole
+from jaxspec.pallas.few_rows import parts_of
+from jaxspec.pallas.products import whole
 from jaxspec.pallas.split_matmul import (
     _cannot_gate,
     _unsupported,

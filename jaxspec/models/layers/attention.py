@@ -14,9 +14,9 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.attention_inputs import attention_inputs
-from jaxspec.pallas.few_rows import Delta
 from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.products import Delta
 
 _Projected = Float[Array, "tokens outputs"]
 

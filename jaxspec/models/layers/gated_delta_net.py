@@ -16,11 +16,11 @@ from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
-from jaxspec.pallas.few_rows import Delta
 from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
+from jaxspec.pallas.products import Delta
 from jaxspec.pallas.split_matmul import gated_norm_matmul
 
 _Projected = Float[Array, "tokens outputs"]

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas.argmax_matmul import argmax_matmul
-from jaxspec.pallas.few_rows import Delta, matmul
+from jaxspec.pallas.products import Delta, matmul
 from jaxspec.pallas.split_matmul import split_matmul
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxspec.models.layers.linear import Linear, Placement
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.pallas.feed_forward import feed_forward
-from jaxspec.pallas.few_rows import Delta
+from jaxspec.pallas.products import Delta
 
 
 class GatedMLP(nnx.Module):
