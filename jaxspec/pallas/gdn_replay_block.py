@@ -14,8 +14,9 @@ class Block(Products):
 
     def run(self):
         """All there is to do: nothing but zeros where a row is padding."""
-        # Nothing is negative, but what this did not look at would be read only behind it.
         live = self.slot > 0
+        # Always so. It has the compiler load all of these before it asks what the slot is, not
+        # some of them behind that.
         for x in (self.row, self.layer, self.begin, self.length, self.count):
             live &= x >= 0
 

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import TOGETHER
-from jaxspec.pallas.replay import folds_spread
+from jaxspec.pallas.replay import must_fold, places
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
@@ -86,7 +86,8 @@ def gdn_replay_kernel(
     pools = (states, ring.k, ring.u, ring.g)
     flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
     in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
-    rows = _rows(sizes, slots, num_computed, ring_length, query_len)
+    at_once = q.shape[0] * heads * splits <= 2 * mosaic.MULTIPROCESSORS
+    rows = _rows(sizes, at_once, slots, num_computed, ring_length, query_len)
     out = kernel(q, k, v, g, beta, layer[None], rows, *in_place)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
     return out, after[0], type(ring)(*after[1:])
@@ -98,19 +99,28 @@ _OPERANDS = (
 )
 
 
-def _rows(sizes, slots, num_computed, ring_length, query_len):
+def _rows(sizes, at_once, slots, num_computed, ring_length, query_len):
     """What a block asks of its row, in bounds, `[5, rows]` in the order of the blocks.
 
     Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count.
+    All layers of a step ask the same, and XLA answers once. `at_once`: all blocks begin together.
     """
-    order = folds_spread(slots, ring_length, query_len, sizes.width, sizes.rows)
+    live = (slots > 0) & (slots < sizes.slots) & (query_len > 0)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     columns = (
-        jnp.where((slots < sizes.slots) & (query_len > 0), jnp.maximum(slots, 0), 0),
+        index,
+        jnp.where(live, slots, 0),
         lax.rem(jnp.maximum(num_computed, 0), sizes.rows),
         jnp.clip(ring_length, 0, sizes.rows - sizes.width),
         jnp.clip(query_len, 0, sizes.width),
     )
-    return jnp.stack([order, *(x[order] for x in columns)])
+    rows = jnp.stack(columns)
+    if at_once:
+        return rows
+    place = places(live, must_fold(columns[3], sizes.width, sizes.rows))
+    # A sum of one: XLA makes a gather of each column a kernel.
+    chosen = place[None, :] == index[:, None]
+    return jnp.sum(jnp.where(chosen[None], rows[:, None, :], 0), axis=2, dtype=jnp.int32)
 
 
 def _splits(heads, value_dim, dtype):

@@ -197,7 +197,7 @@ class Products:
                     keys = self.fold_keys.at[:, columns]
                     (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
                 if first != chunks[-1]:
-                    plgpu.commit_smem()
+                    self.meet()  # all have read the keys, where the next go
             self.store(tile, state.astype(sizes.dtype))
 
     def decayed_updates(self, first):

@@ -94,6 +94,8 @@ def check(run, shape, dtype, width, rows=None, seed=0):
         (GdnShape(1, 2), jnp.bfloat16, 8, 28, 1),  # a fold of two chunks
         (GdnShape(1, 1, 64, 64), jnp.float32, 2, 12, 1),
         (GdnShape(1, 1, 64, 64), jnp.float16, 4, None, 1),
+        (GdnShape(1, 1, 64, 128), jnp.float32, 5, 53, 1),  # windows of 48 and 64
+        (GdnShape(1, 1, 128, 64), jnp.float16, 3, 67, 1),
     ],
     ids=str,
 )

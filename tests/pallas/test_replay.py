@@ -1,9 +1,11 @@
 """The ring's cursor: no step may write a row of the ring that it still reads."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from jaxspec.pallas.replay import folds_spread, must_fold, next_ring_length, ring_rows
+from jaxspec.pallas.replay import must_fold, next_ring_length, places, ring_rows
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -31,20 +33,31 @@ def test_the_example_of_the_docstring():
 
 
 def test_rows_that_fold_come_among_the_others_and_padding_last():
-    slots = np.array([4, 0, 2, 3, -1, 1, 5])
-    length = np.array([1, 9, 5, 2, 9, 8, 9])
-    query_len = np.array([3, 3, 1, 2, 3, 3, 0])
-    order = folds_spread(slots, length, query_len, 3, 8)
-    assert order.tolist() == [2, 0, 5, 3, 1, 4, 6]
-    assert order.dtype == np.int32
+    live = np.array([1, 0, 1, 1, 0, 1, 0], bool)
+    folds = np.array([0, 1, 1, 0, 1, 1, 1], bool)
+    place = places(live, folds)
+    assert np.argsort(place).tolist() == [2, 0, 5, 3, 1, 4, 6]
+    assert place.dtype == np.int32
 
 
-@pytest.mark.parametrize("folding", [0, 1, 7, 64])
-def test_each_row_comes_once_and_no_fold_is_among_the_last(folding):
-    count = 64
-    length = np.random.default_rng(folding).permutation([8] * folding + [0] * (count - folding))
-    order = np.asarray(folds_spread(np.arange(1, 1 + count), length, np.ones(count), 3, 8))
-    assert sorted(order) == list(range(count))
-    at = np.flatnonzero(length[order] == 8)
-    if 1 < folding < count:
-        assert np.ptp(np.diff(at)) <= 1 and at[-1] < 0.7 * count
+def by_fractions(live, folds):
+    """The rows in the order of `places`, by sorting."""
+    folds = live & folds
+    when = []
+    for row in range(len(live)):
+        alike = folds if folds[row] else live & ~folds
+        at = Fraction(int(2 * alike[:row].sum() + 1), int(2 * alike.sum()) or 1)
+        part = Fraction(3, 5) if folds[row] else 1
+        when.append((not live[row], at * part if live[row] else 0, not folds[row], row))
+    return [row for *_, row in sorted(when)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 1024])
+@pytest.mark.parametrize("folding", [0, 0.2, 0.5, 1])
+@pytest.mark.parametrize("padding", [0, 0.3, 1])
+def test_places_are_those_of_a_sorted_list(count, folding, padding):
+    rng = np.random.default_rng(count)
+    live, folds = rng.random(count) >= padding, rng.random(count) < folding
+    place = np.asarray(places(live, folds))
+    assert sorted(place) == list(range(count))
+    assert np.argsort(place).tolist() == by_fractions(live, folds)
