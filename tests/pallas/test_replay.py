@@ -1,4 +1,4 @@
-"""The ring's cursor: no step may write a row of the ring that it still reads."""
+"""No step may write a row of the ring that it still reads; and in which order rows are done."""
 
 from fractions import Fraction
 
