@@ -94,3 +94,16 @@ def test_only_output_and_warm_up_wait_for_the_device():
 def test_only_the_compilation_cache_reads_the_environment():
     found = {name(path) for path in SOURCES if "os.environ" in path.read_text()}
     assert found == {"runner/compilation_cache.py"}
+
+
+def test_every_kernel_has_a_name_of_its_own_in_profiles():
+    calls = [
+        {keyword.arg: keyword.value for keyword in node.keywords}
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "plgpu.kernel"
+    ]
+    assert calls and all("kernel_name" in keywords for keywords in calls)
+    names = [keywords["kernel_name"] for keywords in calls]
+    literal = [name.value for name in names if isinstance(name, ast.Constant)]
+    assert len(set(literal)) == len(literal)

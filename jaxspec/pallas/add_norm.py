@@ -109,6 +109,7 @@ def _add_norm_kernel(x, delta, weight, *, eps, zero_centred, interpret=None):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     kernel = plgpu.kernel(
         body,
+        kernel_name="add_norm",
         out_type=(out, out),
         grid=(tokens,),
         grid_names=("row",),

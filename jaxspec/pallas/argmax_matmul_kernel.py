@@ -34,6 +34,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, interpret=None):
     slots = {"here": plgpu.SMEM(never.shape, jnp.int32)} if never.size else {}
     best, best_ids, sound = plgpu.kernel(
         functools.partial(_block, tile, blocks),
+        kernel_name="argmax_matmul",
         out_type=(shape(jnp.float32), shape(jnp.int32), shape(jnp.float32)),
         scratch_types=tile.scratch() | slots,
         grid=(blocks,),

@@ -156,6 +156,7 @@ def _attention_inputs_kernel(
 
     kernel = plgpu.kernel(
         body,
+        kernel_name="attention_inputs",
         out_type=jax.ShapeDtypeStruct((tokens, heads, head_dim), qkv.dtype),
         grid=(key_blocks + heads // of_queries, tokens),
         grid_names=("block", "token"),

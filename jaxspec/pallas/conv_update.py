@@ -175,6 +175,7 @@ def launch(plgpu, body, operands, conv, outputs, grid, interpret):
     """
     kernel = plgpu.kernel(
         body,
+        kernel_name="conv_update",
         out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
         grid=grid,
         grid_names=("part", "row"),  # the last part of all rows begins last

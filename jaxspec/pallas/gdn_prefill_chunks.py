@@ -58,6 +58,7 @@ def prepare(sizes, q, k, g, beta, chunks, params):
         scratch["spare"] = wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16)
     return plgpu.kernel(
         functools.partial(_chunk, sizes),
+        kernel_name="gdn_prefill_chunks",
         out_type=[
             jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
             jax.ShapeDtypeStruct((number, heads, CHUNK), jnp.float32),

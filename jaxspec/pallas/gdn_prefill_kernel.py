@@ -87,6 +87,7 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
         scratch["spare"] = wgmma.tile(VALUES, dim, dtype=dtype)
     kernel = plgpu.kernel(
         functools.partial(_begin, sizes),
+        kernel_name="gdn_prefill",
         out_type=jax.ShapeDtypeStruct(
             (sizes.tokens, sizes.value_heads, sizes.value_dim), jnp.float32
         ),

@@ -69,6 +69,7 @@ def gdn_replay_kernel(
 
     kernel = plgpu.kernel(
         body,
+        kernel_name="gdn_replay",
         out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
         scratch_types=_scratch(sizes, interpret is not None),
         grid=(q.shape[0], heads, splits),

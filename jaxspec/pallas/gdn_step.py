@@ -228,6 +228,7 @@ def _launch(plgpu, body, operands, states, interpret):
     layers, num_slots, candidates, value_heads, value_dim, key_dim = states.shape
     kernel = plgpu.kernel(
         body,
+        kernel_name="gdn_step",
         out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
         scratch_types={
             "tokens": plgpu.SMEM((2, q.shape[1], q.shape[3]), jnp.float32),

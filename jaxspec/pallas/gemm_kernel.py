@@ -122,7 +122,7 @@ def gemm_kernel(x, weight, *, interpret=None):
     pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
     starts, step = [COLUMNS * piece for piece in range(pieces)], COLUMNS * pieces
     y = jax.ShapeDtypeStruct((1, x.shape[0], columns), x.dtype)
-    (y,) = _launch(x, weight, starts, step, _as_is, y, interpret)
+    (y,) = _launch("gemm", x, weight, starts, step, _as_is, y, interpret)
     return y
 
 
@@ -133,7 +133,7 @@ def split_gemm_kernel(x, weight, *, interpret=None):
     if parts == 1:
         return gemm_kernel(x, weight, interpret=interpret)
     y = jax.ShapeDtypeStruct((parts, x.shape[0], weight.shape[1]), jnp.float32)
-    return _launch(x, weight, [0], COLUMNS, _as_is, y, interpret)
+    return _launch("split_gemm", x, weight, [0], COLUMNS, _as_is, y, interpret)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -141,7 +141,7 @@ def matmul_silu_kernel(x, weight, *, interpret=None):
     """`matmul_silu`; `interpret`: as above."""
     outer = weight.shape[1] // 2
     y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
-    (y,) = _launch(x, weight, [0, outer], COLUMNS, _gated, y, interpret)
+    (y,) = _launch("matmul_silu", x, weight, [0, outer], COLUMNS, _gated, y, interpret)
     return y
 
 
@@ -155,7 +155,7 @@ def _gated(sums, dtype):
     return [(gate / (1.0 + jnp.exp(-gate)) * other).astype(dtype)]
 
 
-def _launch(x, weight, starts, step, finish, y, interpret):
+def _launch(name, x, weight, starts, step, finish, y, interpret):
     """`y`, `[parts, tokens, columns]`, of what `finish` makes of each block's products.
 
     `starts`: the columns of the weight where the pieces of the first block begin, those of the next
@@ -191,6 +191,7 @@ def _launch(x, weight, starts, step, finish, y, interpret):
     tiles = plgpu.TilingTransform((8, 128 // size)), plgpu.SwizzleTransform(128)
     kernel = plgpu.kernel(
         body,
+        kernel_name=name,
         out_type=y,
         scratch_types=tile.scratch()
         | {"out": plgpu.SMEM((rows, COLUMNS), y.dtype, transforms=tiles)},

@@ -98,6 +98,7 @@ def _walk_tiles(sizes, operands, pool, params):
     out = (sizes.tokens, sizes.heads, sizes.head_dim)
     return plgpu.kernel(
         functools.partial(_walk_tile, sizes),
+        kernel_name="mamba2_prefill",
         out_type=jax.ShapeDtypeStruct(out, jnp.float32),
         scratch_types=scratch,
         **tiles.launch(sizes, work.shape[0], params),

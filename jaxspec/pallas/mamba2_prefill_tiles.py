@@ -233,6 +233,7 @@ def add_tiles(sizes, x, b, steps, rates, work, layer, pool, params):
     state = (tiles, sizes.heads * sizes.head_dim, sizes.state_dim)
     return plgpu.kernel(
         functools.partial(_add_tile, sizes),
+        kernel_name="mamba2_prefill_tiles",
         out_type=[
             jax.ShapeDtypeStruct(state, jnp.float32),
             jax.ShapeDtypeStruct((tiles, sizes.heads), jnp.float32),

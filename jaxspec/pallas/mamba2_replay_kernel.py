@@ -46,6 +46,7 @@ def replay(
     sizes = _Sizes(width, num_slots, heads // groups, head_dim, state_dim, ring.x.shape[2])
     kernel = plgpu.kernel(
         functools.partial(_body, sizes),
+        kernel_name="mamba2_replay",
         out_type=jax.ShapeDtypeStruct(x.shape, jnp.float32),
         scratch_types={
             "state": plgpu.SMEM((head_dim, state_dim), states.dtype),

@@ -164,6 +164,7 @@ def _launch(plgpu, body, operands, states, interpret):
     layers, num_slots, candidates, heads, head_dim, state_dim = states.shape
     kernel = plgpu.kernel(
         body,
+        kernel_name="mamba2_step",
         out_type=jax.ShapeDtypeStruct(x.shape, jnp.float32),
         scratch_types={
             "tokens": plgpu.SMEM((2, x.shape[1], state_dim), b.dtype),

@@ -37,6 +37,7 @@ def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, interpret=N
     total = () if delta is None else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
     out = plgpu.kernel(
         functools.partial(_block, product, eps, zero_centred),
+        kernel_name="norm_matmul",
         out_type=(y, *total),
         scratch_types=scratch,
         grid=(blocks,),

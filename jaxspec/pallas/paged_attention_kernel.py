@@ -87,6 +87,7 @@ def _launch(sizes, tile, pool, indices, params):
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
     out, sums = plgpu.kernel(
         functools.partial(begin, sizes, block),
+        kernel_name="paged_attention",
         out_type=[
             jax.ShapeDtypeStruct((splits, rows, kv_heads, packed, dim), tile.dtype),
             jax.ShapeDtypeStruct((splits, rows, kv_heads, tiles, padded), jnp.float32),
@@ -131,6 +132,7 @@ def _merge(out, sums, queries, splits, params):
 
     return plgpu.kernel(
         body,
+        kernel_name="paged_attention_merge",
         out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid=queries.shape[:3],
         grid_names=("row", "token", "head"),

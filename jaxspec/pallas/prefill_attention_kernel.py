@@ -69,6 +69,7 @@ def attend(
     params = {} if interpret is None else {"interpret": interpret}
     out = plgpu.kernel(
         functools.partial(_block, sizes),
+        kernel_name="prefill_attention",
         out_type=jax.ShapeDtypeStruct((work.shape[0] * sizes.tokens, heads * head_dim), flat.dtype),
         scratch_types=_scratch(sizes, kv.dtype, interpret is not None),
         grid=(kv_heads, work.shape[0]),

@@ -89,6 +89,7 @@ def _slot_mapping_kernel(page_tables, slots, positions, live, *, page_size, inte
 
     kernel = plgpu.kernel(
         body,
+        kernel_name="slot_mapping",
         out_type=jax.ShapeDtypeStruct(slots.shape, jnp.int32),
         grid=(pl.cdiv(num_tokens, _TOKENS),),
         grid_names=("block",),

@@ -22,7 +22,8 @@ def split_matmul_kernel(x, weight, *, interpret=None):
     """`split_matmul`; `interpret`: parameters of Mosaic's interpreter."""
     parts = parts_of(*weight.shape, unit=64)
     product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
-    return launch(functools.partial(_block, product), {"landed": plgpu.Barrier()})(weight, x)
+    block = functools.partial(_block, product)
+    return launch("split_matmul", block, {"landed": plgpu.Barrier()})(weight, x)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -32,7 +33,8 @@ def matmul_kernel(x, weight, *, interpret=None):
     `interpret`: parameters of Mosaic's interpreter.
     """
     product, launch = _plan(x.shape[0], weight, 1, x.dtype, interpret)
-    (y,) = launch(functools.partial(_block, product), {"landed": plgpu.Barrier()})(weight, x)
+    block = functools.partial(_block, product)
+    (y,) = launch("few_rows_matmul", block, {"landed": plgpu.Barrier()})(weight, x)
     return y
 
 
@@ -46,9 +48,10 @@ def _plan(tokens, weight, parts, dtype, interpret, copies=0):
     beside = copies * 2 * MOST_ROWS * (inner // parts) + 4096
     product = Product.of(weight, inner // parts, parts * columns, beside=beside)
 
-    def launch(body, scratch):
+    def launch(name, body, scratch):
         return plgpu.kernel(
             body,
+            kernel_name=name,
             out_type=jax.ShapeDtypeStruct((parts, tokens, outer), dtype),
             scratch_types=product.scratch()
             | {"out": plgpu.SMEM((MOST_ROWS, COLUMNS), dtype)}
@@ -104,7 +107,7 @@ def gated_matmul_kernel(x, weight, *, interpret=None):
     parts = parts_of(*weight.shape, unit=GATES)
     product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
-    return launch(functools.partial(_gated_block, product), scratch)(weight, x)
+    return launch("gated_matmul", functools.partial(_gated_block, product), scratch)(weight, x)
 
 
 def _gated_block(product, weight, x, y, *, ring, tile, arrived, rows, out):
@@ -133,9 +136,8 @@ def gated_norm_matmul_kernel(heads, gates, norm, weight, *, first, eps, interpre
     parts = parts_of(*weight.shape, unit=unit)
     product, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
-    return launch(functools.partial(_norm_block, product, first, eps), scratch)(
-        weight, heads, gates, norm
-    )
+    block = functools.partial(_norm_block, product, first, eps)
+    return launch("gated_norm_matmul", block, scratch)(weight, heads, gates, norm)
 
 
 def _norm_block(

@@ -108,6 +108,7 @@ def _state_select_kernel(states, layer, slots, state_offset, *, interpret=None):
 
     kernel = plgpu.kernel(
         body,
+        kernel_name="state_select",
         out_type=jax.ShapeDtypeStruct((rows, size), states.dtype),
         grid=(rows, size // (piece * _PIECES)),
         grid_names=("row", "part"),
