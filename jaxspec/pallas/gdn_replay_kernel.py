@@ -32,13 +32,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.gdn_replay_products import TOGETHER
-from jaxspec.pallas.replay import must_fold, places
+from jaxspec.pallas.replay import asked_rows
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
@@ -88,7 +87,8 @@ def gdn_replay_kernel(
     flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
     in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
     at_once = q.shape[0] * heads * splits <= 2 * mosaic.MULTIPROCESSORS
-    rows = _rows(sizes, at_once, slots, num_computed, ring_length, query_len)
+    index = slots, num_computed, ring_length, query_len
+    rows = asked_rows(*index, slots_in_pool, sizes.width, sizes.rows, at_once=at_once)
     out = kernel(q, k, v, g, beta, layer[None], rows, *in_place)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
     return out, after[0], type(ring)(*after[1:])
@@ -98,30 +98,6 @@ _OPERANDS = (
     *("q", "k", "v", "g", "beta", "layer", "rows"),
     *("states", "ring_k", "ring_u", "ring_g", "out"),
 )
-
-
-def _rows(sizes, at_once, slots, num_computed, ring_length, query_len):
-    """What a block asks of its row, in bounds, `[5, rows]` in the order of the blocks.
-
-    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count.
-    All layers of a step ask the same, and XLA answers once. `at_once`: all blocks begin together.
-    """
-    live = (slots > 0) & (slots < sizes.slots) & (query_len > 0)
-    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    columns = (
-        index,
-        jnp.where(live, slots, 0),
-        lax.rem(jnp.maximum(num_computed, 0), sizes.rows),
-        jnp.clip(ring_length, 0, sizes.rows - sizes.width),
-        jnp.clip(query_len, 0, sizes.width),
-    )
-    rows = jnp.stack(columns)
-    if at_once:
-        return rows
-    place = places(live, must_fold(columns[3], sizes.width, sizes.rows))
-    # A sum of one: XLA makes a gather of each column a kernel.
-    chosen = place[None, :] == index[:, None]
-    return jnp.sum(jnp.where(chosen[None], rows[:, None, :], 0), axis=2, dtype=jnp.int32)
 
 
 def _splits(heads, value_dim, dtype):

@@ -85,6 +85,40 @@ def places(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int[Array
     return jnp.where(live, place, num_live + index - row)
 
 
+def asked_rows(
+    slots: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
+    ring_length: Int[Array, " rows"],
+    query_len: Int[Array, " rows"],
+    num_slots: int,
+    width: int,
+    rows: int,
+    *,
+    at_once: bool,
+) -> Int[Array, "5 rows"]:
+    """What a kernel's block asks of its row, in bounds and in the order of the blocks.
+
+    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count.
+    All layers of a step ask the same, and XLA answers once. `at_once`: all blocks begin together.
+    """
+    live = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    columns = (
+        index,
+        jnp.where(live, slots, 0),
+        lax.rem(jnp.maximum(num_computed, 0), rows),
+        jnp.clip(ring_length, 0, rows - width),
+        jnp.clip(query_len, 0, width),
+    )
+    asked = jnp.stack(columns)
+    if at_once:
+        return asked
+    place = places(live, must_fold(columns[3], width, rows))
+    # A sum of one: XLA makes a gather of each column a kernel.
+    chosen = place[None, :] == index[:, None]
+    return jnp.sum(jnp.where(chosen[None], asked[:, None, :], 0), axis=2, dtype=jnp.int32)
+
+
 def next_ring_length(
     ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, rows: int
 ) -> Int[Array, "..."]:

@@ -1,11 +1,12 @@
-"""No step may write a row of the ring that it still reads; and in which order rows are done."""
+"""No step may write a row of the ring that it still reads; what blocks ask, in which order."""
 
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 
-from jaxspec.pallas.replay import must_fold, next_ring_length, places, ring_rows
+from jaxspec.pallas.replay import asked_rows, must_fold, next_ring_length, places, ring_rows
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -61,3 +62,32 @@ def test_places_are_those_of_a_sorted_list(count, folding, padding):
     place = np.asarray(places(live, folds))
     assert sorted(place) == list(range(count))
     assert np.argsort(place).tolist() == by_fractions(live, folds)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("count", [1, 8, 200])
+def test_blocks_ask_of_their_rows_what_is_in_bounds(count, at_once):
+    """Of padding, of slots that are not there, and of rows that are to count too much, too."""
+    rng, slots, width, rows, large = np.random.default_rng(count), 9, 3, 11, 2**31 - 1
+
+    def some(*values):
+        return rng.choice(np.asarray(values, np.int32), count)
+
+    index = (
+        some(*range(slots), slots, -1, large, -large - 1),
+        some(0, 1, 10, 11, 12, 10**9, large, -1, -large - 1),
+        some(*range(rows), large, -1, -large - 1),
+        some(*range(width + 1), 99, -1),
+    )
+    expected, live, folds = [], [], []
+    for row, (slot, computed, length, tokens) in enumerate(zip(*index, strict=True)):
+        live.append(0 < slot < slots and tokens > 0)
+        length = min(max(length, 0), 8)
+        folds.append(length > 5)
+        begin, tokens = max(computed, 0) % rows, min(max(tokens, 0), width)
+        expected.append((row, slot if live[row] else 0, begin, length, tokens))
+    order = range(count) if at_once else by_fractions(np.asarray(live), np.asarray(folds))
+    ask = jax.jit(asked_rows, static_argnums=(4, 5, 6), static_argnames="at_once")
+    asked = ask(*index, slots, width, rows, at_once=at_once)
+    assert asked.dtype == np.int32
+    np.testing.assert_array_equal(asked, np.transpose([expected[row] for row in order]))
