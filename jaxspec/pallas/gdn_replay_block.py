@@ -5,30 +5,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
-from jaxspec.pallas.gdn_replay_products import TOGETHER, Products, rows_layout
+from jaxspec.pallas.gdn_replay_products import Products
+from jaxspec.pallas.replay_block import TOGETHER
 
 
 class Block(Products):
     """Some values of one head of one row."""
-
-    def run(self):
-        """All there is to do: nothing but zeros where a row is padding."""
-        live = self.slot > 0
-        # Always so. It has the compiler load all of these before it asks what the slot is, not
-        # some of them behind that.
-        for x in (self.row, self.layer, self.begin, self.length, self.count):
-            live &= x >= 0
-
-        @pl.when(live)
-        def _():
-            self.step()
-
-        @pl.when(jnp.logical_not(live))
-        def _():
-            nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
-            for t in range(self.sizes.width):
-                self.store(self.refs.out.at[self.row, t, self.head, self.values], nothing)
 
     def step(self):
         """A live row."""
@@ -52,14 +34,16 @@ class Block(Products):
         ]
         gates = [refs.g[self.row, t, self.head] for t in range(width)]
         betas = [refs.beta[self.row, t, self.head] for t in range(width)]
-        self.multiply_tokens()
+        self.multiply_tokens(refs.tokens)
+        self.meet()
 
         @pl.when(jnp.logical_not(self.folds))
         def _():
             wait(refs.state_came)
 
         self.multiply_state()
-        read = self.replay(jnp.where(self.folds, 1.0, decay))
+        products = self.state_products.at[:, pl.ds(0, self.sizes.columns)]
+        read = self.replay(jnp.where(self.folds, 1.0, decay), products, self.meet)
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
 
@@ -98,49 +82,24 @@ class Block(Products):
             for j, gate in zip(tokens, gates, strict=True):
                 refs.gates[j] = gate
 
-    def ring_row(self, j):
-        """The ring's row of token `j` by age; of what is younger than all, that of the newest."""
-        at = self.begin - jnp.maximum(self.length - j, 1)
-        return jnp.where(at < 0, at + self.sizes.rows, at)
-
     def checkpoint(self):
         """In the pool."""
         return self.refs.states.at[self.place * self.sizes.heads + self.head, self.values]
 
-    def key_row(self, at):
-        """Where row `at` of this ring lies in all keys."""
-        return (self.place * self.sizes.rows + at) * self.sizes.key_heads + self.key_head
-
-    def update_row(self, at):
-        """So too in all updates, and in all gates."""
-        return (self.place * self.sizes.rows + at) * self.sizes.heads + self.head
-
-    def next(self, t):
-        """Where in the ring token `t` of this step goes."""
-        at = self.begin + t
-        return jnp.where(at >= self.sizes.rows, at - self.sizes.rows, at)
+    def out(self, t):
+        """Where what token `t` reads goes."""
+        return self.refs.out.at[self.row, t, self.head, self.values]
 
     def find_decay(self):
         """That since each of the ring's tokens, 0 for none, to shared memory."""
-        refs, size = self.refs, self.sizes.square
-        lanes = mosaic.THREADS // size
-        layout = rows_layout(size, lanes, min(4, size // lanes))
         self.meet()
-        # A token's line has the gates of those behind it: sums, no differences.
-        token, other = (
-            plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=layout)
-            for axis in range(2)
-        )
-        gates = self.spread(self.load(refs.gates, layout.reduce(0)), (size, size), 1, layout)
-        gates = jnp.where(other < self.length, gates, 0.0)
-        after = jnp.sum(jnp.where(token < other, gates, 0.0), axis=1)
-        place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout.reduce(1))
-        self.store(refs.since, jnp.where(place < self.length, jnp.exp(after), 0.0))
+        after, counts = self.sum_after(self.refs.gates)
+        self.store(self.refs.since, jnp.where(counts, jnp.exp(after), 0.0))
 
     def round_keys(self):
         """This step's keys as the ring will hold them; into it, by one block of each group."""
         refs, sizes = self.refs, self.sizes
-        first = lax.rem(self.head, sizes.heads // sizes.key_heads) == 0
+        first = lax.rem(self.head, sizes.group) == 0
         rows = [refs.tokens.at[sizes.width + t] for t in range(sizes.width)]
         keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
         if sizes.on_tensor_cores:
@@ -173,7 +132,7 @@ class Block(Products):
             updates.append(update.astype(self.sizes.dtype).astype(jnp.float32))
             for s in range(t + 1):
                 out += (since[s] * refs.overlap[s, t]) * updates[s]
-            self.store(refs.out.at[self.row, t, self.head, self.values], out)
+            self.store(self.out(t), out)
         return updates
 
     def append(self, updates, gates):

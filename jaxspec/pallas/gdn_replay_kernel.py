@@ -25,10 +25,8 @@ What lies in shared memory, in the order of its use:
 `commit_smem`.
 """
 
-import dataclasses
 import functools
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.gdn_replay_block import Block
-from jaxspec.pallas.gdn_replay_products import TOGETHER
 from jaxspec.pallas.replay import asked_rows
+from jaxspec.pallas.replay_block import TOGETHER, ReplaySizes
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
@@ -147,47 +145,21 @@ def _scratch(sizes, interpreted):
     return scratch
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Of one call, and the shared memory that takes."""
-
-    values: int  # of a block
-    key_dim: int
-    width: int
-    rows: int  # of the ring
-    heads: int
-    key_heads: int
-    slots: int
-    dtype: Any  # of checkpoint and ring
+class _Sizes(ReplaySizes):
+    """Its factors are queries and keys."""
 
     @property
     def on_tensor_cores(self) -> bool:
         return self.dtype.itemsize == 2
 
     @property
-    def window(self) -> int:
-        """Ring tokens that a step reads at most, in full groups of 16."""
-        return -(-(self.rows - self.width) // 16) * 16
-
-    @property
-    def square(self) -> int:
-        """At least the window, and a power of two."""
-        return 1 << (self.window - 1).bit_length()
-
-    @property
-    def columns(self) -> int:
-        """At least the queries and keys, each a column of products."""
-        return max(4, 1 << (2 * self.width - 1).bit_length())
+    def factors(self) -> int:
+        return 2 * self.width
 
     @property
     def padded(self) -> int:
         """Columns in full groups of 8 where tensor cores make them."""
         return max(8, self.columns) if self.on_tensor_cores else self.columns
-
-    @property
-    def keys(self) -> int:
-        """This step's and the ring's, in full groups of 8."""
-        return -(-(self.width + self.window) // 8) * 8
 
     @property
     def tokens(self) -> int:

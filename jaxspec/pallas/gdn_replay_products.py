@@ -1,17 +1,13 @@
-"""The products of `gdn_replay_kernel`: of checkpoint and ring with a step's queries and keys."""
-
-import functools
+"""The products that are `gdn_replay_kernel`'s own: of the checkpoint, and what a fold adds."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic, wgmma
-from jaxspec.pallas.replay import must_fold
+from jaxspec.pallas import wgmma
+from jaxspec.pallas.replay_block import ReplayBlock
 
-# Tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0.
-TOGETHER = 4
 FACTORS = 2  # queries and keys in registers at once
 # Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
 _STRIPES = plgpu.Layout.TILED(
@@ -19,92 +15,31 @@ _STRIPES = plgpu.Layout.TILED(
 )
 
 
-class Products:
+class Products(ReplayBlock):
     """Of one block, a warpgroup."""
 
     def __init__(self, sizes, refs):
         """`refs`: everything in memory, by name."""
-        self.sizes, self.refs = sizes, refs
-        self.load = functools.partial(mosaic.load, plgpu)
-        self.store = functools.partial(mosaic.store, plgpu)
-        row, self.head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
-        self.row, self.slot, self.begin, self.length, self.count = (
-            refs.rows[i, row] for i in range(5)
-        )
-        self.layer = refs.layer[0]
-        self.place = self.layer * sizes.slots + self.slot
-        self.key_head = lax.div(self.head, sizes.heads // sizes.key_heads)
-        self.groups = lax.div(self.length + TOGETHER - 1, TOGETHER)
-        self.folds = must_fold(self.length, sizes.width, sizes.rows)
-        self.left = jnp.where(self.folds, 0, self.groups)  # beside the checkpoint
-        # Keys, this step's and behind them the ring's, as the ring has them.
+        row, head, self.split = (lax.axis_index(x) for x in ("row", "head", "split"))
+        super().__init__(sizes, refs, row, head)
+        self.values = pl.ds(self.split * sizes.values, sizes.values)
+        self.updates, self.weights = refs.updates, refs.since
         if sizes.on_tensor_cores:
             self.keys = refs.keys
             self.factors, self.state_products, self.fold_keys = refs.products
         else:
             self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
             self.state_products = refs.products
-        self.values = pl.ds(self.split * sizes.values, sizes.values)
-        self.by_square = _square(sizes.dtype.itemsize)
-        lanes = mosaic.THREADS // sizes.values
-        self.by_product = rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
-        self.by_value = self.by_product.reduce(1)
-        self.by_key = rows_layout(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
-        # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.by_column = rows_layout(sizes.values, lanes, 1, columns=1)
-        self.by_square_column = plgpu.Layout.TILED(
-            plgpu.Tiling(((32, 1), (8, 1))),
-            warp_dims=(-4,),
-            lane_dims=(-2, plgpu.Replicated(4)),
-            vector_dim=-1,
-        )
         # Of tokens: 16 lanes each, which read 256 bytes in one piece.
         self.by_eight = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 64), (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
         )
-        # Of tokens, four queries or keys, each a warp's, and their elements: 8 lanes, 128 bytes.
-        vector = 16 // sizes.dtype.itemsize
-        self.by_factor = plgpu.Layout.TILED(
-            plgpu.Tiling(((4, 4, 8 * vector), (vector,))),
-            warp_dims=(-3,),
-            lane_dims=(-4, -2),
-            vector_dim=-1,
-        )
-
-    def meet(self):
-        """All that the block's threads wrote to shared memory is there for all of them."""
-        plgpu.barrier_arrive(self.refs.met)
-        plgpu.barrier_wait(self.refs.met)
-
-    def spread(self, x, shape, axes, layout):
-        """`x` along these axes of an array, the same along others."""
-        axes = (axes,) if isinstance(axes, int) else axes
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
     def times(self, matrix, factors, layout):
         """Each row of `matrix` times each of these queries and keys: loads first, to overlap."""
         factors = [self.load(self.refs.tokens.at[x], layout.reduce(0)) for x in factors]
         factors = [self.spread(factor, matrix.shape, 1, layout) for factor in factors]
         return [jnp.sum(matrix * factor, axis=1) for factor in factors]
-
-    def multiply_tokens(self):
-        """This step's keys, and the ring's, times each of this step's queries and keys."""
-        refs, width, layout = self.refs, self.sizes.width, self.by_factor
-        shape = (8, 4, self.sizes.key_dim)
-        fours = [pl.ds(start, 4) for start in range(0, 2 * width, 4)]
-        factors = [self.load(refs.tokens.at[four], layout.reduce(0)) for four in fours]
-        factors = [self.spread(x, shape, (1, 2), layout) for x in factors]
-
-        def some(i, _):
-            rows = pl.ds(i * 8, 8)
-            keys = self.load(self.keys.at[rows], layout.reduce(1)).astype(jnp.float32)
-            keys = self.spread(keys, shape, (0, 2), layout)
-            for four, factor in zip(fours, factors, strict=True):
-                self.store(refs.overlap.at[rows, four], jnp.sum(keys * factor, axis=2))
-
-        # Also those too many that `replay` reads, where what nobody wrote may be NaN.
-        lax.fori_loop(0, lax.div(width + self.left * TOGETHER + 7, 8), some, None)
-        self.meet()
 
     def multiply_state(self):
         """The checkpoint times each query and key, values by factors."""
@@ -148,28 +83,6 @@ class Products:
             multiply, plgpu.WGMMAAccumulatorRef((sizes.values, padded), jnp.float32)
         )
 
-    def replay(self, decay):
-        """The state before this step times each query and key, a line of values each."""
-        refs, sizes = self.refs, self.sizes
-        shape = (sizes.values, sizes.columns)
-        turned = self.state_products.at[:, pl.ds(0, sizes.columns)]
-
-        def group(i, sums):
-            for j in range(TOGETHER):
-                update = self.load(refs.updates.at[i * TOGETHER + j], self.by_value)
-                overlap = refs.overlap.at[sizes.width + i * TOGETHER + j]
-                overlap = self.load(overlap, self.by_product.reduce(0))
-                update = update.astype(jnp.float32) * refs.since[i * TOGETHER + j]
-                update = self.spread(update, shape, 0, self.by_product)
-                sums += update * self.spread(overlap, shape, 1, self.by_product)
-            return sums
-
-        sums = decay * self.load(turned, self.by_product)
-        self.store(turned, lax.fori_loop(0, self.left, group, sums))
-        self.meet()
-        columns = (turned.at[:, pl.ds(x, 1)] for x in range(2 * sizes.width))
-        return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
-
     def fold_one(self, j, state):
         """Token `j` of the ring added to a state."""
         update = self.load(self.refs.updates.at[j], self.by_square.reduce(1)) * self.refs.since[j]
@@ -210,31 +123,3 @@ class Products:
         exact = jnp.where(place < self.length - first, exact, 0.0)
         most = exact.astype(self.sizes.dtype)
         return most, (exact - most.astype(jnp.float32)).astype(self.sizes.dtype)
-
-
-def rows_layout(values, lanes, vector, columns=None):
-    """Register layout of a matrix with a row a value, over `lanes`: neighbours have others.
-
-    `columns=1`: of a matrix of one column, which these lanes then share.
-    """
-    width = columns or lanes * vector
-    between = plgpu.Replicated(lanes) if columns == 1 else -3
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((values, width), (values // 4, vector))),
-        warp_dims=(-4,),
-        lane_dims=(-2,) if lanes == 1 else (between, -2),
-        vector_dim=-1,
-    )
-
-
-def _square(itemsize):
-    """Register layout of a state: of every 32 values a thread has one, and a quarter of its keys.
-
-    32 bytes of each 128, in two vectors: with the swizzle the 8 threads that are served at once
-    find them in different banks.
-    """
-    vector = 16 // itemsize
-    tiles = (32, 8 * vector), (8, 8 * vector), (2 * vector,), (vector,)
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tiles), warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1
-    )
