@@ -50,6 +50,8 @@ TESTED_ELSEWHERE = {
     "pallas/gdn_replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/gdn_replay_products.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/mamba2_replay_kernel.py": "pallas/test_mamba2_replay.py",
+    "pallas/mamba2_replay_block.py": "pallas/test_mamba2_replay.py",
+    "pallas/mamba2_replay_products.py": "pallas/test_mamba2_replay.py",
     "pallas/replay_block.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/replay_layouts.py": "pallas/test_gdn_replay_kernel.py",
     "pallas/mamba2_prefill_kernel.py": "pallas/test_mamba2_prefill.py",

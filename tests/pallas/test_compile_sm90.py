@@ -348,14 +348,17 @@ def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
-def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
+def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width, together):
     from jaxspec.pallas.mamba2_replay_kernel import replay
 
     def step(x, dt, a, b, c, d, states, ring, *index):
         for layer in range(2):
             tokens = (x.astype(x_dtype), dt, a, b, c, d)
-            x, states, ring = replay(*tokens, states, ring, jnp.int32(layer), *index)
+            x, states, ring = replay(
+                *(*tokens, states, ring, jnp.int32(layer), *index), together=together
+            )
         return x, states, ring
 
     states = array(2, 33, 1, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)

@@ -223,7 +223,14 @@ def check(new, states, ring, run):
     assert not np.any(out[padding])  # no uninitialised memory comes out
 
 
+def by_kernel(**options):
+    from jaxspec.pallas.mamba2_replay_kernel import replay
+
+    return lambda *args: replay(*args[:8], jnp.int32(args[8]), *args[9:], **options)
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "x_dtype", "head_dim", "state_dim", "width"),
     [
@@ -233,21 +240,26 @@ def check(new, states, ring, run):
         (jnp.float16, jnp.float32, 128, 64, 1),
     ],
 )
-def test_the_kernel_equals_its_reference_without_races(dtype, x_dtype, head_dim, state_dim, width):
+def test_the_kernel_equals_its_reference_without_races(
+    dtype, x_dtype, head_dim, state_dim, width, together
+):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.mamba2_replay_kernel import replay as replay_kernel
-
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(*args):
-        layer = jnp.asarray(args[8], jnp.int32)
-        return replay_kernel(*args[:8], layer, *args[9:], interpret=interpret)
-
     shape = Mamba2Shape(4, 2, head_dim, state_dim)
+    run = by_kernel(interpret=plgpu.InterpretGPUParams(detect_races=True), together=together)
     check(*kernel_case(shape, dtype, x_dtype, width), run)
     assert not get_races().races_found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+def test_two_heads_share_a_block_where_they_can_and_it_pays():
+    from jaxspec.pallas.mamba2_replay_kernel import _together
+
+    assert _together(heads=133, group=8, window=17) == 2
+    assert _together(heads=132, group=8, window=17) == 1
+    assert _together(heads=133, group=7, window=17) == 1
+    assert _together(heads=133, group=8, window=16) == 1
 
 
 @pytest.mark.gpu
@@ -259,6 +271,16 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, x_
     dispatch._chosen.pop("mamba2_replay", None)
     check(*kernel_case(shape, dtype, x_dtype, width, seed=width), replay)
     assert dispatch.implementations()["mamba2_replay"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("shape", [MAMBA2["nemotron-3-nano"], Mamba2Shape(4, 2, 128, 64)], ids=str)
+def test_on_a_gpu_one_head_a_block_and_two_equal_the_reference(shape, dtype, width, together):
+    case = kernel_case(shape, dtype, jnp.bfloat16, width, seed=width)
+    check(*case, by_kernel(together=together))
 
 
 @pytest.mark.gpu
