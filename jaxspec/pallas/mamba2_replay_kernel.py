@@ -52,7 +52,8 @@ def replay(
     """
     _, slots_in_pool, _, heads, head_dim, state_dim = states.shape
     rows, width, groups, _ = b.shape
-    in_ring = ring.x.shape[2]
+    in_ring, group = ring.x.shape[2], heads // groups
+    state_bytes = head_dim * state_dim * states.dtype.itemsize
     sizes = _Sizes(
         values=head_dim,
         key_dim=state_dim,
@@ -62,7 +63,7 @@ def replay(
         key_heads=groups,
         slots=slots_in_pool,
         dtype=states.dtype,
-        together=together or _together(rows * heads, heads // groups, in_ring - width),
+        together=together or _together(rows * heads, group, in_ring - width, state_bytes),
     )
 
     def body(*refs, **scratch):
@@ -105,11 +106,13 @@ _OPERANDS = (
 )
 
 
-def _together(heads, group, window):
+def _together(heads, group, window, state_bytes):
     """How many heads share a block, given the heads of all rows."""
     # Two fetch B and multiply it with C once, but wait for each other: that pays where the ring is
     # long. Where multiprocessors are left over, each head is done sooner on one of its own.
-    return 2 if window > 16 and group % 2 == 0 and heads > mosaic.MULTIPROCESSORS else 1
+    pays = window > 16 and heads > mosaic.MULTIPROCESSORS
+    # Beside two states of 64 KB a block has no room for the longest rings.
+    return 2 if pays and group % 2 == 0 and state_bytes < 2**16 else 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,10 +256,11 @@ def test_the_kernel_equals_its_reference_without_races(
 def test_two_heads_share_a_block_where_they_can_and_it_pays():
     from jaxspec.pallas.mamba2_replay_kernel import _together
 
-    assert _together(heads=133, group=8, window=17) == 2
-    assert _together(heads=132, group=8, window=17) == 1
-    assert _together(heads=133, group=7, window=17) == 1
-    assert _together(heads=133, group=8, window=16) == 1
+    assert _together(heads=133, group=8, window=17, state_bytes=2**15) == 2
+    assert _together(heads=132, group=8, window=17, state_bytes=2**15) == 1
+    assert _together(heads=133, group=7, window=17, state_bytes=2**15) == 1
+    assert _together(heads=133, group=8, window=16, state_bytes=2**15) == 1
+    assert _together(heads=133, group=8, window=17, state_bytes=2**16) == 1
 
 
 @pytest.mark.gpu
