@@ -67,28 +67,24 @@ class Tile:
             "arrived": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
         }
 
-    def multiply(self, x, weight, where, finish, tiles=1, *, tokens, ring, arrived):
-        """Call `finish(tile, products)` for each of a block's tiles.
+    def multiply(self, x, weight, token, feature, columns, *, tokens, ring, arrived):
+        """The products of a tile, transposed: `[COLUMNS, rows]` float32 for each piece.
 
-        `where(tile)`: its first token, its first feature, and the first column of each piece. The
-        products are transposed, `[COLUMNS, rows]` float32. While a tile is finished, the next is
-        under way.
+        They begin at this token, feature, and each of these columns.
         """
 
         def fetch(j):
             """Start the copies of a chunk; what lies beyond the last token or column is zeros."""
             stage = lax.rem(j, self.stages)
-            token, feature, columns = where(lax.div(j, self.chunks))
-            chunk = pl.ds(feature + lax.rem(j, self.chunks) * _CHUNK, _CHUNK)
+            chunk = pl.ds(feature + j * _CHUNK, _CHUNK)
             for piece, column in enumerate(columns):
                 part = weight.at[chunk, pl.ds(column, COLUMNS)]
                 plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], arrived.at[stage])
             part = x.at[pl.ds(token, self.rows), chunk]
             plgpu.copy_gmem_to_smem(part, tokens.at[stage], arrived.at[stage])
 
-        def of_tile(tile, *sums):
+        def all_chunks(*sums):
             def step(j, _):
-                j = tile * self.chunks + j
                 stage = lax.rem(j, self.stages)
                 plgpu.barrier_wait(arrived.at[stage])
                 rows = tokens.at[stage].transpose((1, 0))
@@ -97,7 +93,7 @@ class Tile:
                 plgpu.wgmma_wait(self.pieces)  # the chunk before this one is done with
                 again = j - 1 + self.stages
 
-                @pl.when((j > 0) & (again < tiles * self.chunks))
+                @pl.when((j > 0) & (again < self.chunks))
                 def _():
                     plgpu.commit_smem()  # by all warps
                     fetch(again)
@@ -108,11 +104,7 @@ class Tile:
         for j in range(self.stages):
             fetch(jnp.int32(j))
         sums = [plgpu.WGMMAAccumulatorRef((COLUMNS, self.rows), jnp.float32)] * self.pieces
-
-        def one(tile, _):
-            finish(tile, pl.run_scoped(functools.partial(of_tile, tile), *sums))
-
-        lax.fori_loop(0, tiles, one, None)
+        return pl.run_scoped(all_chunks, *sums)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -170,23 +162,18 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
     def body(x, weight, y, *, out, **scratch):
         part, block, row = (lax.axis_index(name) for name in ("part", "column", "row"))
         token, column = row * rows, block * step
-
-        def where(_):
-            return token, part * tile.inner, [start + column for start in starts]
-
-        def put_out(_, sums):
-            for i, done in enumerate(finish(sums, y.dtype)):
-                if i:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.commit_smem()  # by all warps
-                # Neighbouring columns in one thread, as they lie in a row of `y`.
-                out.T[...] = plgpu.layout_cast(done, plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.commit_smem()
-                here = pl.ds(token, rows), pl.ds(column + i * COLUMNS, COLUMNS)
-                plgpu.copy_smem_to_gmem(out, y.at[part, *here])
-            plgpu.wait_smem_to_gmem(0)
-
-        tile.multiply(x, weight, where, put_out, **scratch)
+        begin = token, part * tile.inner, [start + column for start in starts]
+        sums = tile.multiply(x, weight, *begin, **scratch)
+        for i, done in enumerate(finish(sums, y.dtype)):
+            if i:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.commit_smem()  # by all warps
+            # Neighbouring columns in one thread, as they lie in a row of `y`.
+            out.T[...] = plgpu.layout_cast(done, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            here = pl.ds(token, rows), pl.ds(column + i * COLUMNS, COLUMNS)
+            plgpu.copy_smem_to_gmem(out, y.at[part, *here])
+        plgpu.wait_smem_to_gmem(0)
 
     tiles = plgpu.TilingTransform((8, 128 // size)), plgpu.SwizzleTransform(128)
     kernel = plgpu.kernel(

@@ -1,5 +1,7 @@
 """argmax_matmul against NumPy in float64."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,30 +98,29 @@ def operands(rows, features, ids, slots):
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "ids", "slots"), [(40, 192, 192, 2), (16, 320, 320, MAX_STOP_IDS)]
+    ("rows", "features", "ids", "slots"),
+    [(16, 320, 328, MAX_STOP_IDS), (72, 320, 328, 2), (264, 128, 192, 0)],
 )
-@pytest.mark.parametrize("stages", [2, 32])
 def test_the_kernel_equals_the_oracle_without_races(
-    monkeypatch, interpreter, rows, features, ids, slots, stages
+    interpreter, monkeypatch, rows, features, ids, slots
 ):
-    """A block has several tiles, of the last but 64 columns; also in a ring shorter than a tile."""
+    """One warpgroup or two, one tile of rows or two, of columns one or several; no clusters."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    from jaxspec.pallas import gemm_kernel
     from jaxspec.pallas.argmax_matmul_kernel import argmax_matmul_kernel
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(gemm_kernel, "_MOST_STAGES", stages)
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
     x, weight, forbidden = operands(rows, features, ids, slots)
     never = jnp.asarray(forbidden, jnp.int32)
-    best = argmax_matmul_kernel.__wrapped__(x, weight, never, interpret=interpreter)
+    kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
+    best = kernel(x, weight, never, interpret=interpreter)
     np.testing.assert_array_equal(best, oracle(x, weight, forbidden))
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
-@pytest.mark.parametrize("rows", [16, 40, 64])
+@pytest.mark.parametrize("rows", [8, 16, 40, 64, 72, 128, 256, 320])
 @pytest.mark.parametrize("features", [1024, 4096])
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, rows, slots):
     dispatch._chosen.pop("argmax_matmul", None)
