@@ -211,7 +211,7 @@ def load_weights(
     ) as bar:
         for parts in of_param.values():
             param = parts[0].param
-            value = np.empty(param.shape, param.dtype)
+            value = np.zeros(param.shape, param.dtype)  # there may be padding
             for part in parts:
                 tensor = checkpoint.read(published[part.name][0])
                 target = value[part.index]

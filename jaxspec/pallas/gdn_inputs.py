@@ -43,8 +43,8 @@ def gdn_inputs(
     `x` is a projection as it comes, its columns side by side: the channels of all queries, of all
     keys, of all values; the output gate's, as many as the values', which are not read; and for each
     value head `b` and then for each `a`. The channels go through `conv_update`, whose dtypes,
-    padding and errors these are, and `split_qkv`; `b` and `a` through `gates`. ValueError where the
-    columns are not as many as that makes.
+    padding and errors these are, and `split_qkv`; `b` and `a` through `gates`. Columns behind them
+    are not read. ValueError where there are less than that makes.
 
     One kernel, which reads `x` where it lies, if all heads are of 64 channels or of 128, and the
     channels of all keys, and all channels, multiples of 512.
@@ -69,21 +69,27 @@ def gdn_inputs_reference(x, weight, decay, conv, layer, slots, state_offset, que
 
 
 def _check_columns(x, weight, heads):
-    key_heads, key_dim, value_heads = heads
     channels, columns = weight.shape[0], x.shape[2]
-    values = channels - 2 * key_heads * key_dim
-    needed = channels + values + 2 * value_heads
-    if columns != needed:
+    needed = _first_b(weight, heads) + 2 * heads.value_heads
+    if columns < needed:
+        values = needed - channels - 2 * heads.value_heads
         raise ValueError(
             f"A projection has {channels} channels, {values} columns of the output gate and "
-            f"{value_heads} each of b and a, {needed} in all, but this one has {columns}. "
+            f"{heads.value_heads} each of b and a, {needed} in all, but this one has {columns}. "
             "Hand over all of it."
         )
 
 
+def _first_b(weight, heads):
+    """The column of a projection where b begins, behind channels and output gate."""
+    channels = weight.shape[0]
+    return 2 * (channels - heads.key_heads * heads.key_dim)
+
+
 def _columns(x, weight, heads):
     """The columns of `x` that are read: channels, b, a."""
-    b, a = jnp.split(x[..., -2 * heads.value_heads :], 2, axis=-1)
+    first = _first_b(weight, heads)
+    b, a = (x[..., first + i * heads.value_heads :][..., : heads.value_heads] for i in range(2))
     return x[..., : weight.shape[0]], b, a
 
 
@@ -143,7 +149,7 @@ def _gdn_inputs_kernel(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     key_heads, key_dim, value_heads = heads
-    rows, width, columns = x.shape
+    (rows, width, _), first_b = x.shape, 2 * (conv.shape[3] - key_heads * key_dim)
     size, blocks = _CHANNELS // key_dim, conv.shape[3] // _CHANNELS
 
     def body(x, decay, *refs):
@@ -163,7 +169,7 @@ def _gdn_inputs_kernel(
 
         @pl.when(part == blocks)
         def _():
-            _put_gates(plgpu, x, columns - 2 * value_heads, decay, g, beta)
+            _put_gates(plgpu, x, first_b, decay, g, beta)
 
     of_keys = jax.ShapeDtypeStruct((rows, width, key_heads, key_dim), jnp.float32)
     of_values = jax.ShapeDtypeStruct((rows, width, value_heads, key_dim), jnp.float32)

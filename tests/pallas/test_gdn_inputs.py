@@ -28,14 +28,14 @@ def heads_of(shape: GdnShape):
 
 
 def projection(shape: GdnShape, dtype, width, spare=0):
-    """x, weight, decay and pool: columns beside the channels of `operands`."""
+    """x, weight, decay and pool: columns beside the channels of `operands`, and padding."""
     rng = np.random.default_rng(width)
     x, weight, conv = operands(shape.conv_dim, dtype, width, spare=spare)
     values = shape.value_heads * shape.value_dim
     unread = jnp.full((*x.shape[:2], values), jnp.nan, dtype)
     b_and_a = jnp.asarray(6 * rng.normal(size=(*x.shape[:2], 2 * shape.value_heads)), dtype)
     # As the channels' are, row 1's are not numbers.
-    columns = x, unread, jnp.where(jnp.isnan(x[..., :1]), jnp.nan, b_and_a)
+    columns = x, unread, jnp.where(jnp.isnan(x[..., :1]), jnp.nan, b_and_a), unread[..., :8]
     decay = rng.normal(size=(shape.value_heads, 2)).astype(np.float32)
     return jnp.concatenate(columns, axis=2), weight, jnp.asarray(decay), conv
 

@@ -45,11 +45,17 @@ class Linear(nnx.Module):
     28; bfloat16 and one row: equal). One matmul instead of several saves the cost of each call.
     """
 
-    def __init__(self, in_features: int, outputs: Mapping[str, int], dtype: jnp.dtype):
-        """`outputs`: published tensor name (without `.weight`) to its number of rows."""
+    def __init__(
+        self, in_features: int, outputs: Mapping[str, int], dtype: jnp.dtype, *, multiple: int = 1
+    ):
+        """`outputs`: published tensor name (without `.weight`) to its number of rows.
+
+        Behind them come columns of padding, which mean nothing, up to a `multiple`.
+        """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
-        self.weight = declare((in_features, sum(outputs.values())), dtype)
+        columns = -(-sum(outputs.values()) // multiple) * multiple
+        self.weight = declare((in_features, columns), dtype)
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
@@ -61,10 +67,7 @@ class Linear(nnx.Module):
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
         """All outputs side by side, cut into one array for each entry of `outputs`."""
-        if len(self.outputs) == 1:
-            return (y,)
-        ends = [end for _, _, end in self._spans()]
-        return tuple(jnp.split(y, ends[:-1], axis=-1))
+        return tuple(y[..., start:end] for _, start, end in self._spans())
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
