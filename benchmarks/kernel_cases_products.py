@@ -9,7 +9,8 @@ from case import INPUTS, MANY, Case
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.argmax_matmul import argmax_matmul, argmax_matmul_reference
+from jaxspec.pallas.argmax_matmul import NOTHING, argmax_matmul, argmax_matmul_reference
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.products import matmul
@@ -21,9 +22,10 @@ from jaxspec.pallas.split_matmul import (
     split_matmul,
     split_matmul_reference,
 )
+from jaxspec.plan import MAX_STOP_IDS
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
-_PROJECTED = _SHAPE.conv_dim + _SHAPE.value_heads * (_SHAPE.value_dim + 2)
+_PROJECTED = 8256  # channels, output gate, b and a: 8224, and padding
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes
@@ -100,16 +102,17 @@ def matmul_silu_cases() -> Iterator[Case]:
 
 
 def argmax_matmul_cases() -> Iterator[Case]:
-    """The output head, and the part of it that scores drafts; without forbidden ids, as drafts."""
+    """The output head, with slots for what is forbidden; the part of it that scores drafts."""
 
-    def run(op, x, weight):
-        return op(x, weight, jnp.zeros((x.shape[0], 0), jnp.int32))
+    def run(op, slots, x, weight):
+        return op(x, weight, jnp.full((x.shape[0], slots), NOTHING, jnp.int32))
 
-    ops = [functools.partial(run, op) for op in (argmax_matmul, argmax_matmul_reference)]
     for model in ("qwen3.5-0.8b", "qwen3.5-9b"):
-        for name, ids in (("head", 248320), ("draft head", 32768)):
-            for tokens in (16, 64):
-                yield _plain_case("argmax_matmul", ops, (model, name, tokens), HIDDEN[model], ids)
+        for name, ids, slots in (("head", 248320, MAX_STOP_IDS), ("draft head", 32768, 0)):
+            ops = (argmax_matmul, argmax_matmul_reference)
+            runs = [functools.partial(run, op, slots) for op in ops]
+            for tokens in (16, 64, 128, 256, 1024):
+                yield _plain_case("argmax_matmul", runs, (model, name, tokens), HIDDEN[model], ids)
 
 
 def _plain_case(name, ops, about, inner, outer, times=1):
@@ -140,7 +143,8 @@ def gated_norm_matmul_cases() -> Iterator[Case]:
 
 def _gated_norm_matmul_case(model, tokens):
     def run(op, weight, at, heads, gates, norm):
-        return op(heads[at], gates[at], _SHAPE.conv_dim, norm, 1e-6, weight)
+        norm = GatedNorm(gates[at], norm, first=_SHAPE.conv_dim, eps=1e-6)
+        return op(heads[at], norm, weight)
 
     outer, dims = HIDDEN[model], (_SHAPE.value_heads, _SHAPE.value_dim)
     flat = _draw(0, INPUTS, tokens, _VALUES)

@@ -36,3 +36,13 @@ def oracle(state, q, k, v, g, beta):
         outputs.append(out)
         states.append(state.copy())
     return np.array(outputs), np.array(states)
+
+
+def gated_norm(heads, norm):
+    """What `GatedNorm` makes of heads: in float64, rounded at last."""
+    x, weight = (np.asarray(a, np.float64) for a in (heads, norm.weight))
+    gate = np.asarray(norm.gates, np.float64)[:, norm.first : norm.first + x[0].size]
+    gate = gate.reshape(x.shape)
+    x = x / np.sqrt((x**2).mean(axis=2, keepdims=True) + norm.eps) * weight
+    x = x * gate / (1 + np.exp(-gate))
+    return x.reshape(len(x), -1).astype(norm.gates.dtype).astype(np.float64)

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
 _States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
+_Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
 
 
 @flax.struct.dataclass
@@ -36,7 +38,8 @@ def gdn_replay(
     num_computed: Int[Array, " rows"],
     ring_length: Int[Array, " rows"],
     query_len: Int[Array, " rows"],
-) -> tuple[Float[Array, "rows width value_heads value_dim"], _States, GdnRing]:
+    norm: GatedNorm | None = None,
+) -> tuple[_Outputs, _States, GdnRing]:
     """The gated delta rule over each row's tokens: float32 outputs, the new pool, the new ring.
 
     The rule and its operands are `gdn_step`'s, but for what is kept. A slot's state is its
@@ -50,6 +53,9 @@ def gdn_replay(
     `next_ring_length`. `k` and `u` are rounded to the ring's dtype before anything uses them, so
     that what is replayed later is what this step computed with. Needs `ring >= 2 * width`
     (ValueError). Padding rows and tokens write nothing, and what they put out means nothing.
+
+    A `norm` of all tokens, row by row, may be in the kernel: where there are heads enough that each
+    is one block's. The outputs then are what it makes of them, `[rows, width, features]`.
     """
     width = q.shape[1]
     check_ring(width, ring.k.shape[2])
@@ -59,7 +65,7 @@ def gdn_replay(
         from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
-        return gdn_replay_kernel(*tokens, states, ring, on_device, *index)
+        return gdn_replay_kernel(*tokens, states, ring, on_device, *index, norm)
     return gdn_replay_reference(*tokens, states, ring, layer, *index)
 
 

@@ -5,7 +5,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gdn_replay_products import Products
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.gdn_replay_products import FOLDED, Products
 from jaxspec.pallas.replay_block import TOGETHER
 
 
@@ -34,6 +35,7 @@ class Block(Products):
         ]
         gates = [refs.g[self.row, t, self.head] for t in range(width)]
         betas = [refs.beta[self.row, t, self.head] for t in range(width)]
+        gated = self.sizes.norm and self.fetch_gates()
         self.multiply_tokens(refs.tokens)
         self.meet()
 
@@ -46,6 +48,8 @@ class Block(Products):
         read = self.replay(jnp.where(self.folds, 1.0, decay), products, self.meet)
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
+        if gated:
+            self.put_out_normed(*gated)
 
         @pl.when(self.folds)
         def _():
@@ -117,7 +121,7 @@ class Block(Products):
     def solve(self, read, new, gates, betas):
         """This step's updates and outputs, one token after the other."""
         refs, width = self.refs, self.sizes.width
-        updates = []
+        updates, outs = [], []
         for t in range(width):
             # since[s] decays what token s added; the last is for the state before this step.
             since, total = [], jnp.float32(0)
@@ -132,8 +136,37 @@ class Block(Products):
             updates.append(update.astype(self.sizes.dtype).astype(jnp.float32))
             for s in range(t + 1):
                 out += (since[s] * refs.overlap[s, t]) * updates[s]
-            self.store(self.out(t), out)
+            outs.append(out)
+        for t, out in enumerate(outs):  # last: no load passes a store
+            self.store(refs.read.at[t] if self.sizes.norm else self.out(t), out)
         return updates
+
+    def fetch_gates(self):
+        """What gates the head's outputs, and its norm's weight, `_pieces` of its tokens each."""
+        refs, (first, _) = self.refs, self.sizes.norm
+        columns = pl.ds(first + self.head * self.sizes.values, self.sizes.values)
+        pieces = []
+        for start, count in _pieces(self.sizes.width):
+            layout = mosaic.piece_layout(plgpu, count, self.sizes.values, itemsize=4)
+            tokens = pl.ds(self.row * self.sizes.width + start, count)
+            gate = self.load(refs.norm_gates.at[tokens, columns], layout)
+            pieces.append((gate, self.load(refs.norm_weight, layout.reduce(0)), layout))
+        return pieces
+
+    def put_out_normed(self, *pieces):
+        """What the tokens read, a head's norm in one warp, and gated."""
+        refs, sizes = self.refs, self.sizes
+        self.meet()
+        for (start, count), (gate, weight, layout) in zip(
+            _pieces(sizes.width), pieces, strict=True
+        ):
+            tokens, shape = pl.ds(start, count), (count, sizes.values)
+            x, gate = self.load(refs.read.at[tokens], layout), gate.astype(jnp.float32)
+            root = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / sizes.values) + sizes.norm[1])
+            x = x * self.spread(root, shape, 0, layout) * self.spread(weight, shape, 1, layout)
+            x = x * (gate / (1.0 + jnp.exp(-gate)))
+            out = refs.out.at[self.row, tokens, self.head]
+            self.store(out, x.astype(out.dtype))
 
     def append(self, updates, gates):
         """This step's updates and gates to the ring."""
@@ -156,6 +189,16 @@ class Block(Products):
             self.fold_by_tensor_cores(decay)
         else:
             state = decay * self.load(self.refs.state, self.by_square)
-            self.store(self.refs.state, lax.fori_loop(0, self.length, self.fold_one, state))
+            times = lax.div(self.length + FOLDED - 1, FOLDED)
+            self.store(self.refs.state, lax.fori_loop(0, times, self.fold_some, state))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())
+
+
+def _pieces(width):
+    """Where in so many tokens powers of two of them begin, and how many these are."""
+    start = 0
+    while start < width:
+        count = 1 << ((width - start).bit_length() - 1)
+        yield start, count
+        start += count

@@ -18,6 +18,7 @@ What lies in shared memory, in the order of its use:
     updates          the ring's (`ring_came`), by age
     gates, since     the ring's gates; the decay since each of its tokens, 0 for none
     overlap          keys times queries and keys, a row a key as in `keys`
+    read             of a norm: what each token reads of the state
     products         16 bits: the keys of a fold; queries and keys and what rounding takes from
                      them, until tensor cores have read them; then the state's products
 
@@ -25,6 +26,7 @@ What lies in shared memory, in the order of its use:
 `commit_smem`.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -40,8 +42,8 @@ from jaxspec.pallas.replay_block import TOGETHER, ReplaySizes
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_replay_kernel(
-    q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len, *,
-    interpret=None, splits=None,
+    q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len, norm=None,
+    *, interpret=None, splits=None,
 ):  # fmt: skip
     """`gdn_replay` with `layer` on the device.
 
@@ -49,6 +51,7 @@ def gdn_replay_kernel(
     """
     _, slots_in_pool, _, heads, value_dim, key_dim = states.shape
     splits = splits or _splits(q.shape[0] * heads, value_dim, states.dtype)
+    norm = norm if norm is not None and splits == 1 and _can_norm(norm) else None
     sizes = _Sizes(
         values=value_dim // splits,
         key_dim=key_dim,
@@ -58,16 +61,18 @@ def gdn_replay_kernel(
         key_heads=q.shape[2],
         slots=slots_in_pool,
         dtype=states.dtype,
+        norm=norm and (norm.first, norm.eps),
     )
+    names = _OPERANDS if norm is None else ("norm_gates", "norm_weight", *_OPERANDS)
 
     def body(*refs, **scratch):
-        refs = dict(zip(_OPERANDS, refs, strict=True))
+        refs = dict(zip(names, refs, strict=True))
         Block(sizes, types.SimpleNamespace(**{"spare": None, **refs, **scratch})).run()
 
     kernel = plgpu.kernel(
         body,
         kernel_name="gdn_replay",
-        out_type=jax.ShapeDtypeStruct(v.shape, jnp.float32),
+        out_type=jax.ShapeDtypeStruct(v.shape, norm.gates.dtype if norm else jnp.float32),
         scratch_types=_scratch(sizes, interpret is not None),
         grid=(q.shape[0], heads, splits),
         grid_names=("row", "head", "split"),
@@ -87,7 +92,9 @@ def gdn_replay_kernel(
     at_once = q.shape[0] * heads * splits <= 2 * mosaic.MULTIPROCESSORS
     index = slots, num_computed, ring_length, query_len
     rows = asked_rows(*index, slots_in_pool, sizes.width, sizes.rows, at_once=at_once)
-    out = kernel(q, k, v, g, beta, layer[None], rows, *in_place)
+    of_norm = () if norm is None else (norm.gates, norm.weight)
+    out = kernel(*of_norm, q, k, v, g, beta, layer[None], rows, *in_place)
+    out = out if norm is None else out.reshape(*out.shape[:2], -1)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
     return out, after[0], type(ring)(*after[1:])
 
@@ -96,6 +103,7 @@ _OPERANDS = (
     *("q", "k", "v", "g", "beta", "layer", "rows"),
     *("states", "ring_k", "ring_u", "ring_g", "out"),
 )
+_NORMED = jnp.float32, jnp.bfloat16, jnp.float16
 
 
 def _splits(heads, value_dim, dtype):
@@ -108,6 +116,12 @@ def _splits(heads, value_dim, dtype):
     while 2 * splits * heads <= mosaic.MULTIPROCESSORS and value_dim // splits > fewest_values:
         splits *= 2
     return splits
+
+
+def _can_norm(norm):
+    """Whether the kernel takes these: a thread loads neighbouring gates at once."""
+    is_aligned = norm.first % 4 == norm.gates.shape[1] % 4 == 0
+    return is_aligned and norm.weight.dtype == jnp.float32 and norm.gates.dtype in _NORMED
 
 
 def _scratch(sizes, interpreted):
@@ -132,6 +146,8 @@ def _scratch(sizes, interpreted):
             num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
         ),
     }
+    if sizes.norm:
+        scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     if sizes.on_tensor_cores:
         scratch["keys"] = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
         factors = plgpu.SMEM((2 * sizes.padded, sizes.key_dim), sizes.dtype, transforms=tiles)
@@ -145,8 +161,11 @@ def _scratch(sizes, interpreted):
     return scratch
 
 
+@dataclasses.dataclass(frozen=True)
 class _Sizes(ReplaySizes):
     """Its factors are queries and keys."""
+
+    norm: tuple[int, float] | None  # the first column of the gates, and what is added
 
     @property
     def on_tensor_cores(self) -> bool:

@@ -9,6 +9,7 @@ from jaxspec.pallas import wgmma
 from jaxspec.pallas.replay_block import ReplayBlock
 
 FACTORS = 2  # queries and keys in registers at once
+FOLDED = 2  # tokens: the loads of one while another is added
 # Of 16 keys: the 8 threads that are served at once have 8 rows of a stripe, in different banks.
 _STRIPES = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 64), (8, 32), (8,))), warp_dims=(-5, -4), lane_dims=(-2, -3), vector_dim=-1
@@ -51,14 +52,13 @@ class Products(ReplayBlock):
         else:
             state = self.load(refs.state, self.by_square)
 
-            def factors(first, _):
-                columns = [first * FACTORS + x for x in range(FACTORS)]
-                products = self.times(state, columns, self.by_square)
-                for x, product in zip(columns, products, strict=True):
-                    product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
-                    self.store(self.state_products.at[:, pl.ds(x, 1)], product)
-
-            lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
+            products = []
+            for first in range(0, 2 * sizes.width, FACTORS):
+                some = range(first, first + FACTORS)
+                products += self.times(state, some, self.by_square)
+            for x, product in enumerate(products):  # last: no load passes a store
+                product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
+                self.store(self.state_products.at[:, pl.ds(x, 1)], product)
         self.meet()
 
     def multiply_by_tensor_cores(self):
@@ -83,12 +83,17 @@ class Products(ReplayBlock):
             multiply, plgpu.WGMMAAccumulatorRef((sizes.values, padded), jnp.float32)
         )
 
-    def fold_one(self, j, state):
-        """Token `j` of the ring added to a state."""
-        update = self.load(self.refs.updates.at[j], self.by_square.reduce(1)) * self.refs.since[j]
-        key = self.load(self.keys.at[self.sizes.width + j], self.by_square.reduce(0))
-        update = self.spread(update, state.shape, 0, self.by_square)
-        return state + update * self.spread(key, state.shape, 1, self.by_square)
+    def fold_some(self, i, state):
+        """`FOLDED` tokens of the ring added to a state; one too many weighs 0."""
+        tokens = [i * FOLDED + j for j in range(FOLDED)]
+        updates, layout = self.refs.updates, self.by_square
+        updates = [self.load(updates.at[j], layout.reduce(1)) * self.refs.since[j] for j in tokens]
+        keys = [self.keys.at[self.sizes.width + j] for j in tokens]
+        keys = [self.load(key, layout.reduce(0)) for key in keys]
+        for update, key in zip(updates, keys, strict=True):
+            update = self.spread(update, state.shape, 0, layout)
+            state += update * self.spread(key, state.shape, 1, layout)
+        return state
 
     def fold_by_tensor_cores(self, decay):
         """All of them, added to the one in shared memory; what 16 bits lose is another update."""

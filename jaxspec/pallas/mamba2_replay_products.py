@@ -33,9 +33,14 @@ class Products(ReplayBlock):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.state, self.checkpoint())
 
+        # All before any is stored: no load passes a store.
+        products = []
         for t in range(sizes.width):
             read = self.load(self.refs.reads.at[t], self.by_square.reduce(0)).astype(jnp.float32)
-            product = jnp.sum(state * self.spread(read, state.shape, 1, self.by_square), axis=1)
+            products.append(
+                jnp.sum(state * self.spread(read, state.shape, 1, self.by_square), axis=1)
+            )
+        for t, product in enumerate(products):
             product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
             self.store(self.products.at[:, pl.ds(t, 1)], product)
 

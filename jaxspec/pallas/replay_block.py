@@ -123,7 +123,7 @@ class ReplayBlock:
         def _():
             nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
             for t in range(self.sizes.width):
-                self.store(self.out(t), nothing)
+                self.store(self.out(t), nothing.astype(self.refs.out.dtype))
 
     def step(self):
         """A live row."""

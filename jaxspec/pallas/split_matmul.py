@@ -1,11 +1,12 @@
 """Products that are added to the residual stream; as kernels split-K, that is, partial sums."""
 
-import jax
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch, few_rows, gemm, products
-from jaxspec.pallas.add_norm import rms_norm
+from jaxspec.pallas.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.products import Delta, gated, matmul
 
 
@@ -80,59 +81,39 @@ def _cannot_gate(x, weight):
     return few_rows.unsupported(x, weight, outer)
 
 
-def gated_norm_matmul(
-    heads: Float[Array, "tokens heads dim"],
-    gates: Float[Array, "tokens columns"],
-    first: int,
-    norm: Float[Array, " dim"],
-    eps: float,
-    weight: Float[Array, "inner outer"],
-) -> Delta:
-    """`split_matmul` of what Gated DeltaNet puts out: normed head by head, and gated.
+def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Float[Array, "inner outer"]) -> Delta:
+    """`split_matmul` of what Gated DeltaNet puts out, normed head by head, and gated.
 
-    Each of the float32 `heads` goes through `rms_norm` with the float32 weight `norm`, and is then
-    multiplied by `silu` of its columns of `gates`, all in float32 and rounded to the dtype of
-    `gates`. Its columns from `first` on, as many as the heads', are the gates; the others are not
-    read (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464).
-
-    One kernel of up to 8 rows where `split_matmul` is one, and heads are of 64 or 128.
+    Heads that are not normed yet, in float32, take one kernel of up to 8 rows where `split_matmul`
+    is one, and heads are of 64 or 128.
 
     Raises:
-        ValueError: `weight` is not for the heads, or `gates` lacks columns.
+        ValueError: `weight` is not for the heads, or the gates lack columns.
     """
-    features = heads.shape[1] * heads.shape[2]
+    features = math.prod(heads.shape[1:])
     products.check_inner(features, weight)
-    if gates.shape[1] < first + features:
-        raise ValueError(
-            f"The gates must be columns {first} to {first + features - 1}, but there are "
-            f"{gates.shape[1]} columns. Hand over all of the projection."
-        )
-    why = _unsupported(heads, gates, first, norm, weight)
+    norm.check(features)
+    if heads.ndim == 2:
+        return split_matmul(heads, weight)
+    why = _unsupported(heads, norm, weight)
     if dispatch.runs_kernel("gated_norm_matmul", why, by_choice=True):
         from jaxspec.pallas.split_matmul_kernel import gated_norm_matmul_kernel
 
-        return gated_norm_matmul_kernel(heads, gates, norm, weight, first=first, eps=eps)
-    return split_matmul(_gated_norm(heads, gates, first, norm, eps), weight)
+        return gated_norm_matmul_kernel(heads, norm, weight)
+    return split_matmul(norm(heads), weight)
 
 
-def gated_norm_matmul_reference(heads, gates, first, norm, eps, weight):
+def gated_norm_matmul_reference(heads, norm, weight):
     """What `gated_norm_matmul` gives, or its parts give when summed and rounded."""
-    return matmul(_gated_norm(heads, gates, first, norm, eps), weight)
+    return matmul(norm(heads), weight)
 
 
-def _gated_norm(heads, gates, first, norm, eps):
-    tokens, number, dim = heads.shape
-    gate = gates[:, first : first + number * dim].reshape(heads.shape)
-    gated = rms_norm(heads, norm, eps) * jax.nn.silu(gate.astype(jnp.float32))
-    return gated.reshape(tokens, -1).astype(gates.dtype)
-
-
-def _unsupported(heads, gates, first, norm, weight):
+def _unsupported(heads, norm, weight):
     """Why `gated_norm_matmul_kernel` does not take these operands, or None."""
-    if heads.dtype != jnp.float32 or norm.dtype != jnp.float32:
-        return f"{heads.dtype} with a norm in {norm.dtype}"
+    if heads.dtype != jnp.float32 or norm.weight.dtype != jnp.float32:
+        return f"{heads.dtype} with a norm in {norm.weight.dtype}"
     if heads.shape[2] not in (64, 128) or weight.shape[0] not in (512, 1024, 2048, 4096):
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
-    if first % 8 or gates.shape[1] % 8:  # a thread loads up to 16 bytes
-        return f"gates from column {first} of {gates.shape[1]}"
-    return few_rows.unsupported(gates, weight, weight.shape[1])
+    if norm.first % 8 or norm.gates.shape[1] % 8:  # a thread loads up to 16 bytes
+        return f"gates from column {norm.first} of {norm.gates.shape[1]}"
+    return few_rows.unsupported(norm.gates, weight, weight.shape[1])

@@ -125,19 +125,16 @@ def _gated_block(product, weight, x, y, *, ring, tile, arrived, rows, out):
     _finish_rows(product, rows, tile, source, out, y)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))
-def gated_norm_matmul_kernel(heads, gates, norm, weight, *, first, eps, interpret=None):
-    """`gated_norm_matmul`, with the norm's weight before the product's.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
+@functools.partial(jax.jit, static_argnames="interpret")
+def gated_norm_matmul_kernel(heads, norm, weight, *, interpret=None):
+    """`gated_norm_matmul`; `interpret`: parameters of Mosaic's interpreter."""
     tokens, _, dim = heads.shape
     unit = max(dim, 256)  # what a warp's lanes have of a row
     parts = parts_of(*weight.shape, unit=unit)
     product, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
     scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
-    block = functools.partial(_norm_block, product, first, eps)
-    return launch("gated_norm_matmul", block, scratch)(weight, heads, gates, norm)
+    block = functools.partial(_norm_block, product, norm.first, norm.eps)
+    return launch("gated_norm_matmul", block, scratch)(weight, heads, norm.gates, norm.weight)
 
 
 def _norm_block(

@@ -37,6 +37,7 @@ from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.argmax_matmul import argmax_matmul
 from jaxspec.pallas.attention_inputs import attention_inputs
 from jaxspec.pallas.conv_update import conv_update
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gdn_inputs import GdnHeads, _gdn_inputs_kernel
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
@@ -477,7 +478,7 @@ def test_add_norm_of_parts(h200, monkeypatch, capfd, features):
 
 
 SMALL = "qwen3.5-0.8b", "qwen3.5-2b"  # models whose products of few rows are kernels
-COLUMNS = GDN[SMALL[0]].conv_dim + GDN[SMALL[0]].value_heads * (GDN[SMALL[0]].value_dim + 2)
+COLUMNS = 8256  # of its projection: channels, output gate, b and a, and padding
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1, True), (2, True), (8, 0), (2, None)])
@@ -509,7 +510,8 @@ def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
     shape, outer = GDN[SMALL[0]], HIDDEN[model]
 
     def step(x, down, attended, out, heads, gates, norm):
-        gated = gated_norm_matmul(heads, gates, shape.conv_dim, norm, 1e-6, out)
+        gated = GatedNorm(gates, norm, first=shape.conv_dim, eps=1e-6)
+        gated = gated_norm_matmul(heads, gated, out)
         return gated_matmul(x, down), split_matmul(attended, out), gated
 
     sizes = (tokens, 2 * INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)

@@ -8,6 +8,7 @@ from gated_delta import int32, operands, oracle
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.replay import must_fold, next_ring_length, ring_rows
 
@@ -58,15 +59,34 @@ def case(shape, dtype, width, rows=None, seed=0):
     return tokens, jnp.asarray(states, dtype), ring, index, real
 
 
-def check(run, shape, dtype, width, rows=None, seed=0):
-    """`run` is the reference in what it puts out and in every element of the pools."""
+def norm_of(shape, rows, width, dtype, first=8):
+    """The output norm of so many tokens; other columns than the gates are NaN."""
+    rng = np.random.default_rng(width)
+    features = shape.value_heads * shape.value_dim
+    gates = np.full((rows * width, first + features + 4), np.nan)
+    gates[:, first : first + features] = rng.normal(size=(rows * width, features))
+    weight = jnp.asarray(rng.normal(size=shape.value_dim), jnp.float32)
+    return GatedNorm(jnp.asarray(gates, dtype), weight, first=first, eps=1e-3)
+
+
+def check(run, shape, dtype, width, rows=None, seed=0, normed=None):
+    """`run` is the reference in what it puts out and in every element of the pools.
+
+    `normed`: what it puts out is normed, in this dtype.
+    """
     tokens, states, ring, index, real = case(shape, dtype, width, rows, seed)
     bounded = [*index[:2], jnp.clip(index[2], 0, ring.k.shape[2] - width), index[3]]
     want, *expected = reference(*tokens, states, ring, 1, *bounded)
-    out, *after = run(*tokens, states, ring, 1, *index)
+    norm = normed and norm_of(shape, len(real), width, normed)
+    out, *after = run(*tokens, states, ring, 1, *index, norm)
     eps = float(jnp.finfo(dtype).eps)
     # An update may round the other way, and then so do those that follow.
     loose = 1e-5 if dtype == jnp.float32 else 4 * eps
+    if normed:
+        want = norm(want.reshape(-1, *want.shape[2:])).reshape(*want.shape[:2], -1)
+        assert out.shape == want.shape and out.dtype == normed
+        want, out = (np.asarray(x, np.float32) for x in (want, out))
+        loose = max(10 * loose, 8 * float(jnp.finfo(normed).eps))  # a head is small, but normed
     for row, count in enumerate(real):
         np.testing.assert_allclose(out[row, :count], want[row, :count], rtol=0, atol=loose)
         assert count or not np.any(out[row])  # no uninitialised memory comes out
@@ -84,22 +104,24 @@ def check(run, shape, dtype, width, rows=None, seed=0):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("shape", "dtype", "width", "rows", "splits"),
+    ("shape", "dtype", "width", "rows", "splits", "normed"),
     [
-        (GdnShape(1, 2), jnp.float32, 1, None, 1),
-        (GdnShape(1, 2), jnp.float32, 3, 12, 4),
-        (GdnShape(1, 2), jnp.float32, 4, None, 2),
-        (GdnShape(1, 2), jnp.float16, 4, None, 1),
-        (GdnShape(1, 2), jnp.bfloat16, 1, 9, 2),
-        (GdnShape(1, 2), jnp.bfloat16, 8, 28, 1),  # a fold of two chunks
-        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 12, 1),
-        (GdnShape(1, 1, 64, 64), jnp.float16, 4, None, 1),
-        (GdnShape(1, 1, 64, 128), jnp.float32, 5, 53, 1),  # windows of 48 and 64
-        (GdnShape(1, 1, 128, 64), jnp.float16, 3, 67, 1),
+        (GdnShape(1, 2), jnp.float32, 1, None, 1, None),
+        (GdnShape(1, 2), jnp.float32, 3, 12, 4, None),
+        (GdnShape(1, 2), jnp.float32, 4, None, 2, None),
+        (GdnShape(1, 2), jnp.float32, 4, 12, 1, jnp.bfloat16),
+        (GdnShape(1, 2), jnp.float16, 4, None, 1, None),
+        (GdnShape(1, 2), jnp.float16, 1, None, 1, jnp.float32),
+        (GdnShape(1, 2), jnp.bfloat16, 1, 9, 2, None),
+        (GdnShape(1, 2), jnp.bfloat16, 8, 28, 1, jnp.bfloat16),  # a fold of two chunks
+        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 12, 1, jnp.float16),
+        (GdnShape(1, 1, 64, 64), jnp.float16, 4, None, 1, None),
+        (GdnShape(1, 1, 64, 128), jnp.float32, 5, 53, 1, jnp.float32),  # windows of 48 and 64
+        (GdnShape(1, 1, 128, 64), jnp.float16, 3, 67, 1, jnp.float16),
     ],
     ids=str,
 )
-def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows, splits):
+def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows, splits, normed):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -112,7 +134,7 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows
             *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, splits=splits
         )
 
-    check(run, shape, dtype, width, rows)
+    check(run, shape, dtype, width, rows, normed=normed)
     assert not get_races().races_found
 
 
@@ -185,9 +207,11 @@ def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width)
     ids=str,
 )
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width, rows):
-    """With one block a head, and, of the smaller shape, with several."""
+    """With one block a head, then normed, too, and, of the smaller shape, with several."""
     dispatch._chosen.pop("gdn_replay", None)
-    check(jax.jit(gdn_replay, static_argnums=7), shape, dtype, width, rows, seed=width)
+    for normed in [None] if shape.value_heads < 9 else [None, jnp.bfloat16, jnp.float32]:
+        run = jax.jit(gdn_replay, static_argnums=7)
+        check(run, shape, dtype, width, rows, seed=width, normed=normed)
     assert dispatch.implementations()["gdn_replay"] == ("kernel",)
 
 

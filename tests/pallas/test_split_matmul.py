@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gated_delta import gated_norm
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.few_rows import parts_of
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.products import whole
 from jaxspec.pallas.split_matmul import (
     _cannot_gate,
@@ -34,7 +36,7 @@ def tokens_of(tokens, inner, outer, dtype):
 
 
 def heads_of(tokens, heads, dim, outer, dtype, first=64):
-    """Heads, gates behind `first` columns that are not numbers, norm and weight."""
+    """Heads, their norm with gates behind `first` columns that are not numbers, and a weight."""
     rng = np.random.default_rng(heads)
     x = rng.normal(size=(tokens, heads, dim)) * np.exp(rng.normal(size=(tokens, heads, 1)))
     x[LOST : LOST + 1, :, dim // 3] = np.nan
@@ -43,21 +45,13 @@ def heads_of(tokens, heads, dim, outer, dtype, first=64):
     weight = rng.normal(size=(heads * dim, outer)) * (heads * dim) ** -0.5
     norm = jnp.asarray(rng.normal(size=dim), jnp.float32)
     gates, weight = jnp.asarray(gates, dtype), jnp.asarray(weight, dtype)
-    return jnp.asarray(x, jnp.float32), gates, first, norm, EPS, weight
+    return jnp.asarray(x, jnp.float32), GatedNorm(gates, norm, first=first, eps=EPS), weight
 
 
 def gated(x):
     """In float64, rounded at last."""
     gate, other = np.split(np.asarray(x, np.float64), 2, axis=1)
     return (gate / (1 + np.exp(-gate)) * other).astype(x.dtype).astype(np.float64)
-
-
-def gated_norm(heads, gates, first, norm, eps):
-    """In float64, rounded at last."""
-    x, norm = (np.asarray(a, np.float64) for a in (heads, norm))
-    gate = np.asarray(gates, np.float64)[:, first : first + x[0].size].reshape(x.shape)
-    x = x / np.sqrt((x**2).mean(axis=2, keepdims=True) + eps) * norm * gate / (1 + np.exp(-gate))
-    return x.reshape(len(x), -1).astype(gates.dtype).astype(np.float64)
 
 
 def assert_is_product(delta, x, weight):
@@ -91,8 +85,15 @@ def test_the_op_is_the_product_of_what_is_gated(op, dtype):
 @pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_is_the_product_of_heads_normed_and_gated(op, dtype):
-    *case, weight = heads_of(5, 3, 16, 24, dtype)
-    assert_is_product(op(*case, weight), gated_norm(*case), weight)
+    heads, norm, weight = heads_of(5, 3, 16, 24, dtype)
+    assert_is_product(op(heads, norm, weight), gated_norm(heads, norm), weight)
+
+
+@pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
+def test_what_is_normed_already_is_multiplied(op):
+    heads, norm, weight = heads_of(5, 3, 16, 24, jnp.bfloat16)
+    normed = norm(heads)
+    assert_is_product(op(normed, norm, weight), np.asarray(normed, np.float64), weight)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +179,10 @@ def test_the_norming_kernel_equals_the_oracle_without_races(
 
     from jaxspec.pallas.split_matmul_kernel import gated_norm_matmul_kernel
 
-    x, gates, first, norm, eps, weight = heads_of(tokens, heads, dim, outer, dtype)
-    rule = {"first": first, "eps": eps, "interpret": interpreter}
-    y = gated_norm_matmul_kernel(x, gates, norm, weight, **rule)
+    x, norm, weight = heads_of(tokens, heads, dim, outer, dtype)
+    y = gated_norm_matmul_kernel(x, norm, weight, interpret=interpreter)
     assert y.ndim == 3 and y.shape[0] > 1
-    assert_is_product(y, gated_norm(x, gates, first, norm, eps), weight)
+    assert_is_product(y, gated_norm(x, norm), weight)
     assert not get_races().races_found
 
 
@@ -208,9 +208,9 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
     _, weight = tokens_of(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
     assert_is_product(jax.jit(gated_matmul)(x, weight), gated(x), weight)
     dims = shape.value_heads, shape.value_dim, outer
-    *case, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
-    y = jax.jit(gated_norm_matmul, static_argnums=(2, 4))(*case, weight)
-    assert_is_product(y, gated_norm(*case), weight)
+    heads, norm, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
+    y = jax.jit(gated_norm_matmul)(heads, norm, weight)
+    assert_is_product(y, gated_norm(heads, norm), weight)
     for op in ops:
         assert dispatch.implementations()[op] == ("kernel",)
 
@@ -233,8 +233,8 @@ def test_on_a_gpu_wider_models_run_the_reference():
     ],
 )
 def test_what_the_norming_kernel_takes(heads, dim, first, why):
-    x, gates, first, norm, _, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
-    assert _unsupported(x, gates, first, norm, weight) == why
+    x, norm, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
+    assert _unsupported(x, norm, weight) == why
 
 
 @pytest.mark.parametrize("outer", [1024, 2048])
@@ -248,14 +248,15 @@ def test_a_block_gates_no_more_than_its_registers_hold(outer):
 
 
 def test_operands_that_do_not_fit_are_refused():
-    heads, norm, weight = jnp.zeros((2, 4, 16)), jnp.zeros(16), jnp.zeros((64, 8))
+    heads, weight = jnp.zeros((2, 4, 16)), jnp.zeros((64, 8))
     with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
         split_matmul(jnp.zeros((2, 48)), weight)
     with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
         gated_matmul(jnp.zeros((2, 96)), weight)
     with pytest.raises(ValueError, match="as many gates as others, but 129 columns"):
         gated_matmul(jnp.zeros((2, 129)), weight)
+    norms = [GatedNorm(jnp.zeros((2, x)), jnp.zeros(16), first=8, eps=1e-6) for x in (71, 72)]
     with pytest.raises(ValueError, match="columns 8 to 71, but there are 71 columns"):
-        gated_norm_matmul(heads, jnp.zeros((2, 71)), 8, norm, 1e-6, weight)
+        gated_norm_matmul(heads, norms[0], weight)
     with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
-        gated_norm_matmul(heads, jnp.zeros((2, 72)), 8, norm, 1e-6, weight[:32])
+        gated_norm_matmul(heads, norms[1], weight[:32])

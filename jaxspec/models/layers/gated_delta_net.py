@@ -16,11 +16,12 @@ from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
-from jaxspec.pallas.products import Delta
+from jaxspec.pallas.products import COLUMNS, Delta
 from jaxspec.pallas.split_matmul import gated_norm_matmul
 
 _Projected = Float[Array, "tokens outputs"]
@@ -44,7 +45,8 @@ class GatedDeltaNet(nnx.Module):
             "in_proj_b": heads,
             "in_proj_a": heads,
         }
-        self.in_proj = Linear(config.hidden_size, outputs, dtype)
+        # Of the 0.8B's 8,224 columns a kernel's last tile would have 32, in rows of 64 bytes.
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=COLUMNS)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
         # Published as A_log and dt_bias; one matrix, which the kernel gets without a copy.
@@ -68,21 +70,23 @@ class GatedDeltaNet(nnx.Module):
         """
         del angles
         split = inputs.num_decode_tokens
-        out, cache = self._verify(projected[:split], inputs, cache, layer)
+        # The gates lie behind the channels.
+        weight, eps = self.norm.weight[...], self.norm.eps
+        norm = GatedNorm(projected, weight, first=self.config.conv_dim, eps=eps)
+        of_decode, of_prefill = norm.split(split)
+        out, cache = self._verify(projected[:split], of_decode, inputs, cache, layer)
         if inputs.prefill is not None:
             chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
-            out = jnp.concatenate([out, chunks])
-        weights = self.norm.weight[...], self.norm.eps, self.out_proj.weight[...]
-        # The gates lie behind the channels.
-        return gated_norm_matmul(out, projected, self.config.conv_dim, *weights), cache
+            out = jnp.concatenate([of_decode(out), of_prefill(chunks)])
+        return gated_norm_matmul(out, norm, self.out_proj.weight[...]), cache
 
     @property
     def _heads(self) -> GdnHeads:
         config = self.config
         return GdnHeads(config.linear_key_heads, config.linear_key_dim, config.linear_value_heads)
 
-    def _verify(self, projected, inputs, cache, layer):
-        """The rectangle's outputs; its states are kept, or what it takes to replay them."""
+    def _verify(self, projected, norm, inputs, cache, layer):
+        """The rectangle's `Heads`; its states are kept, or what it takes to replay them."""
         decode = inputs.decode
         projected = projected.reshape(-1, inputs.width, projected.shape[1])
         slots, offset, query_len = where = decode.slots, decode.state_offset, decode.query_len
@@ -97,7 +101,7 @@ class GatedDeltaNet(nnx.Module):
         else:
             progress = decode.num_computed, decode.ring_length
             out, states, ring = gdn_replay(
-                *operands, cache.ring, layer, slots, *progress, query_len
+                *operands, cache.ring, layer, slots, *progress, query_len, norm
             )
             cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
         return out.reshape(-1, *out.shape[2:]), cache
