@@ -20,8 +20,8 @@ def argmax_matmul(
     A row's `forbidden` columns (int32) are passed over; what is no column, as -1, forbids nothing.
     Where a score is NaN, or no score that is not forbidden is finite, there is none: -1.
 
-    One kernel of 8 rows or more in 16 bits: with 248,320 columns the scores of 256 are 254 MB, which
-    are not written, nor read again. Fewer rows have few scores.
+    One kernel of 8 rows or more in 16 bits: with 248,320 columns the scores of 256 are 254 MB,
+    which are not written, nor read again. Fewer rows have few scores.
 
     Raises:
         ValueError: `weight` is not for the features of `x`.

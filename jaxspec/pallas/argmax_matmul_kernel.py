@@ -188,7 +188,7 @@ def _block(
 
 def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free):
     """The warpgroup that fills the ring, as soon as both others are done with a chunk."""
-    together = {"collective_axes": ("part",)} if sizes.cluster > 1 else {}
+    axes = ("part",) if sizes.cluster > 1 else None
 
     @pl.loop(0, count * sizes.chunks)
     def _(j):
@@ -198,7 +198,7 @@ def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, fre
         pl.when(j >= sizes.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
         plgpu.copy_gmem_to_smem(weight.at[chunk, columns], ring.at[stage], arrived.at[stage])
         part, to = x.at[pl.ds(first_row, sizes.copied), chunk], tokens.at[stage, : sizes.copied]
-        plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], **together)
+        plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], collective_axes=axes)
 
 
 def _multiply(sizes, count, tokens, ring, arrived, free, tile):

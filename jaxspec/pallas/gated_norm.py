@@ -1,5 +1,7 @@
 """The output norm of Gated DeltaNet: each head normed, and gated by a part of the projection."""
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ class GatedNorm:
     def split(self, tokens: int) -> "tuple[GatedNorm, GatedNorm]":
         """Of the first `tokens`, and of the others."""
         parts = self.gates[:tokens], self.gates[tokens:]
-        first, others = (self.replace(gates=gates) for gates in parts)
+        first, others = (dataclasses.replace(self, gates=gates) for gates in parts)
         return first, others
 
     def check(self, features: int) -> None:
