@@ -52,13 +52,15 @@ class Products(ReplayBlock):
         else:
             state = self.load(refs.state, self.by_square)
 
-            products = []
-            for first in range(0, 2 * sizes.width, FACTORS):
-                some = range(first, first + FACTORS)
-                products += self.times(state, some, self.by_square)
-            for x, product in enumerate(products):  # last: no load passes a store
-                product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
-                self.store(self.state_products.at[:, pl.ds(x, 1)], product)
+
+            def factors(first, _):
+                columns = [first * FACTORS + x for x in range(FACTORS)]
+                products = self.times(state, columns, self.by_square)
+                for x, product in zip(columns, products, strict=True):
+                    product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
+                    self.store(self.state_products.at[:, pl.ds(x, 1)], product)
+
+            lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
         self.meet()
 
     def multiply_by_tensor_cores(self):
