@@ -52,7 +52,6 @@ class Products(ReplayBlock):
         else:
             state = self.load(refs.state, self.by_square)
 
-
             def factors(first, _):
                 columns = [first * FACTORS + x for x in range(FACTORS)]
                 products = self.times(state, columns, self.by_square)

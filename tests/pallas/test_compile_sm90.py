@@ -284,10 +284,13 @@ REPLAY_CASES = [  # shape, dtype, width, rows; of 1, 2 and 16 rows a head takes 
 
 @pytest.mark.parametrize(("shape", "dtype", "width", "rows"), REPLAY_CASES, ids=str)
 def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
-    def step(q, k, v, g, beta, states, ring, *index):
-        for layer in range(2):
+    """In one layer with its output norm, where a head is one block's."""
+
+    def step(q, k, v, g, beta, states, ring, gates, weight, *index):
+        norm = GatedNorm(gates, weight, first=shape.conv_dim, eps=1e-6)
+        for layer, norm_of in enumerate((None, norm)):
             v, states, ring = gdn_replay_kernel(
-                *(q, k, v, g, beta, states, ring, jnp.int32(layer), *index)
+                *(q, k, v, g, beta, states, ring, jnp.int32(layer), *index, norm_of)
             )
         return v, states, ring
 
@@ -303,7 +306,9 @@ def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
         array(*lead, shape.value_heads),
     )
     index = [array(rows, dtype=jnp.int32)] * 4
-    operands = (key, key, value, gate, gate, states, ring, *index)
+    columns = shape.conv_dim + shape.value_heads * shape.value_dim
+    norm = array(rows * width, columns, dtype=jnp.bfloat16), array(shape.value_dim)
+    operands = (key, key, value, gate, gate, states, ring, *norm, *index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(5, 6))
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
     program = compiled.as_text()
@@ -544,7 +549,11 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
 @pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
 @pytest.mark.parametrize(
     ("features", "tokens", "ids"),
-    [(1024, 16, 248320), (1024, 64, 248320), (4096, 64, 248320), (4096, 64, 16384)],
+    [
+        *((1024, tokens, 248320) for tokens in (8, 16, 64, 128, 256, 1024)),
+        *((4096, tokens, 248320) for tokens in (64, 256)),
+        (4096, 64, 16384),
+    ],
 )
 def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, ids, slots):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
@@ -633,19 +642,22 @@ def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
     assert conversions(lambda x: x * x.astype(jnp.bfloat16).astype(jnp.float32)) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels"),
-    [
-        (
-            "GatedDeltaNet",
-            ["gdn_inputs", "gdn_replay", "gated_norm_matmul"],
-        ),
-        ("GatedAttention", ["attention_inputs", "attend", "split_matmul"]),
-    ],
-)
-@pytest.mark.parametrize("width", [1, 4])
-def test_a_layer_of_few_rows_is_its_kernels(h200, monkeypatch, kind, kernels, width):
-    """Between them nothing is left of a step of one row, but attention's gate and its padding.
+_FEW = ["norm_matmul"], ["add_norm", "matmul"]  # of one row, and of up to 8
+_MORE = ["add_norm", "gemm"], ["split_gemm", "add_norm", "matmul_silu"]  # of 16 to 256
+_GATED_DELTA_NET = ["gdn_inputs", "gdn_replay"]
+LAYERS = [  # kind, rows, width, kernels, other fusions
+    ("GatedDeltaNet", 1, 1, [*_FEW[0], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[0]], 1),
+    ("GatedDeltaNet", 1, 4, [*_FEW[1], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[1]], 1),
+    ("GatedDeltaNet", 8, 1, [*_FEW[1], *_GATED_DELTA_NET, "split_matmul", *_FEW[1]], 1),
+    ("GatedDeltaNet", 64, 4, [*_MORE[0], *_GATED_DELTA_NET, *_MORE[1]], 3),
+    ("GatedAttention", 1, 1, [*_FEW[0], "attention_inputs", "attend", "split_matmul", *_FEW[0]], 3),
+    ("GatedAttention", 1, 4, [*_FEW[1], "attention_inputs", "attend", "split_matmul", *_FEW[1]], 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "width", "kernels", "fusions"), LAYERS)
+def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, fusions):
+    """Between them nothing is left of a step, but attention's gate and its padding.
 
     Before the first layer's replay XLA puts together what all layers' ask of the rows.
     """
@@ -662,19 +674,19 @@ def test_a_layer_of_few_rows_is_its_kernels(h200, monkeypatch, kind, kernels, wi
         inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
         return nnx.merge(graph, params)(x, delta, inputs, angles, cache)
 
+    tokens = rows * width
     operands = (
         params,
-        array(width, config.hidden_size, dtype=jnp.bfloat16),
-        array(8, width, config.hidden_size),
-        DecodeRegion(*[array(1, dtype=jnp.int32)] * 5),
-        array(width, dtype=jnp.int32),
+        array(tokens, config.hidden_size, dtype=jnp.bfloat16),
+        array(8, tokens, config.hidden_size),
+        DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5),
+        array(tokens, dtype=jnp.int32),
         array(3, 16, dtype=jnp.int32),
-        (array(width, config.rotary_dim // 2),) * 2,
+        (array(tokens, config.rotary_dim // 2),) * 2,
         cache,
     )
     program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="jit\(step\)/jit\(_?(\w+?)(?:_kernel)?\)'
-    first = ["norm_matmul"] if width == 1 else ["add_norm", "matmul"]
-    assert re.findall(names, program) == [*first, *kernels, *first, "gated_matmul"]
-    fusions = len(re.findall(r"= [^=]* fusion\(", program))
-    assert fusions <= (1 if kind == "GatedDeltaNet" else 3)
+    last = "gated_matmul" if tokens <= 8 else "split_gemm"
+    assert re.findall(names, program) == [*kernels, last]
+    assert len(re.findall(r"= [^=]* fusion\(", program)) <= fusions
