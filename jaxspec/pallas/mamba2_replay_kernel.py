@@ -92,7 +92,7 @@ def replay(
     pools = (states, ring.x, ring.b, ring.dt)
     flat = [y.reshape(-1, *y.shape[4:]) for y in pools[:3]] + [ring.dt.reshape(-1)]
     in_place = [jax.new_ref(y, memory_space=plgpu.GMEM) for y in flat]
-    at_once = rows * heads // together <= 2 * mosaic.MULTIPROCESSORS
+    at_once = rows * heads // sizes.together <= 2 * mosaic.MULTIPROCESSORS
     index = slots, num_computed, ring_length, query_len
     asked = asked_rows(*index, slots_in_pool, width, in_ring, at_once=at_once)
     out = kernel(x, dt, a, b, c, d, layer[None], asked, *in_place)
