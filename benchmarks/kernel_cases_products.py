@@ -13,7 +13,7 @@ from jaxspec.pallas.argmax_matmul import NOTHING, argmax_matmul, argmax_matmul_r
 from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
-from jaxspec.pallas.products import matmul
+from jaxspec.pallas.products import COLUMNS, matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
     gated_matmul_reference,
@@ -25,7 +25,8 @@ from jaxspec.pallas.split_matmul import (
 from jaxspec.plan import MAX_STOP_IDS
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
-_PROJECTED = 8256  # channels, output gate, b and a: 8224, and padding
+_OUTPUTS = _SHAPE.conv_dim + _SHAPE.value_heads * (_SHAPE.value_dim + 2)
+_PROJECTED = -(-_OUTPUTS // COLUMNS) * COLUMNS  # with padding
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes

@@ -201,7 +201,7 @@ def load_weights(
     for placement in placements:
         of_param.setdefault(id(placement.param), []).append(placement)
     with tqdm(
-        total=sum(_num_bytes(parts[0].param) for parts in of_param.values()),
+        total=sum(map(_num_bytes, placements)),
         desc="loading",
         unit="B",
         unit_scale=True,
@@ -217,12 +217,13 @@ def load_weights(
                 target = value[part.index]
                 target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
             param.set_value(jax.device_put(value))
-            bar.update(value.nbytes)
+            bar.update(sum(map(_num_bytes, parts)))
     return model
 
 
-def _num_bytes(param: Any) -> int:
-    return math.prod(param.shape) * np.dtype(param.dtype).itemsize
+def _num_bytes(placement: Placement) -> int:
+    """Of one published tensor, as it is kept."""
+    return math.prod(placement.shape) * np.dtype(placement.param.dtype).itemsize
 
 
 def _check(

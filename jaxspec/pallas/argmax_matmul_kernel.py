@@ -18,15 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 from jaxspec.pallas.argmax_matmul import NOTHING
+from jaxspec.pallas.wgmma import CHUNK
 
 _COLUMNS = 128  # of a tile
-_CHUNK = 64  # features: a row's are the 128 bytes of a swizzled tile
-_MOST_STAGES = 32  # Mosaic's limit of barriers
 _REGISTERS = 232, 40  # of a thread that multiplies, where two warpgroups do, and of one that copies
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-_TILES = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 _NO_COLUMN = 2**30
 
 
@@ -37,8 +35,10 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
     `cluster`: blocks that share their rows; the interpreter knows no copies to several.
     """
     (rows, _), ids = x.shape, weight.shape[1]
-    cluster = cluster or (2 if rows > 128 else 1)  # of few rows, it would not matter
-    sizes = _Sizes.of(rows, weight, cluster)
+    cluster = cluster or (2 if rows > 128 else 1)  # fewer rows are read again for little
+    # A tile's rows are copied in groups of 8, the same number by each block of a cluster.
+    x = jnp.pad(x, ((0, -rows % (8 * cluster)), (0, 0)))
+    sizes = _Sizes.of(x.shape[0], weight, cluster)
     found = functools.partial(jax.ShapeDtypeStruct, (sizes.teams * cluster, sizes.padded))
     kernel = plgpu.kernel(
         functools.partial(_block, sizes),
@@ -96,7 +96,7 @@ def _best_of(found):
 class _Sizes:
     """Of one call: which rows and columns are whose."""
 
-    copied: int  # rows of a tile: no more than there are, in full groups of 8
+    copied: int  # rows of a tile: no more than there are
     rows: int  # of a warpgroup
     warpgroups: int  # that multiply
     row_tiles: int
@@ -113,9 +113,8 @@ class _Sizes:
         row_tiles = pl.cdiv(rows, warpgroups * of_warpgroup)
         column_tiles = pl.cdiv(ids, cluster * _COLUMNS)
         teams = min(max(1, mosaic.MULTIPROCESSORS // cluster // row_tiles), column_tiles)
-        stage = 2 * _CHUNK * (warpgroups * of_warpgroup + _COLUMNS)
-        stages = min(mosaic.room(1) // stage, _MOST_STAGES)
-        copied = min(warpgroups * of_warpgroup, -(-rows // 8) * 8)
+        stages = mosaic.room(1) // (2 * CHUNK * (warpgroups * of_warpgroup + _COLUMNS))
+        copied = min(warpgroups * of_warpgroup, rows)
         return _Sizes(
             copied, of_warpgroup, warpgroups, row_tiles, column_tiles, teams, cluster, inner, stages
         )
@@ -131,13 +130,13 @@ class _Sizes:
 
     @property
     def chunks(self) -> int:
-        return self.inner // _CHUNK
+        return self.inner // CHUNK
 
     def scratch(self, dtype) -> dict[str, Any]:
         """The ring, as tensor cores want it."""
         return {
-            "tokens": plgpu.SMEM((self.stages, self.tile, _CHUNK), dtype, transforms=_TILES),
-            "ring": plgpu.SMEM((self.stages, _CHUNK, _COLUMNS), dtype, transforms=_TILES),
+            "tokens": wgmma.tile(self.stages, self.tile, CHUNK, dtype=dtype),
+            "ring": wgmma.tile(self.stages, CHUNK, _COLUMNS, dtype=dtype),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             # A chunk's rows go to all blocks of a cluster, so all must be done with the last.
             "free": plgpu.ClusterBarrier(
@@ -187,13 +186,16 @@ def _block(
 
 
 def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free):
-    """The warpgroup that fills the ring, as soon as both others are done with a chunk."""
+    """The warpgroup that fills the ring, as soon as all that multiply are done with a chunk.
+
+    In a cluster those of both blocks, for whom half of the rows are.
+    """
     axes = ("part",) if sizes.cluster > 1 else None
 
     @pl.loop(0, count * sizes.chunks)
     def _(j):
         stage = lax.rem(j, sizes.stages)
-        chunk = pl.ds(lax.rem(j, sizes.chunks) * _CHUNK, _CHUNK)
+        chunk = pl.ds(lax.rem(j, sizes.chunks) * CHUNK, CHUNK)
         columns = pl.ds(column(lax.div(j, sizes.chunks)), _COLUMNS)
         pl.when(j >= sizes.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
         plgpu.copy_gmem_to_smem(weight.at[chunk, columns], ring.at[stage], arrived.at[stage])

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas.add_norm import rms_norm
 
-# What a recurrence puts out, in float32, or what `GatedNorm` makes of it.
+# What a recurrence puts out: float32 heads, or, of two axes, what `GatedNorm` has made of them.
 Heads = Float[Array, "tokens heads dim"] | Float[Array, "tokens features"]
 
 
@@ -33,16 +33,27 @@ class GatedNorm:
         first, others = (dataclasses.replace(self, gates=gates) for gates in parts)
         return first, others
 
-    def check(self, features: int) -> None:
-        """Refuse gates that are not for so many features of a token.
+    def check(self, tokens: int, features: int) -> None:
+        """Refuse gates and a weight that are not for so many tokens and features of each.
 
         Raises:
-            ValueError: they lack columns.
+            ValueError: the gates have other rows or lack columns, or the weight is not a head's.
         """
-        if self.gates.shape[1] < self.first + features:
+        rows, columns = self.gates.shape
+        if columns < self.first + features:
             raise ValueError(
                 f"The gates must be columns {self.first} to {self.first + features - 1}, but there "
-                f"are {self.gates.shape[1]} columns. Hand over all of the projection."
+                f"are {columns} columns. Hand over all of the projection."
+            )
+        if rows != tokens:
+            raise ValueError(
+                f"There must be gates of {tokens} tokens, but these are of {rows}. Hand over the "
+                "projection of the same tokens, padding too."
+            )
+        if features % self.weight.shape[0]:
+            raise ValueError(
+                f"A norm's weight must be as long as a head, but {features} features are no "
+                f"multiple of {self.weight.shape[0]}. Give it one entry for each of a head's."
             )
 
     def __call__(self, heads: Heads) -> Float[Array, "tokens features"]:

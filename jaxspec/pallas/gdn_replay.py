@@ -40,7 +40,7 @@ def gdn_replay(
     query_len: Int[Array, " rows"],
     norm: GatedNorm | None = None,
 ) -> tuple[_Outputs, _States, GdnRing]:
-    """The gated delta rule over each row's tokens: float32 outputs, the new pool, the new ring.
+    """The gated delta rule over each row's tokens: outputs, the new pool, the new ring.
 
     The rule and its operands are `gdn_step`'s, but for what is kept. A slot's state is its
     checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
@@ -51,14 +51,21 @@ def gdn_replay(
     A row that `must_fold` writes this as its checkpoint, and goes on from what it wrote. Its tokens
     `t < query_len` go to the ring at `num_computed + t`; the caller counts those that stand, by
     `next_ring_length`. `k` and `u` are rounded to the ring's dtype before anything uses them, so
-    that what is replayed later is what this step computed with. Needs `ring >= 2 * width`
-    (ValueError). Padding rows and tokens write nothing, and what they put out means nothing.
+    that what is replayed later is what this step computed with. Outputs are float32. Padding rows
+    and tokens write nothing, and what they put out means nothing.
 
     A `norm` of all tokens, row by row, may be in the kernel: where there are heads enough that each
-    is one block's. The outputs then are what it makes of them, `[rows, width, features]`.
+    is one block's. The outputs then are what it makes of them, `[rows, width, features]` in the
+    dtype of its gates.
+
+    Raises:
+        ValueError: less than 2 rows of the ring a token, or `norm` is not for these tokens and
+            heads (`GatedNorm.check`).
     """
     width = q.shape[1]
     check_ring(width, ring.k.shape[2])
+    if norm is not None:
+        norm.check(q.shape[0] * width, v.shape[2] * v.shape[3])
     tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
     if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.

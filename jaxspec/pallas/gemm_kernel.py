@@ -17,13 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 from jaxspec.pallas.gemm import parts_of, rows_of
 from jaxspec.pallas.products import COLUMNS
+from jaxspec.pallas.wgmma import CHUNK
 
 _MOST_STAGES = 32  # Mosaic's limit of barriers
-_CHUNK = 64  # features: a row's are the 128 bytes of a swizzled tile
-_TILES = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Tile:
     pieces: int
     inner: int  # features
     dtype: Any
-    stages: int  # of the ring, of `_CHUNK` features each
+    stages: int  # of the ring, of `CHUNK` features each
 
     @staticmethod
     def of(x: Any, rows: int, pieces: int, inner: int, blocks: int, beside: int) -> "Tile":
@@ -43,7 +42,7 @@ class Tile:
         Raises:
             ValueError: that is none: a chunk arrives while another is multiplied.
         """
-        chunks, stage = inner // _CHUNK, 2 * _CHUNK * (rows + pieces * COLUMNS)
+        chunks, stage = inner // CHUNK, 2 * CHUNK * (rows + pieces * COLUMNS)
         stages = min(chunks, (mosaic.room(blocks) - beside) // stage, _MOST_STAGES)
         if stages < min(2, chunks):
             raise ValueError(
@@ -55,15 +54,15 @@ class Tile:
     @property
     def chunks(self) -> int:
         """Of a tile's features."""
-        return self.inner // _CHUNK
+        return self.inner // CHUNK
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for the ring, as tensor cores want it."""
-        rows = self.stages, self.rows, _CHUNK
-        columns = self.stages, self.pieces, _CHUNK, COLUMNS
+        rows = self.stages, self.rows, CHUNK
+        columns = self.stages, self.pieces, CHUNK, COLUMNS
         return {
-            "tokens": plgpu.SMEM(rows, self.dtype, transforms=_TILES),
-            "ring": plgpu.SMEM(columns, self.dtype, transforms=_TILES),
+            "tokens": wgmma.tile(*rows, dtype=self.dtype),
+            "ring": wgmma.tile(*columns, dtype=self.dtype),
             "arrived": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
         }
 
@@ -76,7 +75,7 @@ class Tile:
         def fetch(j):
             """Start the copies of a chunk; what lies beyond the last token or column is zeros."""
             stage = lax.rem(j, self.stages)
-            chunk = pl.ds(feature + j * _CHUNK, _CHUNK)
+            chunk = pl.ds(feature + j * CHUNK, CHUNK)
             for piece, column in enumerate(columns):
                 part = weight.at[chunk, pl.ds(column, COLUMNS)]
                 plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], arrived.at[stage])

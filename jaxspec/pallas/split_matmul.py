@@ -88,11 +88,11 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Float[Array, "inner
     is one, and heads are of 64 or 128.
 
     Raises:
-        ValueError: `weight` is not for the heads, or the gates lack columns.
+        ValueError: `weight` is not for the heads, or `norm` is not (`GatedNorm.check`).
     """
     features = math.prod(heads.shape[1:])
     products.check_inner(features, weight)
-    norm.check(features)
+    norm.check(heads.shape[0], features)
     if heads.ndim == 2:
         return split_matmul(heads, weight)
     why = _unsupported(heads, norm, weight)

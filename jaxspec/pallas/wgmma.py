@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+CHUNK = 64  # elements in 16 bits: a row's are the 128 bytes of a swizzled tile
+
 
 def tile(*shape, dtype=jnp.bfloat16):
     """Shared memory that wgmma reads."""
-    tiling = plgpu.TilingTransform((8, 64))
+    tiling = plgpu.TilingTransform((8, CHUNK))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 

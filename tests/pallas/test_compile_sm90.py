@@ -50,6 +50,7 @@ from jaxspec.pallas.matmul_silu import matmul_silu
 from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.products import COLUMNS
 from jaxspec.pallas.replay import as_kept, ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
@@ -354,7 +355,7 @@ def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [1, 2, None])
 @pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
 def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width, together):
     from jaxspec.pallas.mamba2_replay_kernel import replay
@@ -483,7 +484,8 @@ def test_add_norm_of_parts(h200, monkeypatch, capfd, features):
 
 
 SMALL = "qwen3.5-0.8b", "qwen3.5-2b"  # models whose products of few rows are kernels
-COLUMNS = 8256  # of its projection: channels, output gate, b and a, and padding
+OUTPUTS = GDN[SMALL[0]].conv_dim + GDN[SMALL[0]].value_heads * (GDN[SMALL[0]].value_dim + 2)
+PROJECTED = -(-OUTPUTS // COLUMNS) * COLUMNS  # with padding
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1, True), (2, True), (8, 0), (2, None)])
@@ -499,7 +501,7 @@ def test_norm_matmul(h200, monkeypatch, capfd, model, columns, parts, tokens):
         return y if delta is None else (total, y)  # not what was given: that would be a copy
 
     x = array(tokens, features, dtype=jnp.bfloat16)
-    outer = {"in_proj": COLUMNS, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}[columns]
+    outer = {"in_proj": PROJECTED, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}[columns]
     weight = array(features, outer, dtype=jnp.bfloat16)
     delta = array(parts, tokens, features) if parts else (None if parts is None else x)
     operands = x, delta, array(features, dtype=jnp.bfloat16), weight
@@ -522,7 +524,7 @@ def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
     sizes = (tokens, 2 * INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
     products = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (2048, outer))]
     heads, norm = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
-    operands = *products, heads, array(tokens, COLUMNS, dtype=jnp.bfloat16), norm
+    operands = *products, heads, array(tokens, PROJECTED, dtype=jnp.bfloat16), norm
     compiled = compile_for(h200, monkeypatch, step, operands)
     assert_lean(compiled, capfd.readouterr().out)
     assert not re.findall(r"(slice|fusion)\(", compiled.as_text())  # no gates cut out
@@ -550,7 +552,7 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
 @pytest.mark.parametrize(
     ("features", "tokens", "ids"),
     [
-        *((1024, tokens, 248320) for tokens in (8, 16, 64, 128, 256, 1024)),
+        *((1024, tokens, 248320) for tokens in (8, 12, 36, 64, 128, 136, 200, 256, 260)),
         *((4096, tokens, 248320) for tokens in (64, 256)),
         (4096, 64, 16384),
     ],

@@ -46,6 +46,18 @@ def test_a_split_norm_is_that_of_each_part():
 
 def test_gates_that_lack_columns_are_refused():
     _, norm = case(jnp.float32)
-    norm.check(HEADS * DIM + 2)
-    with pytest.raises(ValueError, match="columns 7 to 57, but there are 57 columns"):
-        norm.check(HEADS * DIM + 3)
+    norm.check(TOKENS, HEADS * DIM)
+    with pytest.raises(ValueError, match="columns 7 to 70, but there are 57 columns"):
+        norm.check(TOKENS, (HEADS + 1) * DIM)
+
+
+def test_gates_of_other_tokens_are_refused():
+    _, norm = case(jnp.float32)
+    with pytest.raises(ValueError, match="gates of 6 tokens, but these are of 5"):
+        norm.check(TOKENS + 1, HEADS * DIM)
+
+
+def test_a_weight_of_other_heads_is_refused():
+    _, norm = case(jnp.float32)
+    with pytest.raises(ValueError, match="47 features are no multiple of 16"):
+        norm.check(TOKENS, HEADS * DIM - 1)

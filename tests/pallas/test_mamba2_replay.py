@@ -230,7 +230,7 @@ def by_kernel(**options):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [1, 2, None])
 @pytest.mark.parametrize(
     ("dtype", "x_dtype", "head_dim", "state_dim", "width"),
     [
