@@ -70,7 +70,7 @@ def gdn_inputs_reference(x, weight, decay, conv, layer, slots, state_offset, que
 
 def _check_columns(x, weight, heads):
     channels, columns = weight.shape[0], x.shape[2]
-    needed = _first_b(weight, heads) + 2 * heads.value_heads
+    needed = _first_b(channels, heads) + 2 * heads.value_heads
     if columns < needed:
         values = needed - channels - 2 * heads.value_heads
         raise ValueError(
@@ -80,15 +80,14 @@ def _check_columns(x, weight, heads):
         )
 
 
-def _first_b(weight, heads):
+def _first_b(channels, heads):
     """The column of a projection where b begins, behind channels and output gate."""
-    channels = weight.shape[0]
     return 2 * (channels - heads.key_heads * heads.key_dim)
 
 
 def _columns(x, weight, heads):
     """The columns of `x` that are read: channels, b, a."""
-    first = _first_b(weight, heads)
+    first = _first_b(weight.shape[0], heads)
     b, a = (x[..., first + i * heads.value_heads :][..., : heads.value_heads] for i in range(2))
     return x[..., : weight.shape[0]], b, a
 
@@ -149,7 +148,7 @@ def _gdn_inputs_kernel(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     key_heads, key_dim, value_heads = heads
-    (rows, width, _), first_b = x.shape, 2 * (conv.shape[3] - key_heads * key_dim)
+    (rows, width, _), first_b = x.shape, _first_b(conv.shape[3], GdnHeads(*heads))
     size, blocks = _CHANNELS // key_dim, conv.shape[3] // _CHANNELS
 
     def body(x, decay, *refs):

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import gated_norm, mosaic
 from jaxspec.pallas.gdn_replay_products import FOLDED, Products
 from jaxspec.pallas.replay_block import TOGETHER
 
@@ -160,13 +160,11 @@ class Block(Products):
         for (start, count), (gate, weight, layout) in zip(
             _pieces(sizes.width), pieces, strict=True
         ):
-            tokens, shape = pl.ds(start, count), (count, sizes.values)
-            x, gate = self.load(refs.read.at[tokens], layout), gate.astype(jnp.float32)
-            root = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / sizes.values) + sizes.norm[1])
-            x = x * self.spread(root, shape, 0, layout) * self.spread(weight, shape, 1, layout)
-            x = x * (gate / (1.0 + jnp.exp(-gate)))
-            out = refs.out.at[self.row, tokens, self.head]
-            self.store(out, x.astype(out.dtype))
+            tokens = pl.ds(start, count)
+            read, out = refs.read.at[tokens], refs.out.at[self.row, tokens, self.head]
+            operands = self.load(read, layout), gate, weight, sizes.norm[1]
+            normed = gated_norm.in_kernel(plgpu, layout, *operands)
+            self.store(out, normed.astype(out.dtype))
 
     def append(self, updates, gates):
         """This step's updates and gates to the ring."""

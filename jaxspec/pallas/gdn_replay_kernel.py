@@ -34,10 +34,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.replay import asked_rows
-from jaxspec.pallas.replay_block import TOGETHER, ReplaySizes
+from jaxspec.pallas.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
@@ -76,27 +76,16 @@ def gdn_replay_kernel(
         scratch_types=_scratch(sizes, interpret is not None),
         grid=(q.shape[0], heads, splits),
         grid_names=("row", "head", "split"),
-        compiler_params=plgpu.CompilerParams(
-            # Barriers stand where one thread reads what another wrote.
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=0,  # no sum crosses warps
-            # Every layout is named here; to have them inferred takes ten times as long, and fails.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    pools = (states, ring.k, ring.u, ring.g)
-    flat = [x.reshape(-1, *x.shape[4:]) for x in pools]
-    in_place = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
     at_once = q.shape[0] * heads * splits <= 2 * mosaic.MULTIPROCESSORS
     index = slots, num_computed, ring_length, query_len
     rows = asked_rows(*index, slots_in_pool, sizes.width, sizes.rows, at_once=at_once)
     of_norm = () if norm is None else (norm.gates, norm.weight)
-    out = kernel(*of_norm, q, k, v, g, beta, layer[None], rows, *in_place)
-    out = out if norm is None else out.reshape(*out.shape[:2], -1)
-    after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(in_place, pools, strict=True)]
-    return out, after[0], type(ring)(*after[1:])
+    operands = *of_norm, q, k, v, g, beta, layer[None], rows
+    out, *after = in_place(kernel, operands, states, ring)
+    return out if norm is None else out.reshape(*out.shape[:2], -1), *after
 
 
 _OPERANDS = (
@@ -126,13 +115,8 @@ def _can_norm(norm):
 
 def _scratch(sizes, interpreted):
     """A block's shared memory and barriers."""
-    # How tensor cores want a matrix; without bank conflicts for threads that have rows, too.
-    tiles = (
-        plgpu.TilingTransform((8, 128 // sizes.dtype.itemsize)),
-        plgpu.SwizzleTransform(128),
-    )
     scratch = {
-        "state": plgpu.SMEM((sizes.values, sizes.key_dim), sizes.dtype, transforms=tiles),
+        "state": wgmma.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
         "gates": plgpu.SMEM((sizes.square,), jnp.float32),
@@ -150,7 +134,7 @@ def _scratch(sizes, interpreted):
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     if sizes.on_tensor_cores:
         scratch["keys"] = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
-        factors = plgpu.SMEM((2 * sizes.padded, sizes.key_dim), sizes.dtype, transforms=tiles)
+        factors = wgmma.tile(2 * sizes.padded, sizes.key_dim, dtype=sizes.dtype)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
         fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)

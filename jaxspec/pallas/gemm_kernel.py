@@ -174,13 +174,11 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
             plgpu.copy_smem_to_gmem(out, y.at[part, *here])
         plgpu.wait_smem_to_gmem(0)
 
-    tiles = plgpu.TilingTransform((8, 128 // size)), plgpu.SwizzleTransform(128)
     kernel = plgpu.kernel(
         body,
         kernel_name=name,
         out_type=y,
-        scratch_types=tile.scratch()
-        | {"out": plgpu.SMEM((rows, COLUMNS), y.dtype, transforms=tiles)},
+        scratch_types=tile.scratch() | {"out": wgmma.tile(rows, COLUMNS, dtype=y.dtype)},
         # The last varies fastest: blocks with the same part of the weight run side by side.
         grid=(parts, columns, row_blocks),
         grid_names=("part", "column", "row"),

@@ -35,10 +35,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, wgmma
 from jaxspec.pallas.mamba2_replay_block import Head
 from jaxspec.pallas.replay import asked_rows
-from jaxspec.pallas.replay_block import TOGETHER, ReplaySizes
+from jaxspec.pallas.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "together"))
@@ -79,25 +79,13 @@ def replay(
         grid_names=("row", "heads"),
         num_threads=sizes.together,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            # Barriers stand where one thread reads what another wrote.
-            unsafe_no_auto_barriers=True,
-            approx_math=True,
-            reduction_scratch_bytes=0,  # no sum crosses warps
-            # Every layout is named here; to have them inferred takes three times as long.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    pools = (states, ring.x, ring.b, ring.dt)
-    flat = [y.reshape(-1, *y.shape[4:]) for y in pools[:3]] + [ring.dt.reshape(-1)]
-    in_place = [jax.new_ref(y, memory_space=plgpu.GMEM) for y in flat]
     at_once = rows * heads // sizes.together <= 2 * mosaic.MULTIPROCESSORS
     index = slots, num_computed, ring_length, query_len
     asked = asked_rows(*index, slots_in_pool, width, in_ring, at_once=at_once)
-    out = kernel(x, dt, a, b, c, d, layer[None], asked, *in_place)
-    after = [jax.freeze(ref).reshape(y.shape) for ref, y in zip(in_place, pools, strict=True)]
-    return out, after[0], type(ring)(*after[1:])
+    return in_place(kernel, (x, dt, a, b, c, d, layer[None], asked), states, ring)
 
 
 _OPERANDS = (
@@ -129,14 +117,8 @@ class _Sizes(ReplaySizes):
 def _scratch(sizes, dtype):
     """A block's shared memory and barriers; `dtype`: of C."""
     heads = sizes.together
-    # Without bank conflicts for threads that have rows.
-    tiles = (
-        plgpu.TilingTransform((8, 128 // sizes.dtype.itemsize)),
-        plgpu.SwizzleTransform(128),
-    )
-    shape = heads, sizes.values, sizes.key_dim
     return {
-        "state": plgpu.SMEM(shape, sizes.dtype, transforms=tiles),
+        "state": wgmma.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "reads": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
         "keys": plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype),
         "updates": plgpu.SMEM((heads, sizes.window, sizes.values), sizes.dtype),

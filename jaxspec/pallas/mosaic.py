@@ -23,11 +23,6 @@ def room(blocks: int) -> int:
     return _SHARED_MEMORY // 2 - 2 * _RESERVED
 
 
-def kept(size: int) -> int:
-    """Bytes of shared memory that a piece of so many takes: Mosaic rounds up to 1 KB."""
-    return -(-size // 1024) * 1024
-
-
 def parts(blocks: int, units: int) -> int:
     """Into how many equal parts the units are cut, for as many times `blocks` to run at once."""
     most = max(1, MULTIPROCESSORS // blocks)

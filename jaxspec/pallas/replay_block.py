@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,6 +26,27 @@ from jaxspec.pallas.replay_layouts import (
 
 # Tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0.
 TOGETHER = 4
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    # Barriers stand where one thread reads what another wrote.
+    unsafe_no_auto_barriers=True,
+    approx_math=True,
+    reduction_scratch_bytes=0,  # no sum crosses warps
+    # Every layout is named; to have them inferred takes three to ten times as long, or fails.
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+
+
+def in_place(kernel, operands, states, ring):
+    """What `kernel` puts out, and the pools after it wrote into them; it sees them flat.
+
+    They come behind the operands: first all checkpoints, then all rows of each of the ring's.
+    """
+    pools, tree = jax.tree.flatten((states, ring))
+    refs = [jax.new_ref(x.reshape(-1, *x.shape[4:]), memory_space=plgpu.GMEM) for x in pools]
+    out = kernel(*operands, *refs)
+    after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pools, strict=True)]
+    return out, *jax.tree.unflatten(tree, after)
 
 
 @dataclasses.dataclass(frozen=True)

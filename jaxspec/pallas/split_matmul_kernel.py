@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import gated_norm, mosaic
 from jaxspec.pallas.few_rows import GATES, MOST_ROWS, parts_of
 from jaxspec.pallas.few_rows_kernel import Product, put_out
 from jaxspec.pallas.products import COLUMNS
@@ -153,9 +153,6 @@ def _norm_block(
         (load(heads.at[t, mine]), load(gates.at[t, columns].reshape(*some))) for t in range(tokens)
     ]
     for t, (x, gate) in enumerate(loaded):
-        root = lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / dim) + eps)
-        x = x * lax.broadcast_in_dim(root, some, (0,)) * lax.broadcast_in_dim(scale, some, (1,))
-        gate = gate.astype(jnp.float32)
-        x = x * (gate / (1.0 + jnp.exp(-gate)))
-        mosaic.store(plgpu, rows.at[t], x.astype(rows.dtype))
+        normed = gated_norm.in_kernel(plgpu, layout, x, gate, scale, eps)
+        mosaic.store(plgpu, rows.at[t], normed.astype(rows.dtype))
     _finish_rows(product, rows, tile, source, out, y)

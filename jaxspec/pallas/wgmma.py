@@ -14,8 +14,8 @@ CHUNK = 64  # elements in 16 bits: a row's are the 128 bytes of a swizzled tile
 
 
 def tile(*shape, dtype=jnp.bfloat16):
-    """Shared memory that wgmma reads."""
-    tiling = plgpu.TilingTransform((8, CHUNK))
+    """Shared memory that wgmma reads, or, in 32 bits, without bank conflicts between rows."""
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 

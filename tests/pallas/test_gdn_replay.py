@@ -7,6 +7,7 @@ import pytest
 from gated_delta import SMALL, int32, operands, oracle
 from shapes import GdnShape
 
+from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay
 from jaxspec.pallas.replay import next_ring_length, ring_rows
 
@@ -134,3 +135,11 @@ def test_a_ring_too_small_for_its_steps_is_refused():
     tokens = operands(np.random.default_rng(0), 1, WIDTH)
     with pytest.raises(ValueError, match="ring_rows >= 8"):
         gdn_replay(*tokens, *empty(rows=7), 0, *[int32(1)] * 4)
+
+
+def test_a_norm_of_other_tokens_is_refused():
+    """A kernel would read what lies behind its gates."""
+    tokens, features = operands(np.random.default_rng(0), 1, WIDTH), SMALL.value_heads * 5
+    norm = GatedNorm(jnp.zeros((WIDTH - 1, features)), jnp.zeros(5), first=0, eps=1e-6)
+    with pytest.raises(ValueError, match=f"gates of {WIDTH} tokens, but these are of {WIDTH - 1}"):
+        gdn_replay(*tokens, *empty(), 0, *[int32(1)] * 4, norm)

@@ -42,10 +42,5 @@ def test_what_is_loaded_is_stored(dtype, shape, layout):
     np.testing.assert_array_equal(jax.jit(copy)(x), x)
 
 
-@pytest.mark.parametrize(("size", "kept"), [(0, 0), (1, 1024), (1024, 1024), (4097, 5120)])
-def test_a_piece_of_shared_memory_takes_whole_kilobytes(size, kept):
-    assert mosaic.kept(size) == kept
-
-
 def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
     assert mosaic.room(132) > 2 * mosaic.room(133) and mosaic.room(133) > 108 * 1024
