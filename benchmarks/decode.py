@@ -54,7 +54,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one.
-    buckets = [case.rows // 4, case.rows] if case.drafts and case.rows >= 4 else [case.rows]
+    ends = (case.rows // 4, case.rows // 2) if case.drafts and case.rows >= 4 else ()
     return dummy_llm.make_llm(
         case,
         folder,
@@ -62,7 +62,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
         max_model_len=longest,
         max_prefill_seqs=-(-chunk // case.prompt),
         max_num_batched_tokens=chunk + case.rows * (1 + case.drafts),
-        decode_buckets=buckets,
+        decode_buckets=[*ends, case.rows],
         prefill_buckets=[chunk],
         num_pages=num_pages([longest] * case.rows),
         gpu_memory_utilization=1.0,
