@@ -22,10 +22,6 @@ from jaxspec.pallas.gdn_prefill_chunks import Sizes, prepare
 from jaxspec.pallas.prefill import CHUNK
 from jaxspec.pallas.prefill_blocks import ALIGN, VALUES, sequences, store, store_nothing
 
-# Chunks in shared memory. With two, two blocks fit on a multiprocessor, with 1 KB to spare: that
-# is why the sums of `g` do not come that way.
-_STAGES = 2
-
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def prefill(
@@ -73,15 +69,27 @@ def _chunks(begin, end, live, tokens):
     return last - number, (here, low, high)
 
 
+def _stages(blocks):
+    """Chunks in shared memory, given how many blocks there may be.
+
+    Three hide the copies of a chunk behind two others: a third less time than with two, of which
+    two blocks fit on a multiprocessor, with 1 KB to spare (that is why the sums of `g` do not come
+    this way). Those take a tenth less where each has one and waits for more than another.
+    """
+    return 3 if blocks <= 2 * mosaic.MULTIPROCESSORS else 2
+
+
 def _walk(sizes, tokens, chunks, rows, pool, params):
     """Outputs of all tokens; the final states go into `pool`."""
-    dim, dtype = sizes.key_dim, sizes.dtype
+    dim, dtype, seqs = sizes.key_dim, sizes.dtype, len(rows[1])
+    grid = (sizes.value_dim // VALUES, sizes.value_heads, seqs)
+    stages = _stages(grid[0] * grid[1] * (seqs - 2))  # two of the sequences are null
     scratch = {
-        "queries": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
-        "keys": wgmma.tile(_STAGES, CHUNK, dim, dtype=dtype),
-        "values": wgmma.tile(_STAGES, CHUNK, VALUES, dtype=dtype),
-        "matrices": wgmma.tile(_STAGES, 2 * CHUNK, CHUNK, dtype=dtype),
-        "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
+        "queries": wgmma.tile(stages, CHUNK, dim, dtype=dtype),
+        "keys": wgmma.tile(stages, CHUNK, dim, dtype=dtype),
+        "values": wgmma.tile(stages, CHUNK, VALUES, dtype=dtype),
+        "matrices": wgmma.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
+        "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
     }
     if params:
         scratch["spare"] = wgmma.tile(VALUES, dim, dtype=dtype)
@@ -92,7 +100,7 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
             (sizes.tokens, sizes.value_heads, sizes.value_dim), jnp.float32
         ),
         scratch_types=scratch,
-        grid=(sizes.value_dim // VALUES, sizes.value_heads, len(rows[1])),
+        grid=grid,
         grid_names=("part", "head", "seq"),
         # Safe without barriers but `_step`'s own: copies alone write what several threads read.
         compiler_params=plgpu.CompilerParams(
@@ -149,7 +157,7 @@ def _begin(
 
     @pl.when(number > 0)
     def _():
-        for stage in range(_STAGES):
+        for stage in range(queries.shape[0]):
             pl.when(stage < number)(functools.partial(fetch, stage, stage))
         place = (layer[0] * sizes.num_slots + slot) * sizes.candidates
         source = place + jnp.clip(offset[seq], 0, sizes.candidates - 1)
@@ -165,7 +173,8 @@ def _begin(
 
 def _step(sizes, walk, j, state):
     """One chunk: its outputs, and the state `[values, key_dim]` after it."""
-    stage = lax.rem(j, _STAGES)
+    stages = walk.ring[0].shape[0]
+    stage = lax.rem(j, stages)
     arrived = walk.ring[-1].at[stage]
     queries, keys, values, matrices = (x.at[stage] for x in walk.ring[:-1])
     coupling, weights = (matrices.at[pl.ds(i * CHUNK, CHUNK)].transpose((1, 0)) for i in range(2))
@@ -193,7 +202,7 @@ def _step(sizes, walk, j, state):
     )
     store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
-    again = j + _STAGES
+    again = j + stages
     pl.when(again < walk.number)(lambda: walk.fetch(again, stage))
     return state
 

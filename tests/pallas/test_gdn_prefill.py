@@ -8,7 +8,7 @@ from gated_delta import int32
 from gated_delta import operands as tokens_of
 from shapes import GDN, GdnShape
 
-from jaxspec.pallas import dispatch
+from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.gdn_prefill import gdn_prefill, gdn_prefill_reference
 
 LAYERS, SLOTS, CANDIDATES, KEY_HEADS, VALUE_HEADS, VALUE_DIM, KEY_DIM = 2, 6, 3, 2, 4, 5, 8
@@ -98,14 +98,14 @@ def test_values_may_come_in_the_dtype_of_the_model(form):
 
 
 # The kernel. Sequences, from token 3 on: a chunk and a bit that begins its prompt, less than a
-# chunk, none, one whose inputs are all NaN, padding by slot, three chunks, padding by a slot that
+# chunk, none, one whose inputs are all NaN, padding by slot, four chunks, padding by a slot that
 # is not there.
 SEQUENCES = {
     "slots": int32(3, 2, 1, 5, 0, 4, 10**6),
     "offset": int32(10**6, 1, 0, 0, -5, -(2**31), 7),
     "computed": int32(0, 9, 3, 5, 10**6, 64, -1),
 }
-LENGTH = [70, 5, 0, 20, 9, 130, 7]
+LENGTH = [70, 5, 0, 20, 9, 200, 7]
 REAL, POISONED = (0, 1, 5), 3
 
 
@@ -167,22 +167,23 @@ def check(operands, start, run, alike=False):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("dtype", "states_dtype", "value_dim", "key_dim", "alike"),
+    ("dtype", "states_dtype", "value_dim", "key_dim", "alike", "multiprocessors"),
     [
-        (jnp.bfloat16, jnp.float32, 64, 128, False),
-        (jnp.bfloat16, jnp.bfloat16, 128, 64, False),
-        (jnp.float16, jnp.float16, 64, 64, False),
-        (jnp.bfloat16, jnp.float32, 64, 64, True),
+        (jnp.bfloat16, jnp.float32, 64, 128, False, 132),
+        (jnp.bfloat16, jnp.bfloat16, 128, 64, False, 132),
+        (jnp.float16, jnp.float16, 64, 64, False, 4),  # two blocks on each
+        (jnp.bfloat16, jnp.float32, 64, 64, True, 132),
     ],
 )
 def test_the_kernels_equal_their_reference_without_races(
-    dtype, states_dtype, value_dim, key_dim, alike
+    monkeypatch, dtype, states_dtype, value_dim, key_dim, alike, multiprocessors
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from jaxspec.pallas.gdn_prefill_kernel import prefill
 
+    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", multiprocessors)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
     def run(*args):
