@@ -43,9 +43,7 @@ class Block(Products):
         def _():
             wait(refs.state_came)
 
-        self.multiply_state()
-        products = self.state_products.at[:, pl.ds(0, self.sizes.columns)]
-        read = self.replay(jnp.where(self.folds, 1.0, decay), products, self.meet)
+        read = self.read_state(jnp.where(self.folds, 1.0, decay))
         updates = self.solve(read, new, gates, betas)
         self.append(updates, gates)
         if gated:
@@ -61,9 +59,12 @@ class Block(Products):
         The checkpoint last: what is needed before it would wait for its bytes.
         """
         refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
-        for i, x in enumerate((refs.q, refs.k)):
-            to = refs.tokens.at[pl.ds(i * width, width)]
-            copy(x.at[self.row, :, self.key_head], to, refs.tokens_came)
+        targets = [(refs.q, refs.tokens, 0), (refs.k, refs.tokens, width)]
+        if not self.sizes.on_tensor_cores:
+            targets.append((refs.k, self.keys, 0))
+        for x, to, first in targets:
+            source, to = x.at[self.row, :, self.key_head], to.at[pl.ds(first, width)]
+            copy(source, to, refs.tokens_came)
 
         @plgpu.warp_map
         def _(warp):
@@ -81,14 +82,20 @@ class Block(Products):
 
             @pl.when(warp == 0)
             def _():
-                copy(self.checkpoint(), refs.state, refs.state_came)
+                for place, part in self.checkpoint():
+                    copy(place, part, refs.state_came)
 
             for j, gate in zip(tokens, gates, strict=True):
                 refs.gates[j] = gate
 
     def checkpoint(self):
-        """In the pool."""
-        return self.refs.states.at[self.place * self.sizes.heads + self.head, self.values]
+        """Where its parts are in the pool, and in shared memory."""
+        state, place = self.refs.state, self.place * self.sizes.heads + self.head
+        if self.sizes.on_tensor_cores:
+            return [(self.refs.states.at[place, self.values], state)]
+        quarters = [pl.ds(i * state.shape[2], state.shape[2]) for i in range(4)]
+        places = [self.refs.states.at[place, self.values, quarter] for quarter in quarters]
+        return [(place, state.at[i]) for i, place in enumerate(places)]
 
     def out(self, t):
         """Where what token `t` reads goes."""
@@ -186,11 +193,12 @@ class Block(Products):
         if self.sizes.on_tensor_cores:
             self.fold_by_tensor_cores(decay)
         else:
-            state = decay * self.load(self.refs.state, self.by_square)
+            state = decay * self.load(self.refs.state, self.by_quarter)
             times = lax.div(self.length + FOLDED - 1, FOLDED)
             self.store(self.refs.state, lax.fori_loop(0, times, self.fold_some, state))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())
+        for place, part in self.checkpoint():
+            plgpu.copy_smem_to_gmem(part, place)
 
 
 def _pieces(width):

@@ -12,15 +12,17 @@ what is left for one value, by one thread, needs nothing of the others.
 
 What lies in shared memory, in the order of its use:
 
-    state            the checkpoint's values; a copy writes it (`state_came`), a fold stores it back
-    tokens           queries, then keys (`tokens_came`), then, in float32, the ring's keys
-    keys             16 bits: this step's keys, rounded, then the ring's (`ring_came`), by age
+    state            the checkpoint's values, in float32 a quarter of the keys after the other;
+                     copies write it (`state_came`), a fold stores it back
+    tokens           queries, then keys (`tokens_came`)
+    keys             this step's as the ring has them, then the ring's (`ring_came`), by age
     updates          the ring's (`ring_came`), by age
     gates, since     the ring's gates; the decay since each of its tokens, 0 for none
     overlap          keys times queries and keys, a row a key as in `keys`
     read             of a norm: what each token reads of the state
-    products         16 bits: the keys of a fold; queries and keys and what rounding takes from
-                     them, until tensor cores have read them; then the state's products
+    products         the state's. In float32 each warp's own, where `keys` were. In 16 bits there
+                     were the keys of a fold, then queries and keys and what rounding takes from
+                     them, until tensor cores have read them
 
 `met` lies between what threads write and what others read; where tensor cores or a copy read,
 `commit_smem`.
@@ -116,32 +118,42 @@ def _can_norm(norm):
 def _scratch(sizes, interpreted):
     """A block's shared memory and barriers."""
     scratch = {
-        "state": wgmma.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
         "gates": plgpu.SMEM((sizes.square,), jnp.float32),
         "since": plgpu.SMEM((sizes.square,), jnp.float32),
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
-        "products": plgpu.SMEM((sizes.values, sizes.padded), jnp.float32),
         "met": plgpu.Barrier(),
-        "state_came": plgpu.Barrier(),
-        "tokens_came": plgpu.Barrier(num_arrivals=2),
+        "state_came": plgpu.Barrier(num_arrivals=1 if sizes.on_tensor_cores else 4),
+        "tokens_came": plgpu.Barrier(num_arrivals=2 if sizes.on_tensor_cores else 3),
         "ring_came": plgpu.Barrier(
             num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
         ),
     }
     if sizes.norm:
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
+    keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
     if sizes.on_tensor_cores:
-        scratch["keys"] = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
+        scratch["state"] = wgmma.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype)
+        scratch["keys"] = keys
         factors = wgmma.tile(2 * sizes.padded, sizes.key_dim, dtype=sizes.dtype)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
         fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
+        products = plgpu.SMEM((sizes.values, sizes.padded), jnp.float32)
         # A fold is over before there are factors, and they have been read when products come.
-        scratch["products"] = plgpu.RefUnion(factors, scratch["products"], fold_keys)
+        scratch["products"] = plgpu.RefUnion(factors, products, fold_keys)
         if interpreted:
             scratch["spare"] = plgpu.SMEM((sizes.values, 16), sizes.dtype)
+    else:
+        quarter = sizes.key_dim // 4
+        transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
+        state = (4, sizes.values, quarter)
+        scratch["state"] = plgpu.SMEM(state, jnp.float32, transforms=transforms)
+        products = plgpu.SMEM((sizes.at_once, 4, sizes.values), jnp.float32)
+        scratch["keys"] = plgpu.RefUnion(keys, products)
+        if interpreted:
+            scratch["spare"] = plgpu.SMEM((4, quarter), jnp.float32)
     return scratch
 
 
@@ -161,10 +173,16 @@ class _Sizes(ReplaySizes):
 
     @property
     def padded(self) -> int:
-        """Columns in full groups of 8 where tensor cores make them."""
-        return max(8, self.columns) if self.on_tensor_cores else self.columns
+        """Columns of products that tensor cores make."""
+        return max(8, self.columns)
 
     @property
     def tokens(self) -> int:
-        """Rows of queries and of keys."""
-        return max(2 * self.width, self.padded) if self.on_tensor_cores else self.width + self.keys
+        """Rows of queries and of keys, in full groups of 4."""
+        most = max(self.factors, self.padded) if self.on_tensor_cores else self.factors
+        return -(-most // 4) * 4
+
+    @property
+    def at_once(self) -> int:
+        """Factors whose products with quarters of the keys take no more room than all keys."""
+        return min(self.factors, self.keys * self.key_dim // (8 * self.values) * 2)

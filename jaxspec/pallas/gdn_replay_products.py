@@ -6,7 +6,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import wgmma
-from jaxspec.pallas.replay_block import ReplayBlock
+from jaxspec.pallas.replay_block import TOGETHER, ReplayBlock
+from jaxspec.pallas.replay_layouts import quarters_layout
 
 FACTORS = 2  # queries and keys in registers at once
 FOLDED = 2  # tokens: the loads of one while another is added
@@ -27,40 +28,76 @@ class Products(ReplayBlock):
         self.updates, self.weights = refs.updates, refs.since
         if sizes.on_tensor_cores:
             self.keys = refs.keys
-            self.factors, self.state_products, self.fold_keys = refs.products
+            self.factors, self.products, self.fold_keys = refs.products
         else:
-            self.keys = refs.tokens.at[pl.ds(sizes.width, sizes.keys)]
-            self.state_products = refs.products
+            self.keys, self.products = refs.keys
+            self.by_quarter = quarters_layout()
         # Of tokens: 16 lanes each, which read 256 bytes in one piece.
         self.by_eight = plgpu.Layout.TILED(
             plgpu.Tiling(((8, 64), (2, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
         )
 
-    def times(self, matrix, factors, layout):
-        """Each row of `matrix` times each of these queries and keys: loads first, to overlap."""
-        factors = [self.load(self.refs.tokens.at[x], layout.reduce(0)) for x in factors]
-        factors = [self.spread(factor, matrix.shape, 1, layout) for factor in factors]
-        return [jnp.sum(matrix * factor, axis=1) for factor in factors]
-
-    def multiply_state(self):
-        """The checkpoint times each query and key, values by factors."""
-        refs, sizes = self.refs, self.sizes
-        if sizes.on_tensor_cores:
-            products = self.multiply_by_tensor_cores()
-            self.meet()  # all have read the factors, where these go
-            self.store(self.state_products, products)
-        else:
-            state = self.load(refs.state, self.by_square)
-
-            def factors(first, _):
-                columns = [first * FACTORS + x for x in range(FACTORS)]
-                products = self.times(state, columns, self.by_square)
-                for x, product in zip(columns, products, strict=True):
-                    product = self.spread(product, (sizes.values, 1), 0, self.by_square_column)
-                    self.store(self.state_products.at[:, pl.ds(x, 1)], product)
-
-            lax.fori_loop(0, 2 * sizes.width // FACTORS, factors, None)
+    def read_state(self, decay):
+        """The state before this step times each query and key, a line of values each."""
+        if not self.sizes.on_tensor_cores:
+            return self.replay_lines(self.multiply_state(decay))
+        products = self.multiply_by_tensor_cores()
+        self.meet()  # all have read the factors, where these go
+        self.store(self.products, products)
         self.meet()
+        columns = pl.ds(0, self.sizes.columns)
+        return self.replay(decay, self.products.at[:, columns], self.meet)
+
+    def multiply_state(self, decay):
+        """The decayed checkpoint times each query and key, a line of values each.
+
+        A warp has a quarter of the keys for all values, so that its threads ask for the same
+        factors, and sums are a thread's own, but for four in the end.
+        """
+        sizes, layout, lines = self.sizes, self.by_quarter, []
+        state = self.load(self.refs.state, layout)
+        for first in range(0, sizes.factors, sizes.at_once):
+            count = min(sizes.at_once, sizes.factors - first)
+            if first:
+                self.meet()  # all have read what was there
+
+            def some(i, _, first=first):
+                places = [i * FACTORS + x for x in range(FACTORS)]
+                factors = [self.quarters(self.refs.tokens.at[first + x]) for x in places]
+                products = [jnp.sum(state * factor, axis=2) for factor in factors]
+                for x, product in zip(places, products, strict=True):
+                    self.store(self.products.at[x], product)
+
+            lax.fori_loop(0, count // FACTORS, some, None)
+            self.meet()
+            for x in range(count):
+                parts = [self.load(self.products.at[x, i], self.by_value) for i in range(4)]
+                lines.append(decay * ((parts[0] + parts[1]) + (parts[2] + parts[3])))
+        return lines
+
+    def quarters(self, key):
+        """A key or query as those of the state's elements it is multiplied with."""
+        shape, spare = self.refs.state.shape, self.refs.spare
+        if spare is None:
+            parts = key.reshape(shape[0], shape[2])
+        else:  # the interpreter takes no reference in another shape
+            parts = spare
+            parts[...] = key[...].reshape(parts.shape)
+        parts = self.load(parts, self.by_quarter.reduce(1))
+        return self.spread(parts, shape, (0, 2), self.by_quarter)
+
+    def replay_lines(self, lines):
+        """What the ring's tokens add to the lines."""
+        width, overlap = self.sizes.width, self.refs.overlap
+
+        def group(i, lines):
+            for j in range(TOGETHER):
+                j = i * TOGETHER + j
+                update = self.load(self.updates.at[j], self.by_value) * self.weights[j]
+                lines = [x + update * overlap[width + j, f] for f, x in enumerate(lines)]
+            return lines
+
+        return lax.fori_loop(0, self.left, group, lines)
 
     def multiply_by_tensor_cores(self):
         """So too; what 16 bits lose of a factor is another one."""
@@ -87,13 +124,13 @@ class Products(ReplayBlock):
     def fold_some(self, i, state):
         """`FOLDED` tokens of the ring added to a state; one too many weighs 0."""
         tokens = [i * FOLDED + j for j in range(FOLDED)]
-        updates, layout = self.refs.updates, self.by_square
-        updates = [self.load(updates.at[j], layout.reduce(1)) * self.refs.since[j] for j in tokens]
-        keys = [self.keys.at[self.sizes.width + j] for j in tokens]
-        keys = [self.load(key, layout.reduce(0)) for key in keys]
+        updates, layout = self.refs.updates, self.by_quarter
+        updates = [
+            self.load(updates.at[j], layout.reduce((0, 2))) * self.weights[j] for j in tokens
+        ]
+        keys = [self.quarters(self.keys.at[self.sizes.width + j]) for j in tokens]
         for update, key in zip(updates, keys, strict=True):
-            update = self.spread(update, state.shape, 0, layout)
-            state += update * self.spread(key, state.shape, 1, layout)
+            state += self.spread(update, state.shape, 1, layout) * key
         return state
 
     def fold_by_tensor_cores(self, decay):

@@ -50,3 +50,10 @@ def factor_layout(itemsize):
         lane_dims=(-4, -2),
         vector_dim=-1,
     )
+
+
+def quarters_layout():
+    """Of a float32 state in quarters of its keys, a warp's each: a lane has a value of every 32."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, 32, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )
