@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.output_gate import OutputGate
 
 _KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
 _FEWEST_TOKENS = 128  # of context that a CPU attends over
@@ -58,26 +59,35 @@ def paged_attention(
     slots: Int[Array, " rows"],
     num_computed: Int[Array, " rows"],
     query_len: Int[Array, " rows"],
+    gate: OutputGate | None = None,
 ) -> Float[Array, "rows width heads head_dim"]:
     """Causal attention of each row's `width` newest tokens over its pages, in the queries' dtype.
 
     Token `j` of a row stands at position `num_computed + j` and sees positions `0` to its own;
     `kv_write` has already stored them all. Query heads share keys in groups of `heads // kv_heads`;
     the scale is `head_dim ** -0.5`; scores and softmax are float32. Tokens `j >= query_len` and
-    rows of the null slot come out as 0, never NaN.
+    rows of the null slot come out as 0, never NaN. `gate`: of all `rows * width` tokens, what then
+    multiplies their heads.
+
+    Raises:
+        ValueError: `gate` is not for these tokens and heads.
 
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
+    rows, width, heads, head_dim = queries.shape
+    if gate is not None:
+        gate.check(rows * width, heads, head_dim)
     if dispatch.runs_kernel("paged_attention", _unsupported(queries, kv)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.paged_attention_kernel import attend
 
         on_device = dispatch.layer_index(kv, layer)
-        return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len)
+        return attend(queries, kv, on_device, page_tables, slots, num_computed, query_len, gate)
     on_cpu = dispatch.default_device().platform == "cpu"
     attend = _attend_longest_row if on_cpu else paged_attention_reference
-    return attend(queries, kv, layer, page_tables, slots, num_computed, query_len)
+    out = attend(queries, kv, layer, page_tables, slots, num_computed, query_len)
+    return out if gate is None else gate(out.reshape(-1, heads, head_dim)).reshape(out.shape)
 
 
 def _attend_longest_row(queries, kv, layer, page_tables, slots, num_computed, query_len):

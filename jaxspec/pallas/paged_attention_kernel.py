@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic
@@ -23,22 +24,25 @@ from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     """The plan for so many blocks a share, from measurements on an H200.
 
-    Two blocks on a multiprocessor hide each other's waits better than a longer ring does; in 8 bits
-    one more fits.
+    Two blocks on a multiprocessor hide each other's waits better than a longer ring does, so where
+    there are two, rings of heads of 256 are one tile long; in 8 bits one more fits.
     """
-    most = max(1, context // 256)  # a share below 256 positions is not worth its merge
     fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
-    return Plan(keys, 2, max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64)))
+    most = 8 * (context // (8 * keys))  # shares of a tile at least, in eights, which merge at once
+    splits = max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64))
+    is_long = head_dim == 256 and itemsize == 2 and splits * blocks > mosaic.MULTIPROCESSORS
+    return Plan(keys, 1 if is_long else 2, splits)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def attend(
-    queries, kv, layer, page_tables, slots, num_computed, query_len, *, plan=None, interpret=None
-):
+    queries, kv, layer, page_tables, slots, num_computed, query_len, gate=None,
+    *, plan=None, interpret=None,
+):  # fmt: skip
     """`paged_attention` with `layer` on the device, so that all layers share one kernel.
 
-    `interpret`: parameters of Mosaic's interpreter.
+    Where shares merge, that kernel gates. `interpret`: parameters of Mosaic's interpreter.
     """
     rows, width, heads, head_dim = queries.shape
     layers, _, num_pages, page_size, kv_heads, _ = kv.shape
@@ -63,9 +67,10 @@ def attend(
     params = {} if interpret is None else {"interpret": interpret}
     out, sums = _launch(sizes, tile, pool, indices, params)
     if plan.splits > 1:
-        return _merge(out, sums, queries, plan.splits, params)
+        return _merge(out, sums, gate, queries, plan.splits, params)
     out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
-    return out.transpose(0, 2, 1, 3, 4).reshape(queries.shape).astype(queries.dtype)
+    out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim).astype(queries.dtype)
+    return (out if gate is None else gate(out)).reshape(queries.shape)
 
 
 def _launch(sizes, tile, pool, indices, params):
@@ -106,19 +111,24 @@ def _launch(sizes, tile, pool, indices, params):
     return out, sums.reshape(splits, rows, kv_heads, tiles * padded)
 
 
-def _merge(out, sums, queries, splits, params):
+def _merge(out, sums, gate, queries, splits, params):
     """One output from those of the shares, `[splits and more, rows, kv_heads, packed, head_dim]`.
 
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
-    group = queries.shape[2] // out.shape[2]
-    layout = mosaic.row_layout(plgpu, queries.shape[3], 4)  # sums across warps want vectors of 4
+    _, width, heads, dim = queries.shape
+    group = heads // out.shape[2]
+    layout = mosaic.row_layout(plgpu, dim, 4)  # sums across warps want vectors of 4
+    along = layout.reduce(0)
 
-    def body(out, sums, merged):
+    def body(out, sums, *rest):
+        *gates, merged = rest
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
         at = (slice(None), row, lax.div(head, group), token * group + lax.rem(head, group))
         parts = mosaic.load(plgpu, out.at[at], layout).astype(jnp.float32)
         sum_of = mosaic.load(plgpu, sums.at[at], layout.reduce(1))
+        columns = pl.ds((2 * head + 1) * dim, dim)
+        gates = [mosaic.load(plgpu, x.at[row * width + token, columns], along) for x in gates]
         share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))
         sum_of = jnp.where(share < splits, sum_of, -jnp.inf)
         most = jnp.max(sum_of)
@@ -128,6 +138,8 @@ def _merge(out, sums, queries, splits, params):
         parts = jnp.where(share < splits, parts, 0.0)  # nobody wrote the others
         result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
         result = result / jnp.where(total == 0, 1.0, total)
+        for x in gates:
+            result = result / (1.0 + jnp.exp(-x.astype(jnp.float32)))
         mosaic.store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(
@@ -140,4 +152,4 @@ def _merge(out, sums, queries, splits, params):
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=8192
         ),
         **params,
-    )(out, sums)
+    )(out, sums, *(() if gate is None else (gate.projected,)))

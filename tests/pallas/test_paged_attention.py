@@ -7,6 +7,7 @@ import pytest
 from shapes import ATTENTION, AttentionShape
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.output_gate import OutputGate
 from jaxspec.pallas.paged_attention import kv_write, paged_attention, paged_attention_reference
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, DIM = 2, 12, 4, 2, 6, 8
@@ -29,6 +30,12 @@ def attention_oracle(queries, keys, values, first_position):
 
 def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
+
+
+def gate_of(rng, shape, dtype=jnp.float32):
+    """A gate for heads of this shape, with columns behind it that are none."""
+    rows, width, heads, dim = shape
+    return OutputGate(jnp.asarray(2 * normal(rng, rows * width, 2 * heads * dim + 8), dtype))
 
 
 def store(rng, kv, layer, pages, length):
@@ -81,6 +88,21 @@ def test_the_longest_row_bounds_what_is_read_and_changes_nothing(longest):
     operands = queries, jnp.asarray(pool), 0, jnp.asarray(tables), slots, num_computed, query_len
     out = jax.jit(paged_attention, static_argnums=2)(*operands)
     np.testing.assert_allclose(out, paged_attention_reference(*operands), atol=1e-6)
+
+
+def test_a_gate_multiplies_what_was_attended():
+    rng = np.random.default_rng(0)
+    kv = jnp.asarray(normal(rng, LAYERS, 2, PAGES, PAGE_SIZE, KV_HEADS, DIM))
+    queries, gate = jnp.asarray(normal(rng, 2, 3, HEADS, DIM)), gate_of(rng, (2, 3, HEADS, DIM))
+    indices = [
+        jnp.asarray(x, jnp.int32) for x in ([[0, 0], [1, 2], [3, 4]], [1, 2], [2, 4], [3, 2])
+    ]
+    plain = paged_attention(queries, kv, 1, *indices)
+    gated = jax.jit(paged_attention, static_argnums=2)(queries, kv, 1, *indices, gate)
+    expected = gate(plain.reshape(6, HEADS, DIM)).reshape(plain.shape)
+    np.testing.assert_allclose(gated, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="must have 6 rows"):
+        paged_attention(queries, kv, 1, *indices, gate.split(5)[0])
 
 
 def test_padding_is_inert_in_kv_write():
@@ -165,9 +187,14 @@ def kernel_case(shape, dtype, width, page_size, table, seed=0):
     return jnp.asarray(queries, wide), jnp.asarray(kv, dtype), indices
 
 
-def check(run, queries, kv, indices):
+def check(run, queries, kv, indices, gate=None):
     """`run` is the reference, and 0 in padding rows and tokens."""
-    expected = np.asarray(reference(queries, kv, 1, *indices), np.float32)
+    expected = reference(queries, kv, 1, *indices)
+    if gate is not None:
+        shape = expected.shape
+        expected = gate(expected.astype(jnp.float32).reshape(-1, *shape[2:])).reshape(shape)
+        indices = *indices, gate
+    expected = np.asarray(expected, np.float32)
     out = np.asarray(run(queries, kv, 1, *indices), np.float32)
     query_len = np.asarray(indices[3])
     for row in range(len(out)):
@@ -209,15 +236,20 @@ def test_the_kernel_equals_its_reference_without_races(
     from jaxspec.pallas.paged_attention_tiles import Plan
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    plan = Plan(32 if dtype == jnp.float32 else 64, 2, splits)
+    stages = 1 if dim == 256 and dtype == jnp.bfloat16 else 2
+    plan = Plan(32 if dtype == jnp.float32 else 64, stages, splits)
 
     def run(queries, kv, layer, *indices):
         layer = jnp.asarray(layer, jnp.int32)
         return attend(queries, kv, layer, *indices, plan=plan, interpret=interpret)
 
     shape = AttentionShape(heads, kv_heads, dim)
-    check(run, *kernel_case(shape, dtype, width, page_size, table))
+    case = kernel_case(shape, dtype, width, page_size, table)
+    check(run, *case)
     assert not get_races().races_found
+    if splits == 3:  # where shares merge; XLA gates what is whole
+        check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
+        assert not get_races().races_found
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
@@ -238,6 +270,16 @@ def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
     queries = queries.at[..., 0].set(1e6)
     kv = kv.at[:, 0, ..., 0].multiply(jnp.zeros((), kv.dtype))  # NaN stays
     check(run, queries, kv, indices)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "splits"),
+    [(16, 1312, 8), (32, 1312, 4), (2, 511, 1), (2, 1312, 16), (4, 32768, 33), (64, 8192, 2)],
+)
+def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(blocks, context, splits):
+    from jaxspec.pallas.paged_attention_kernel import plan_for
+
+    assert plan_for(blocks, context, head_dim=256, itemsize=2).splits == splits
 
 
 @pytest.mark.gpu
@@ -265,5 +307,7 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
 ):
     dispatch._chosen.pop("paged_attention", None)
     run = jax.jit(paged_attention, static_argnums=2)
-    check(run, *kernel_case(ATTENTION[model], dtype, width, page_size, table, seed=width))
+    case = kernel_case(ATTENTION[model], dtype, width, page_size, table, seed=width)
+    check(run, *case)
+    check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
     assert dispatch.implementations()["paged_attention"] == ("kernel",)

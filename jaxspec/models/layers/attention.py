@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare, split_heads
+from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.attention_inputs import attention_inputs
+from jaxspec.pallas.output_gate import OutputGate
 from jaxspec.pallas.paged_attention import paged_attention
 from jaxspec.pallas.prefill_attention import prefill_attention
 from jaxspec.pallas.products import Delta
@@ -26,10 +27,12 @@ def attend(
     kv: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
     layer: int,
     inputs: ModelInputs,
+    gate: OutputGate | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attention over pages that have this step's keys and values: each region's own operation."""
     decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
     rectangle = queries[:split].reshape(decode.slots.shape[0], inputs.width, *queries.shape[1:])
+    gates = (None, None) if gate is None else gate.split(split)
     out = paged_attention(
         rectangle,
         kv,
@@ -38,6 +41,7 @@ def attend(
         decode.slots,
         decode.num_computed,
         decode.query_len,
+        gates[0],
     ).reshape(split, *queries.shape[1:])
     if prefill is not None:
         chunks = prefill_attention(
@@ -49,7 +53,7 @@ def attend(
             prefill.num_computed,
             prefill.query_start,
         )
-        out = jnp.concatenate([out, chunks])
+        out = jnp.concatenate([out, chunks if gates[1] is None else gates[1](chunks)])
     return out
 
 
@@ -96,11 +100,8 @@ class Attention(nnx.Module):
             eps=config.rms_norm_eps,
             zero_centred=self.zero_centred,
         )
-        attended = attend(queries, kv, layer, inputs)
-        if self.gated:
-            q, _, _ = self.qkv.split(projected)
-            gate = split_heads(q, config.num_heads)[..., config.head_dim :]
-            attended = attended * jax.nn.sigmoid(gate)
+        gate = OutputGate(projected) if self.gated else None
+        attended = attend(queries, kv, layer, inputs, gate)
         delta = self.out.delta(attended.reshape(projected.shape[0], -1))
         return delta, dataclasses.replace(cache, kv=kv)
 

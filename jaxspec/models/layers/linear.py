@@ -143,8 +143,3 @@ class OutputHead(nnx.Module):
     def checkpoint(self, name: str) -> Iterator[Placement]:
         """The published tensor, `[vocab, hidden]`."""
         yield Placement(name, self.weight.shape[::-1], self.weight, transpose=True)
-
-
-def split_heads(x: Float[Array, "tokens features"], heads: int) -> Float[Array, "tokens heads dim"]:
-    """The last axis cut into heads."""
-    return x.reshape(x.shape[0], heads, -1)
