@@ -12,7 +12,7 @@ The gap: while all rows decode, the engine's time a step, over that of steps whi
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
-measures one shape: most of its time it compiles, two to four programs a case.
+measures one shape: most of its time it compiles, two to eight programs a case.
 """
 
 import argparse

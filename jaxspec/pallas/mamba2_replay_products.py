@@ -6,6 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.replay_block import ReplayBlock
+from jaxspec.pallas.replay_layouts import square_column_layout, square_layout
 
 
 class Products(ReplayBlock):
@@ -16,6 +17,8 @@ class Products(ReplayBlock):
         row, block, self.part = (lax.axis_index(y) for y in ("row", "heads", "warpgroup"))
         super().__init__(sizes, refs, row, block * sizes.together + self.part)
         self.keys = refs.keys
+        self.by_square = square_layout(sizes.dtype.itemsize)
+        self.by_square_column = square_column_layout()
         own = refs.state, refs.updates, refs.products, refs.gaps, refs.weights, refs.kept
         own = (y.at[self.part] for y in own)
         self.state, self.updates, self.products, self.gaps, self.weights, self.kept = own

@@ -25,14 +25,15 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     """The plan for so many blocks a share, from measurements on an H200.
 
     Two blocks on a multiprocessor hide each other's waits better than a longer ring does, so where
-    there are two, rings of heads of 256 are one tile long; in 8 bits one more fits.
+    there may be two, rings of heads of 256 are one tile long; in 8 bits one more fits. Shares merge
+    eight at once, so up to eight cost as much as two, if each has a tile.
     """
     fit = (1 if head_dim == 256 else 2) + (itemsize == 1)
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
-    most = 8 * (context // (8 * keys))  # shares of a tile at least, in eights, which merge at once
+    most = max(8 * (context // (8 * keys)), context // 256)
     splits = max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64))
-    is_long = head_dim == 256 and itemsize == 2 and splits * blocks > mosaic.MULTIPROCESSORS
-    return Plan(keys, 1 if is_long else 2, splits)
+    may_be_two = head_dim == 256 and itemsize == 2 and splits * blocks > mosaic.MULTIPROCESSORS
+    return Plan(keys, 1 if may_be_two else 2, splits)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -67,9 +68,13 @@ def attend(
     params = {} if interpret is None else {"interpret": interpret}
     out, sums = _launch(sizes, tile, pool, indices, params)
     if plan.splits > 1:
-        return _merge(out, sums, gate, queries, plan.splits, params)
-    out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
-    out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim).astype(queries.dtype)
+        # Threads of that kernel load four neighbouring gates at once.
+        inside, gate = (None, gate) if gate and gate.projected.shape[1] % 4 else (gate, None)
+        out = _merge(out, sums, inside, queries, plan.splits, params)
+    else:
+        out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
+        out = out.transpose(0, 2, 1, 3, 4).astype(queries.dtype)
+    out = out.reshape(-1, heads, head_dim)
     return (out if gate is None else gate(out)).reshape(queries.shape)
 
 

@@ -17,12 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.replay import must_fold
-from jaxspec.pallas.replay_layouts import (
-    factor_layout,
-    rows_layout,
-    square_column_layout,
-    square_layout,
-)
+from jaxspec.pallas.replay_layouts import factor_layout, rows_layout
 
 # Tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0.
 TOGETHER = 4
@@ -125,8 +120,6 @@ class ReplayBlock:
         self.by_key = rows_layout(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
         lanes = mosaic.THREADS // sizes.square
         self.by_token = rows_layout(sizes.square, lanes, min(4, sizes.square // lanes))
-        self.by_square = square_layout(sizes.dtype.itemsize)
-        self.by_square_column = square_column_layout()
         self.by_factor = factor_layout(sizes.dtype.itemsize)
 
     def run(self):

@@ -203,6 +203,8 @@ def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width)
         (GdnShape(2, 6), jnp.float16, 3, 12),
         (GdnShape(2, 4, 64, 64), jnp.float32, 4, None),
         (GdnShape(2, 4, 64, 64), jnp.float16, 4, None),
+        (GDN["qwen3.5-9b"], jnp.float32, 8, None),  # factors twice where keys were
+        (GdnShape(2, 4, 64, 128), jnp.float32, 4, None),
     ],
     ids=str,
 )

@@ -247,7 +247,7 @@ def test_the_kernel_equals_its_reference_without_races(
     case = kernel_case(shape, dtype, width, page_size, table)
     check(run, *case)
     assert not get_races().races_found
-    if splits == 3:  # where shares merge; XLA gates what is whole
+    if splits > 1:  # where shares merge; XLA gates what is whole
         check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
         assert not get_races().races_found
 
@@ -273,13 +273,46 @@ def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "context", "splits"),
-    [(16, 1312, 8), (32, 1312, 4), (2, 511, 1), (2, 1312, 16), (4, 32768, 33), (64, 8192, 2)],
+    ("blocks", "context", "head_dim", "itemsize", "plan"),
+    [
+        (16, 1312, 256, 2, (64, 2, 8)),
+        (32, 1312, 256, 2, (64, 2, 4)),
+        (2, 511, 256, 2, (64, 2, 1)),
+        (2, 1312, 256, 2, (64, 2, 16)),
+        (4, 32768, 256, 2, (64, 2, 33)),
+        (256, 1312, 256, 2, (64, 1, 1)),  # two blocks on a multiprocessor
+        (256, 1312, 256, 1, (64, 2, 1)),
+        (256, 1312, 256, 4, (32, 2, 1)),
+        (64, 8192, 128, 2, (64, 2, 4)),
+        (8, 800, 64, 2, (128, 2, 3)),
+    ],
 )
-def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(blocks, context, splits):
+def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(
+    blocks, context, head_dim, itemsize, plan
+):
     from jaxspec.pallas.paged_attention_kernel import plan_for
+    from jaxspec.pallas.paged_attention_tiles import Plan
 
-    assert plan_for(blocks, context, head_dim=256, itemsize=2).splits == splits
+    assert plan_for(blocks, context, head_dim, itemsize) == Plan(*plan)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+def test_gates_that_are_not_in_fours_are_taken_too():
+    """By XLA: rows of a projection with 5 columns more begin where no thread could load four."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.paged_attention_kernel import attend
+    from jaxspec.pallas.paged_attention_tiles import Plan
+
+    def run(queries, kv, layer, *indices):
+        interpret = plgpu.InterpretGPUParams()
+        layer = jnp.asarray(layer, jnp.int32)
+        return attend(queries, kv, layer, *indices, plan=Plan(64, 2, 2), interpret=interpret)
+
+    queries, kv, indices = kernel_case(AttentionShape(2, 1, 64), jnp.bfloat16, 2, 16, 9)
+    gate = gate_of(np.random.default_rng(0), queries.shape, jnp.bfloat16)
+    gate = OutputGate(jnp.pad(gate.projected, ((0, 0), (0, 5))))
+    check(run, queries, kv, indices, gate)
 
 
 @pytest.mark.gpu

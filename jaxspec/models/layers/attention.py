@@ -29,7 +29,10 @@ def attend(
     inputs: ModelInputs,
     gate: OutputGate | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Attention over pages that have this step's keys and values: each region's own operation."""
+    """Attention over pages that have this step's keys and values: each region's own operation.
+
+    `gate`: of all tokens, what then multiplies their heads.
+    """
     decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
     rectangle = queries[:split].reshape(decode.slots.shape[0], inputs.width, *queries.shape[1:])
     gates = (None, None) if gate is None else gate.split(split)
