@@ -198,7 +198,7 @@ class StateConfig:
         """What the user's words mean; "auto": replay where the device runs kernels.
 
         Of 64 rows a layer of Qwen3.5-9B takes an H200 180 us a step of 4 tokens with snapshots and
-        76 replayed, without drafts 72 and 50; of 1 row 5.2 and 5.1, and 3.7 and 3.9.
+        59 replayed, without drafts 72 and 45; of 1 row 5.2 and 4.7, and 3.7 and 3.9.
         """
         if policy not in ("auto", "snapshot", "replay"):
             words = "'auto', 'snapshot' or 'replay'"
