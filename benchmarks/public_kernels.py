@@ -3,8 +3,8 @@
 Each runs where its package is installed, as that ships it, on the operands and the pool of the
 case: JAX's own arrays, which torch writes too. So the shapes, the values, the dtypes and the layout
 of the states are ours; what a kernel does less or more than ours, its function below says. To add
-one, write a function that gives `call(layer)`, and put it into `KERNELS`. Those of the prefills try
-some sixty configurations at each new shape of heads: a minute or two of compiling.
+one, write a function that gives `call(layer)`, and put it into `KERNELS`. Those of the recurrent
+prefills try some eighty configurations at each new shape of heads (`triton_tuning.py`).
 """
 
 import pkgutil
@@ -15,7 +15,9 @@ import jax
 import record
 import torch
 from case import Case
+from public_attention import paged_attention, prefill_attention
 from torch.nn.functional import pad
+from triton_tuning import compiling_at_once
 
 CHUNK = 128  # tokens, in the published Mamba2 models
 
@@ -54,8 +56,9 @@ def as_torch(arrays):
 
 @torch.no_grad()
 def _graph(call, layers, calls):
-    for _ in range(2):  # compiles, tries the configurations that it may have, fills its caches
-        call(0)
+    with compiling_at_once():
+        for _ in range(2):  # compiles, tries the configurations that it may have, fills its caches
+            call(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX has threads, too
         for index in range(calls):
@@ -248,6 +251,7 @@ _VLLM = "vllm.model_executor.layers"
 _GDN = f"{_VLLM}.fla.ops.fused_recurrent:fused_recurrent_gated_delta_rule"
 _GATING = f"{_VLLM}.fla.ops.fused_sigmoid_gating:fused_sigmoid_gating_delta_rule_update"
 _SCAN = "mamba_chunk_scan_combined"
+_ATTENTION = "vllm.v1.attention.ops.triton_unified_attention:unified_attention"
 KERNELS: dict[str, dict[str, Callable]] = {
     "gdn_step": {
         _GDN: _gdn_step,
@@ -268,5 +272,7 @@ KERNELS: dict[str, dict[str, Callable]] = {
         f"{_VLLM}.mamba.ops.ssd_combined:{_SCAN}_varlen": _mamba2_prefill_vllm,
         f"mamba_ssm.ops.triton.ssd_combined:{_SCAN}": _mamba2_prefill_mamba_ssm,
     },
+    "paged_attention": {_ATTENTION: paged_attention},
+    "prefill_attention": {_ATTENTION: prefill_attention},
     "conv_update": {f"{_VLLM}.mamba.ops.causal_conv1d:causal_conv1d_update": _conv_update},
 }

@@ -8,7 +8,6 @@ import json
 import math
 import runpy
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -43,52 +42,6 @@ def test_a_record_says_where_it_was_measured(monkeypatch, tmp_path):
     assert written["seconds"] == 1.5
     assert written.keys() > {"device", "cpu", "cpu_count", "python", "jax", "jaxlib", "date"}
     record.write(None, {})
-
-
-def test_the_fastest_public_kernel_is_named(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    kernels = importlib.import_module("kernels")
-    programs = {"a 1.0 f": lambda count: 4e-3 * count, "b 2.0 g": lambda count: 2e-3 * count}
-    stand_in = types.SimpleNamespace(programs=lambda case, layers, calls: programs.items())
-    monkeypatch.setitem(sys.modules, "public_kernels", stand_in)
-    monkeypatch.setattr(kernels.record, "installed", lambda name: name == "torch")
-    assert kernels.public(None, 2, 10) == {"public_us": 200.0, "public": "b 2.0 g"}
-    programs.clear()
-    assert kernels.public(None, 2, 10) == {}
-    monkeypatch.setattr(kernels.record, "installed", lambda name: False)
-    assert kernels.public(None, 2, 10) == {}
-
-
-@pytest.mark.parity
-def test_a_public_kernel_that_fails_says_so(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    public_kernels = importlib.import_module("public_kernels")
-
-    def build(function, pool, operand):
-        return lambda layer: function(pool[layer] + operand).item()
-
-    def fail(function, pool, operand):
-        raise ValueError("of no use\nhere")
-
-    kernels = {
-        "absent_package.module:function": build,
-        "torch:nothing": build,
-        "torch:sum": build,
-        "torch:min": fail,
-        "torch:max": lambda *_: None,
-    }
-    monkeypatch.setitem(public_kernels.KERNELS, "op", kernels)
-    monkeypatch.setattr(public_kernels.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(public_kernels, "_graph", lambda call, layers, calls: call)
-    case = types.SimpleNamespace(op="op", pool=lambda layers: jnp.ones((layers, 3)))
-    case.operands = (jnp.ones(3),)
-    ((name, program),) = public_kernels.programs(case, 2, 10)
-    assert name == f"torch {public_kernels.torch.__version__} sum"
-    assert program(1) == 6
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("op: torch:nothing: AttributeError(")
-    assert lines[1] == r"op: torch:min: ValueError('of no use\nhere')"
 
 
 @pytest.fixture
