@@ -239,6 +239,7 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
 )
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
+    from jaxspec.pallas.paged_attention_blocks import query_rows
     from jaxspec.pallas.paged_attention_kernel import attend, plan_for
 
     def step(queries, kv, tables, slots, start, count, projected):
@@ -253,9 +254,10 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
     projected = array(rows * width, 2 * shape.heads * shape.head_dim, dtype=wide)
     operands = (queries, pool, tables, index, index, index, projected)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
-    # Of one tile of queries in 16 bits; with a ring of one tile registers run out by one to four.
-    plan = plan_for(rows * shape.kv_heads, 4096, shape.head_dim, jnp.dtype(dtype).itemsize)
-    spills = 16 if plan.stages == 1 else 0
+    # With a ring of one tile registers run out by one to four.
+    tiles = -(-width * shape.heads // shape.kv_heads // query_rows(dtype, shape.head_dim))
+    blocks, itemsize = rows * shape.kv_heads * tiles, jnp.dtype(dtype).itemsize
+    spills = 16 if plan_for(blocks, 4096, shape.head_dim, itemsize).stages == 1 else 0
     assert_lean(compiled, capfd.readouterr().out, pool, spills=spills)
 
 
