@@ -100,7 +100,7 @@ class Products(ReplayBlock):
         return lax.fori_loop(0, self.left, group, lines)
 
     def multiply_by_tensor_cores(self):
-        """So too; what 16 bits lose of a factor is another one."""
+        """The checkpoint's, values by factors; what 16 bits lose of a factor is another one."""
         refs, sizes = self.refs, self.sizes
         padded = sizes.padded
         for start in range(0, padded, 8):
@@ -124,10 +124,8 @@ class Products(ReplayBlock):
     def fold_some(self, i, state):
         """`FOLDED` tokens of the ring added to a state; one too many weighs 0."""
         tokens = [i * FOLDED + j for j in range(FOLDED)]
-        updates, layout = self.refs.updates, self.by_quarter
-        updates = [
-            self.load(updates.at[j], layout.reduce((0, 2))) * self.weights[j] for j in tokens
-        ]
+        layout, by_value = self.by_quarter, self.by_quarter.reduce((0, 2))
+        updates = [self.load(self.updates.at[j], by_value) * self.weights[j] for j in tokens]
         keys = [self.quarters(self.keys.at[self.sizes.width + j]) for j in tokens]
         for update, key in zip(updates, keys, strict=True):
             state += self.spread(update, state.shape, 1, layout) * key

@@ -8,7 +8,9 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class OutputGate:
-    """What multiplies attended heads (Qiu et al. 2025, "Gated Attention", arXiv 2505.06708).
+    """What multiplies attended heads: the sigmoid of gates.
+
+    Qiu et al. 2025, "Gated Attention for Large Language Models", arXiv 2505.06708.
 
     Head by head the projection has `head_dim` columns of query and then as many of gate; the others
     behind all heads are not read. The product is float32, and rounded to the dtype of the heads.

@@ -67,7 +67,7 @@ def paged_attention(
     `kv_write` has already stored them all. Query heads share keys in groups of `heads // kv_heads`;
     the scale is `head_dim ** -0.5`; scores and softmax are float32. Tokens `j >= query_len` and
     rows of the null slot come out as 0, never NaN. `gate`: of all `rows * width` tokens, what then
-    multiplies their heads.
+    multiplies their heads, padding's too.
 
     Raises:
         ValueError: `gate` is not for these tokens and heads.

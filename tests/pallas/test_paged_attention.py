@@ -208,6 +208,19 @@ def check(run, queries, kv, indices, gate=None):
         np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
 
 
+def interpreted(*plan, **params):
+    """The op as its kernel in Mosaic's interpreter: positions of a tile, tiles, shares."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.paged_attention_kernel import attend
+    from jaxspec.pallas.paged_attention_tiles import Plan
+
+    options = {"plan": Plan(*plan), "interpret": plgpu.InterpretGPUParams(**params)}
+    return lambda queries, kv, layer, *indices: attend(
+        queries, kv, jnp.asarray(layer, jnp.int32), *indices, **options
+    )
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "width", "page_size", "table", "splits"),
@@ -230,19 +243,9 @@ def test_the_kernel_equals_its_reference_without_races(
     dtype, heads, kv_heads, dim, width, page_size, table, splits
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.paged_attention_kernel import attend
-    from jaxspec.pallas.paged_attention_tiles import Plan
-
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
     stages = 1 if dim == 256 and dtype == jnp.bfloat16 else 2
-    plan = Plan(32 if dtype == jnp.float32 else 64, stages, splits)
-
-    def run(queries, kv, layer, *indices):
-        layer = jnp.asarray(layer, jnp.int32)
-        return attend(queries, kv, layer, *indices, plan=plan, interpret=interpret)
-
+    run = interpreted(32 if dtype == jnp.float32 else 64, stages, splits, detect_races=True)
     shape = AttentionShape(heads, kv_heads, dim)
     case = kernel_case(shape, dtype, width, page_size, table)
     check(run, *case)
@@ -255,21 +258,11 @@ def test_the_kernel_equals_its_reference_without_races(
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
     """Where the key is 0 it would make a NaN."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jaxspec.pallas.paged_attention_kernel import attend
-    from jaxspec.pallas.paged_attention_tiles import Plan
-
-    def run(queries, kv, layer, *indices):
-        interpret = plgpu.InterpretGPUParams()
-        layer = jnp.asarray(layer, jnp.int32)
-        return attend(queries, kv, layer, *indices, plan=Plan(64, 2, 1), interpret=interpret)
-
     shape = AttentionShape(2, 1, 64)
     queries, kv, indices = kernel_case(shape, jnp.float8_e4m3fn, 1, 16, 4)
     queries = queries.at[..., 0].set(1e6)
     kv = kv.at[:, 0, ..., 0].multiply(jnp.zeros((), kv.dtype))  # NaN stays
-    check(run, queries, kv, indices)
+    check(interpreted(64, 2, 1), queries, kv, indices)
 
 
 @pytest.mark.parametrize(
@@ -299,20 +292,10 @@ def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 def test_gates_that_are_not_in_fours_are_taken_too():
     """By XLA: rows of a projection with 5 columns more begin where no thread could load four."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from jaxspec.pallas.paged_attention_kernel import attend
-    from jaxspec.pallas.paged_attention_tiles import Plan
-
-    def run(queries, kv, layer, *indices):
-        interpret = plgpu.InterpretGPUParams()
-        layer = jnp.asarray(layer, jnp.int32)
-        return attend(queries, kv, layer, *indices, plan=Plan(64, 2, 2), interpret=interpret)
-
     queries, kv, indices = kernel_case(AttentionShape(2, 1, 64), jnp.bfloat16, 2, 16, 9)
     gate = gate_of(np.random.default_rng(0), queries.shape, jnp.bfloat16)
     gate = OutputGate(jnp.pad(gate.projected, ((0, 0), (0, 5))))
-    check(run, queries, kv, indices, gate)
+    check(interpreted(64, 2, 2), queries, kv, indices, gate)
 
 
 @pytest.mark.gpu
