@@ -30,23 +30,28 @@ _PROJECTED = -(-_OUTPUTS // COLUMNS) * COLUMNS  # with padding
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes
-_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out
-_MORE = {"qwen3.5-0.8b": (16, 64, 256), "qwen3.5-2b": (16, 64), "qwen3.5-9b": (16, 64)}  # rows
-_INTERMEDIATE = INTERMEDIATE | {"qwen3.5-9b": 12288}
+_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out of few rows
+_MORE = {
+    "qwen3.5-0.8b": (16, 64, 256),
+    "qwen3.5-2b": (16, 64),
+    "qwen3.5-9b": (16, 64, 128, 256),
+}  # rows
 
 
 def norm_matmul_cases() -> Iterator[Case]:
     """Gated DeltaNet's projection, attention's, and the feed-forward layer's first."""
-    for model in INTERMEDIATE:
+    for model in _PARTS:
         products = {"in_proj": _PROJECTED, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
         for name, columns in products.items():
             for tokens in (1, 4, 8):
                 yield _norm_matmul_case(model, name, columns, tokens)
+    for tokens in (128, 256):
+        yield _norm_matmul_case("qwen3.5-9b", "in_proj", 12352, tokens)
 
 
 def _norm_matmul_case(model, name, columns, tokens):
     """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
-    features, parts = HIDDEN[model], _PARTS[model]
+    features, parts = HIDDEN[model], _PARTS.get(model, 2)
     x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
     sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
     norm = jnp.zeros(features, _DTYPE)
@@ -71,23 +76,25 @@ def _norm_matmul_case(model, name, columns, tokens):
 def split_matmul_cases() -> Iterator[Case]:
     """Attention's last product and, of more rows, the feed-forward layer's."""
     ops = split_matmul, split_matmul_reference
-    for model in INTERMEDIATE:
+    for model in _PARTS:
         for tokens in (1, 4, 8):
             yield _plain_case(
                 "split_matmul", ops, (model, "o_proj", tokens), _VALUES, HIDDEN[model]
             )
     for model, rows in _MORE.items():
-        inner = _INTERMEDIATE[model]
+        inner = INTERMEDIATE[model]
         for tokens in rows:
             yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
+    for tokens in (128, 256):
+        yield _plain_case("split_matmul", ops, ("qwen3.5-9b", "o_proj", tokens), 4096, 4096)
 
 
 def gated_matmul_cases() -> Iterator[Case]:
     """The feed-forward layer's last product, of few rows."""
     ops = gated_matmul, gated_matmul_reference
-    for model, inner in INTERMEDIATE.items():
+    for model in _PARTS:
         for tokens in (1, 4, 8):
-            about = model, "down", tokens
+            about, inner = (model, "down", tokens), INTERMEDIATE[model]
             yield _plain_case("gated_matmul", ops, about, inner, HIDDEN[model], times=2)
 
 
@@ -95,7 +102,7 @@ def matmul_silu_cases() -> Iterator[Case]:
     """The feed-forward layer's first product, of more rows."""
     ops = matmul_silu, matmul_silu_reference
     for model, rows in _MORE.items():
-        columns = 2 * _INTERMEDIATE[model]
+        columns = 2 * INTERMEDIATE[model]
         for tokens in rows:
             yield _plain_case(
                 "matmul_silu", ops, (model, "gate_up", tokens), HIDDEN[model], columns
@@ -137,7 +144,7 @@ def _plain_case(name, ops, about, inner, outer, times=1):
 
 def gated_norm_matmul_cases() -> Iterator[Case]:
     """What follows Gated DeltaNet's recurrence."""
-    for model in INTERMEDIATE:
+    for model in _PARTS:
         for tokens in (1, 4, 8):
             yield _gated_norm_matmul_case(model, tokens)
 

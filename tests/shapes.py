@@ -78,4 +78,10 @@ HIDDEN = {  # channels of the residual stream
     "qwen3.5-27b": 5120,
 }
 
-INTERMEDIATE = {"qwen3.5-0.8b": 3584, "qwen3.5-2b": 6144}  # channels of the feed-forward layer
+INTERMEDIATE = {  # channels of the feed-forward layer
+    "qwen3.5-0.8b": 3584,
+    "qwen3.5-2b": 6144,
+    "qwen3.5-4b": 9216,
+    "qwen3.5-9b": 12288,
+    "qwen3.5-27b": 17408,
+}

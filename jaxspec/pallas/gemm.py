@@ -2,10 +2,12 @@
 
 XLA's reach 2.1 to 3.2 TB/s of an H200's 4.2 at 64 rows. Ours are the product of `norm_matmul`,
 `split_matmul`, which puts out partial sums where that gives every multiprocessor a block, and
-`matmul_silu`, which gates what it multiplied.
+`matmul_silu`, which gates what it multiplied. Of more rows of wide models tensor cores and shared
+memory decide, so those have blocks as large as one wave of them allows (`Wave`).
 """
 
 from math import ceil
+from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
@@ -13,9 +15,12 @@ from jaxspec.pallas import mosaic
 from jaxspec.pallas.products import COLUMNS, DTYPES
 
 _MOST_ROWS = 256
-MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number
-_WIDE = 2048  # features of a model: more rows of a wider one cuBLAS multiplies near the peak
+_MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number
+_WIDE = 2048  # features of a model: more rows of a wider one come in a wave
 _ROWS = 128  # of a block
+_MOST_WARPGROUPS = 3  # of a block, that multiply: a thread has up to 128 sums
+MOST_PARTS = 2  # of the features of a wave: sums of more cost what they save
+_LEAST_BUSY = 0.7, 0.8  # of the multiprocessors, of up to 128 rows and of more: or XLA is as fast
 
 
 def rows_of(tokens: int) -> tuple[int, int]:
@@ -29,17 +34,79 @@ def parts_of(tokens: int, inner: int, outer: int) -> int:
     return mosaic.parts(rows_of(tokens)[1] * ceil(outer / COLUMNS), inner // 64)
 
 
+class Wave(NamedTuple):
+    """How a product is cut so that its blocks, as large as can be, all run at once."""
+
+    rows: int  # of a block
+    row_blocks: int
+    warpgroups: int  # of a block, that multiply
+    pieces: int  # of `COLUMNS` columns of the weight, of each warpgroup
+    parts: int  # of the features: of more than one partial sums are put out
+
+    @staticmethod
+    def of(
+        tokens: int, inner: int, outer: int, *, gates: bool = False, most_parts: int = 1
+    ) -> "Wave | None":
+        """The cut with which a block copies least, or None if none gives enough blocks one each.
+
+        `outer`: columns that are put out; `gates`: of as many gates and others, a piece of each.
+
+            256 rows, 4096 -> 12288, gates   3 warpgroups: 2 x 64 blocks of 128 x 192, 97 % busy
+            256 rows, 12288 -> 4096          2, and 2 parts: 2 x 32 x 2 blocks of 128 x 128
+        """
+        rows, row_blocks = rows_of(tokens)
+        cuts, least = {}, _LEAST_BUSY[row_blocks - 1]
+        for parts in range(1, most_parts + 1):
+            for pieces in (2,) if gates else (1, 2):
+                for warpgroups in range(_MOST_WARPGROUPS, 0, -1):
+                    columns = COLUMNS * warpgroups * (1 if gates else pieces)
+                    blocks = row_blocks * ceil(outer / columns) * parts
+                    is_wave = least <= blocks / mosaic.MULTIPROCESSORS <= 1
+                    if is_wave and inner % (parts * 64) == 0:
+                        copied = inner // parts * (rows + COLUMNS * warpgroups * pieces)
+                        sums = 4 * rows * columns if parts > 1 else 0  # written, and read again
+                        cuts[Wave(rows, row_blocks, warpgroups, pieces, parts)] = copied + sums
+        return min(cuts, key=cuts.__getitem__, default=None)
+
+
+def wave(
+    x: Float[Array, "rows inner"],
+    weight: Float[Array, "inner outer"],
+    hidden: int,
+    *,
+    gates: bool = False,
+    most_parts: int = 1,
+) -> Wave | None:
+    """How a product of this model so wide is cut into a wave; None if it is not, or cannot be."""
+    if x.shape[0] <= _MEMORY_BOUND_ROWS or hidden <= _WIDE:
+        return None
+    (tokens, inner), outer = x.shape, weight.shape[1] // (2 if gates else 1)
+    return Wave.of(tokens, inner, outer, gates=gates, most_parts=most_parts)
+
+
 def unsupported(
-    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], hidden: int
+    x: Float[Array, "rows inner"],
+    weight: Float[Array, "inner outer"],
+    hidden: int,
+    *,
+    gates: bool = False,
+    most_parts: int = 1,
 ) -> str | None:
-    """Why no kernel takes this product of a model so wide, or None."""
+    """Why no kernel takes this product of a model so wide, or None. Keywords: as of `Wave.of`."""
     if x.dtype not in DTYPES or x.dtype != weight.dtype:
         return f"{x.dtype} and {weight.dtype}"
     if hidden < 1024:  # nobody waits for it
         return f"{hidden} features"
-    if weight.shape[0] % 64 or weight.shape[1] % COLUMNS:
+    if weight.shape[0] % 64 or weight.shape[1] % (2 * COLUMNS if gates else COLUMNS):
         return f"a weight of {weight.shape[0]} x {weight.shape[1]}"
-    most = MEMORY_BOUND_ROWS if hidden > _WIDE else _MOST_ROWS
-    if x.shape[0] % 8 or not 8 < x.shape[0] <= most:  # last: what changes from program to program
-        return f"not 16 to {most} rows, in steps of 8"
+    # Last: what changes from program to program.
+    if x.shape[0] % 8 or not 8 < x.shape[0] <= _MOST_ROWS:
+        return f"not 16 to {_MOST_ROWS} rows, in steps of 8"
+    if x.shape[0] > _MEMORY_BOUND_ROWS and hidden > _WIDE:
+        if wave(x, weight, hidden, gates=gates, most_parts=most_parts) is None:
+            return f"{x.shape[0]} rows, which make no wave of blocks"
+    elif x.shape[0] > _MEMORY_BOUND_ROWS and gates:
+        blocks = rows_of(x.shape[0])[1] * weight.shape[1] // (2 * COLUMNS)
+        if blocks > mosaic.MULTIPROCESSORS:  # some would have twice the work of others
+            return f"{blocks} blocks"
     return None

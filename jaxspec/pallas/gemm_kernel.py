@@ -4,7 +4,7 @@ A block multiplies up to 128 rows with 64 or 128 columns of the weight, transpos
 `few_rows_kernel` does: `y.T = weight.T @ x.T`. Tensor cores take 64 columns and as many rows as
 there are, in steps of 8. Rows and weight come through one ring, a chunk of features at a time; the
 weight's chunks that fit into shared memory are under way together, for the memory is what the
-products of up to about 64 rows wait for.
+products of up to about 64 rows wait for. More rows of wide models are `gemm_wave_kernel`'s.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
-from jaxspec.pallas.gemm import parts_of, rows_of
+from jaxspec.pallas.gemm import MOST_PARTS, parts_of, rows_of, wave
+from jaxspec.pallas.gemm_wave_kernel import wave_kernel
 from jaxspec.pallas.products import COLUMNS
 from jaxspec.pallas.wgmma import CHUNK
 
@@ -109,6 +110,8 @@ class Tile:
 @functools.partial(jax.jit, static_argnames="interpret")
 def gemm_kernel(x, weight, *, interpret=None):
     """`x @ weight` in their dtype; `interpret`: parameters of Mosaic's interpreter."""
+    if (cut := wave(x, weight, x.shape[1])) is not None:
+        return wave_kernel("gemm", x, weight, cut, _as_is, interpret=interpret)
     columns, (_, row_blocks) = weight.shape[1], rows_of(x.shape[0])
     pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
     starts, step = [COLUMNS * piece for piece in range(pieces)], COLUMNS * pieces
@@ -120,6 +123,8 @@ def gemm_kernel(x, weight, *, interpret=None):
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_gemm_kernel(x, weight, *, interpret=None):
     """`split_matmul`, of one part as tokens; `interpret`: as above."""
+    if (cut := wave(x, weight, weight.shape[1], most_parts=MOST_PARTS)) is not None:
+        return wave_kernel("split_gemm", x, weight, cut, _as_is, interpret=interpret)
     parts = parts_of(x.shape[0], *weight.shape)
     if parts == 1:
         return gemm_kernel(x, weight, interpret=interpret)
@@ -131,6 +136,8 @@ def split_gemm_kernel(x, weight, *, interpret=None):
 def matmul_silu_kernel(x, weight, *, interpret=None):
     """`matmul_silu`; `interpret`: as above."""
     outer = weight.shape[1] // 2
+    if (cut := wave(x, weight, x.shape[1], gates=True)) is not None:
+        return wave_kernel("matmul_silu", x, weight, cut, _gated, gates=True, interpret=interpret)
     y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
     (y,) = _launch("matmul_silu", x, weight, [0, outer], COLUMNS, _gated, y, interpret)
     return y

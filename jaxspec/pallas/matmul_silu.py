@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from jaxspec.pallas import dispatch, gemm, mosaic
-from jaxspec.pallas.products import COLUMNS, check_gates, check_inner, gated, matmul
+from jaxspec.pallas import dispatch, gemm
+from jaxspec.pallas.products import check_gates, check_inner, gated, matmul
 
 
 def matmul_silu(
@@ -15,8 +15,8 @@ def matmul_silu(
     Improve Transformer", arXiv 2002.05202). They are rounded before they are multiplied. Rows do
     not meet: padding and NaN stay in their own.
 
-    One kernel of 16 to 64 rows in 16 bits, and with up to 2048 features of up to 256, if then each
-    of its blocks has a multiprocessor.
+    One kernel of 16 to 64 rows in 16 bits, and of up to 256 if then each of its blocks has a
+    multiprocessor (`gemm`).
 
     Raises:
         ValueError: `weight` is not for the features of `x`, or its columns are not even in number.
@@ -37,11 +37,4 @@ def matmul_silu_reference(x, weight):
 
 def _unsupported(x, weight):
     """Why `matmul_silu_kernel` does not take these operands, or None."""
-    if weight.shape[1] % (2 * COLUMNS):
-        return f"{weight.shape[1]} gates and others"
-    why, blocks = gemm.unsupported(x, weight, x.shape[1]), weight.shape[1] // (2 * COLUMNS)
-    if why is None and x.shape[0] > gemm.MEMORY_BOUND_ROWS:
-        blocks *= gemm.rows_of(x.shape[0])[1]
-        if blocks > mosaic.MULTIPROCESSORS:  # some would have twice the work of others
-            return f"{blocks} blocks"
-    return why
+    return gemm.unsupported(x, weight, x.shape[1], gates=True)

@@ -24,8 +24,11 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
         ValueError: `weight` is not for the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    is_few = x.shape[0] <= few_rows.MOST_ROWS
-    why = (few_rows if is_few else gemm).unsupported(x, weight, weight.shape[1])
+    is_few, hidden = x.shape[0] <= few_rows.MOST_ROWS, weight.shape[1]
+    if is_few:
+        why = few_rows.unsupported(x, weight, hidden)
+    else:
+        why = gemm.unsupported(x, weight, hidden, most_parts=gemm.MOST_PARTS)
     if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
         return split_matmul_reference(x, weight)
     if is_few:

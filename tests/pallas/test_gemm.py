@@ -7,7 +7,7 @@ import pytest
 from shapes import HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
-from jaxspec.pallas.gemm import parts_of, rows_of, unsupported
+from jaxspec.pallas.gemm import MOST_PARTS, parts_of, rows_of, unsupported
 from jaxspec.pallas.products import whole
 from jaxspec.pallas.split_matmul import split_matmul
 
@@ -116,7 +116,7 @@ def test_every_multiprocessor_has_a_block(tokens, inner, outer, parts):
         (16, 1024, 5120, jnp.bfloat16, None),
         (256, 2048, 2048, jnp.float16, None),
         (64, 4096, 4096, jnp.bfloat16, None),
-        (72, 4096, 4096, jnp.bfloat16, "not 16 to 64 rows, in steps of 8"),
+        (72, 4096, 5120, jnp.bfloat16, "72 rows, which make no wave of blocks"),
         (264, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
         (20, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
         (8, 1024, 1024, jnp.bfloat16, "not 16 to 256 rows, in steps of 8"),
@@ -132,24 +132,25 @@ def test_what_kernels_take(rows, inner, outer, dtype, why):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 40, 64, 136, 256])
+@pytest.mark.parametrize("tokens", [16, 40, 64, 128, 136, 256])
 @pytest.mark.parametrize("model", HIDDEN)
 def test_on_a_gpu_split_matmul_is_its_kernel_and_the_kernels_equal_the_oracle(model, tokens):
     from jaxspec.pallas.gemm_kernel import gemm_kernel
 
     dispatch._chosen.pop("split_matmul", None)
-    hidden, inner = HIDDEN[model], INTERMEDIATE.get(model, 2 * HIDDEN[model])
+    hidden, inner = HIDDEN[model], INTERMEDIATE[model]
+    chosen = set()
     for size in (2048, inner):
         x, weight = operands(tokens, size, hidden, jnp.bfloat16)
-        expected, why = product(x, weight), unsupported(x, weight, hidden)
+        expected = product(x, weight)
+        why = unsupported(x, weight, hidden, most_parts=MOST_PARTS)
+        chosen.add("kernel" if why is None else f"XLA: {why}")
         first, again = (jax.jit(split_matmul)(x, weight) for _ in range(2))
         # NumPy does not take two bfloat16 NaN for equal.
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
         check(whole(first, jnp.bfloat16), expected, jnp.bfloat16)
         check(gemm_kernel(x, weight), expected, jnp.bfloat16)
-        assert why is None or (hidden > 2048 and tokens > 64)
-    chosen = "kernel" if why is None else f"XLA: {why}"
-    assert dispatch.implementations()["split_matmul"] == (chosen,)
+    assert set(dispatch.implementations()["split_matmul"]) == chosen
 
 
 def test_a_ring_without_room_is_refused(monkeypatch):

@@ -1,0 +1,122 @@
+"""Products of more than 64 rows of wide models: how they are cut, and the kernel against NumPy."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import HIDDEN, INTERMEDIATE
+
+from jaxspec.pallas import mosaic
+from jaxspec.pallas.gemm import Wave, rows_of, unsupported, wave
+
+LOST = 1  # the row that has a NaN
+
+
+def operands(tokens, inner, outer, dtype):
+    """x and weight."""
+    rng = np.random.default_rng(inner)
+    x, weight = rng.normal(size=(tokens, inner)), rng.normal(size=(inner, outer)) * inner**-0.5
+    x[LOST, inner // 3] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def as_they_are(pieces, dtype):
+    return [piece.astype(dtype) for piece in pieces]
+
+
+def products_of_pairs(pieces, dtype):
+    one, other = pieces
+    return [(one * other).astype(dtype)]
+
+
+def check(y, expected, dtype):
+    assert y.shape == expected.shape
+    got = np.asarray(y, np.float64)
+    nan = np.isnan(got).all(axis=1)
+    np.testing.assert_array_equal(nan, np.arange(len(got)) == LOST)
+    eps = 2 * max(float(jnp.finfo(dtype).eps), 1e-6)
+    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=eps, atol=eps)
+
+
+CASES = [  # tokens, inner, outer, warpgroups, pieces, parts, dtype
+    (72, 128, 64, 1, 1, 1, jnp.bfloat16),
+    (128, 192, 320, 3, 1, 1, jnp.float16),  # the last block's columns are not all there
+    (136, 256, 256, 2, 2, 2, jnp.bfloat16),  # blocks of 72 rows, the last not full
+    (256, 128, 192, 1, 1, 2, jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("tokens", "inner", "outer", "groups", "pieces", "parts", "dtype"), CASES)
+def test_the_kernel_equals_the_oracle_without_races(
+    interpreter, tokens, inner, outer, groups, pieces, parts, dtype
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_wave_kernel import wave_kernel
+
+    x, weight = operands(tokens, inner, outer, dtype)
+    cut, alone = Wave(*rows_of(tokens), groups, pieces, parts), {"interpret": interpreter}
+    y = wave_kernel("product", x, weight, cut, as_they_are, cluster=1, **alone)
+    assert y.dtype == (dtype if parts == 1 else jnp.float32)
+    y = y if parts == 1 else y.sum(axis=0).astype(dtype)
+    check(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64), dtype)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+def test_pairs_of_columns_meet_and_the_ring_is_refilled(monkeypatch, interpreter, stages):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.gemm_wave_kernel import wave_kernel
+
+    stage, out = 2 * 64 * (72 + 4 * 64), 2 * 64 * 64 * 2
+    monkeypatch.setattr(mosaic, "room", lambda blocks: stages * stage + out)
+    x, weight = operands(72, 448, 384, jnp.bfloat16)
+    cut, options = Wave(72, 1, 2, 2, 1), {"gates": True, "interpret": interpreter}
+    y = wave_kernel("pairs", x, weight, cut, products_of_pairs, **options)
+    one, other = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64), 2, axis=1)
+    check(y, one * other, jnp.bfloat16)
+    assert not get_races().races_found
+
+
+PRODUCTS = [  # tokens, inner, outer, gates, most parts -> warpgroups, pieces, parts
+    (256, 4096, 12288, True, 1, (3, 2, 1)),
+    (128, 4096, 12288, True, 1, (2, 2, 1)),
+    (256, 4096, 12352, False, 1, (3, 1, 1)),
+    (128, 4096, 12352, False, 1, (2, 1, 1)),
+    (256, 12288, 4096, False, 2, (2, 1, 2)),
+    (128, 12288, 4096, False, 2, (1, 1, 2)),
+    (256, 5120, 17408, True, 1, None),  # a wave and a third
+    (128, 4096, 10240, False, 1, None),  # of 80 blocks of 128 columns, or 160 of 64
+]
+
+
+@pytest.mark.parametrize(("tokens", "inner", "outer", "gates", "most", "expected"), PRODUCTS)
+def test_a_block_copies_as_little_as_a_wave_allows(tokens, inner, outer, gates, most, expected):
+    cut = Wave.of(tokens, inner, outer, gates=gates, most_parts=most)
+    assert (cut and cut[2:]) == expected
+
+
+@pytest.mark.parametrize("tokens", [72, 96, 136, 192, 256])
+@pytest.mark.parametrize("model", HIDDEN)
+def test_all_blocks_run_at_once_and_cover_the_product(model, tokens):
+    hidden, inner = HIDDEN[model], INTERMEDIATE[model]
+    for gates, dims, most in ((True, (hidden, inner), 1), (False, (inner, hidden), 2)):
+        cut = Wave.of(tokens, *dims, gates=gates, most_parts=most)
+        if cut is None:
+            continue
+        columns = 64 * cut.warpgroups * (1 if gates else cut.pieces)
+        blocks = cut.row_blocks * math.ceil(dims[1] / columns) * cut.parts
+        assert 0.7 * mosaic.MULTIPROCESSORS <= blocks <= mosaic.MULTIPROCESSORS
+        assert cut.rows * cut.row_blocks >= tokens and dims[0] % (64 * cut.parts) == 0
+        assert cut.pieces * cut.rows // 2 <= 128  # sums of a thread
+
+
+def test_a_wave_is_for_many_rows_of_wide_models():
+    x, weight = jnp.zeros((256, 4096), jnp.bfloat16), jnp.zeros((4096, 12352), jnp.bfloat16)
+    assert wave(x, weight, 4096) == (128, 2, 3, 1, 1) and unsupported(x, weight, 4096) is None
+    assert wave(x, weight, 2048) is None  # as other products of that model
+    assert wave(x[:64], weight, 4096) is None and unsupported(x[:64], weight, 4096) is None
+    x, weight = x[:128], weight[:, :10240]
+    assert unsupported(x, weight, 4096) == "128 rows, which make no wave of blocks"
