@@ -7,6 +7,7 @@ the weight, transposed, as in `gemm_kernel`. Two blocks with the same columns ar
 copies half of a chunk's weight to both.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def wave_kernel(
     outer = weight.shape[1] // 2 if gates else weight.shape[1]
     apart, step = (outer, COLUMNS) if gates else (COLUMNS, COLUMNS * wave.pieces)
     dtype = x.dtype if wave.parts == 1 else jnp.float32
-    scratch = _scratch(wave, features // CHUNK, x.dtype, dtype)
+    rings = _Rings.of(wave, features // CHUNK, x.dtype, dtype)
 
     def place():
         """The part of the features, the first token and the first column that are a block's."""
@@ -56,7 +57,7 @@ def wave_kernel(
         token, column = (pair * cluster + row) * wave.rows, block * wave.warpgroups * step
         return lax.axis_index("part"), token, column
 
-    def body(x, weight, y, *, out, **ring):
+    def body(x, weight, y, *, out=None, **buffers):
         warpgroup, registers = lax.axis_index("warpgroup"), _REGISTERS[wave.warpgroups]
 
         @pl.when(warpgroup == wave.warpgroups)
@@ -67,20 +68,25 @@ def wave_kernel(
                 [column + i * step + piece * apart for piece in range(wave.pieces)]
                 for i in range(wave.warpgroups)
             ]
-            _copy(x, weight, token, (part * features, features), columns, cluster, **ring)
+            axes = ("row",) if cluster > 1 else None
+            _copy(rings, x, weight, token, part * features, columns, axes, **buffers)
 
         @pl.when(warpgroup < wave.warpgroups)
         def _():
             plgpu.set_max_registers(registers[0], action="increase")
-            sums = _multiply(warpgroup, features // CHUNK, **ring)
+            sums = _multiply(rings, warpgroup, **buffers)
+            if out is None:  # the ring has served, and its pieces are as large
+                tiles = [buffers["ring"].at[slot, warpgroup, 0] for slot in range(rings.slots)]
+            else:
+                tiles = [out.at[warpgroup]]
             part, token, column = place()  # not before: registers are scarce
-            _put_out(sums, finish, out.at[warpgroup], y.at[part], token, column + warpgroup * step)
+            _put_out(sums, finish, tiles, y.at[part], token, column + warpgroup * step)
 
     y = plgpu.kernel(
         body,
         kernel_name=name,
         out_type=jax.ShapeDtypeStruct((wave.parts, tokens, outer), dtype),
-        scratch_types=scratch,
+        scratch_types=rings.scratch(x.dtype),
         grid=(wave.parts, pl.cdiv(outer, wave.warpgroups * step), wave.row_blocks // cluster),
         grid_names=("part", "column", "pair"),
         cluster=(cluster,),
@@ -96,81 +102,156 @@ def wave_kernel(
     return y if wave.parts > 1 else y[0]
 
 
-def _scratch(wave, chunks, dtype, out_dtype):
-    """Shared memory: a ring as large as fits beside what is put out, as tensor cores want it."""
-    columns = wave.warpgroups * wave.pieces
-    out_bytes = wave.warpgroups * _OUT_ROWS * COLUMNS * jnp.dtype(out_dtype).itemsize
-    stage = 2 * CHUNK * (wave.rows + columns * COLUMNS)
-    stages = min(chunks, (mosaic.room(1) - out_bytes) // stage)
-    return {
-        "tokens": wgmma.tile(stages, wave.rows, CHUNK, dtype=dtype),
-        "ring": wgmma.tile(stages, wave.warpgroups, wave.pieces, CHUNK, COLUMNS, dtype=dtype),
-        "out": wgmma.tile(wave.warpgroups, _OUT_ROWS, COLUMNS, dtype=out_dtype),
-        "arrived": plgpu.Barrier(num_arrivals=columns + 1, num_barriers=stages),
-        # A chunk's weight goes to all blocks of a cluster, so all must be done with the last.
-        "free": plgpu.ClusterBarrier(
-            collective_axes=("row",), num_arrivals=wave.warpgroups, num_barriers=stages
-        ),
-    }
+@dataclasses.dataclass(frozen=True)
+class _Rings:
+    """A ring of rows and one of pieces of the weight: how many chunks of each a block may have."""
+
+    wave: Wave
+    chunks: int  # of the features
+    stages: int  # of rows
+    slots: int  # of pieces: of a chunk's together, or each for itself
+    is_piecewise: bool
+    out_dtype: Any  # of what is put out, if not in the place of a piece
+
+    @staticmethod
+    def of(wave: Wave, chunks: int, dtype: Any, out_dtype: Any) -> "_Rings":
+        """As large as fit into shared memory.
+
+        Of the largest blocks, of two pieces and two of rows, three chunks fit, and a chunk takes
+        about two to arrive: the place of one piece is free before the chunk's other is multiplied.
+        Of smaller ones that costs more than it gives.
+        """
+        is_piecewise = wave.row_blocks > 1 and wave.pieces > 1
+        own = None if is_piecewise and out_dtype == dtype else out_dtype
+        out = wave.warpgroups * _OUT_ROWS * COLUMNS * jnp.dtype(own).itemsize if own else 0
+        rows, piece = 2 * CHUNK * wave.rows, 2 * CHUNK * COLUMNS * wave.warpgroups
+        room = mosaic.room(1) - out
+        if not is_piecewise:
+            slots = min(chunks, room // (rows + wave.pieces * piece))
+            return _Rings(wave, chunks, slots, slots, is_piecewise, own)
+        slots = wave.pieces * chunks
+
+        def stages():  # one more than there are whole chunks: rows wait for their last piece
+            return min(chunks, pl.cdiv(slots, wave.pieces) + wave.pieces - 1)
+
+        while slots * piece + stages() * rows > room:
+            slots -= 1
+        return _Rings(wave, chunks, stages(), slots, is_piecewise, own)
+
+    @property
+    def groups(self) -> list[range]:
+        """The pieces that come together."""
+        size = 1 if self.is_piecewise else self.wave.pieces
+        return [range(first, first + size) for first in range(0, self.wave.pieces, size)]
+
+    def scratch(self, dtype) -> dict[str, Any]:
+        """Shared memory, as tensor cores want it, and its barriers; rows have none of their own
+        where they come with the weight.
+        """
+        warpgroups, (group, *_) = self.wave.warpgroups, self.groups
+        ring = self.slots, warpgroups, len(group), CHUNK, COLUMNS
+        rows = {
+            "rows_arrived": plgpu.Barrier(num_barriers=self.stages),
+            "rows_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.stages),
+        }
+        arrivals = warpgroups * len(group) + (not self.is_piecewise)
+        out = wgmma.tile(warpgroups, _OUT_ROWS, COLUMNS, dtype=self.out_dtype or dtype)
+        return (
+            (rows if self.is_piecewise else {})
+            | ({"out": out} if self.out_dtype else {})
+            | {
+                "tokens": wgmma.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
+                "ring": wgmma.tile(*ring, dtype=dtype),
+                "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots),
+                # A piece goes to all blocks of a cluster, so all must be done with the last.
+                "free": plgpu.ClusterBarrier(
+                    collective_axes=("row",), num_arrivals=warpgroups, num_barriers=self.slots
+                ),
+            }
+        )
 
 
-def _copy(x, weight, token, features, columns, cluster, *, tokens, ring, arrived, free):
-    """The warpgroup that fills the ring, as soon as all that multiply are done with a chunk.
+def _copy(
+    rings, x, weight, token, feature, columns, axes,
+    *, tokens, ring, arrived, free, rows_arrived=None, rows_free=None,
+):  # fmt: skip
+    """The warpgroup that fills the rings, as soon as those that multiply are done with the last.
 
-    From this token on, of these features, and from these columns on, `[warpgroups][pieces]`.
+    From this token and feature on, and these columns, `[warpgroups][pieces]`; the weight's pieces
+    come to all blocks of a cluster's `axes`.
     """
-    (stages, rows, _), axes = tokens.shape, ("row",) if cluster > 1 else None
-    feature, count = features
 
-    @pl.loop(0, count // CHUNK)
+    @pl.loop(0, rings.chunks)
     def _(j):
-        stage = lax.rem(j, stages)
-        chunk = pl.ds(feature + j * CHUNK, CHUNK)
-        pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
-        for i, pieces in enumerate(columns):
-            for piece, column in enumerate(pieces):
-                part, to = weight.at[chunk, pl.ds(column, COLUMNS)], ring.at[stage, i, piece]
-                plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], collective_axes=axes)
-        part = x.at[pl.ds(token, rows), chunk]
-        plgpu.copy_gmem_to_smem(part, tokens.at[stage], arrived.at[stage])
+        chunk, stage = pl.ds(feature + j * CHUNK, CHUNK), lax.rem(j, rings.stages)
+        rows, to_rows = x.at[pl.ds(token, rings.wave.rows), chunk], tokens.at[stage]
+        if rings.is_piecewise:
+            pl.when(j >= rings.stages)(lambda: plgpu.barrier_wait(rows_free.at[stage]))
+            plgpu.copy_gmem_to_smem(rows, to_rows, rows_arrived.at[stage])
+        for turn, group in enumerate(rings.groups):
+            n = j * len(rings.groups) + turn
+            slot = lax.rem(n, rings.slots)
+            pl.when(n >= rings.slots)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+            for i, pieces in enumerate(columns):
+                for place, piece in enumerate(group):
+                    part = weight.at[chunk, pl.ds(pieces[piece], COLUMNS)]
+                    to = ring.at[slot, i, place]
+                    plgpu.copy_gmem_to_smem(part, to, arrived.at[slot], collective_axes=axes)
+            if not rings.is_piecewise:
+                plgpu.copy_gmem_to_smem(rows, to_rows, arrived.at[slot])
 
 
-def _multiply(warpgroup, chunks, *, tokens, ring, arrived, free):
+def _multiply(
+    rings, warpgroup, *, tokens, ring, arrived, free, rows_arrived=None, rows_free=None
+):  # fmt: skip
     """A warpgroup's products, transposed: `[COLUMNS, rows]` float32 for each piece."""
-    stages, _, pieces, *_ = ring.shape
+    groups = rings.groups
+
+    def release(barrier, n, places, end):
+        """Of `n`, if another comes in its place."""
+        again = (n >= 0) & (n + places < end)
+        pl.when(again)(lambda: plgpu.barrier_arrive(barrier.at[lax.rem(n, places)]))
 
     def all_chunks(*sums):
-        @pl.loop(0, chunks)
+        @pl.loop(0, rings.chunks)
         def _(j):
-            stage = lax.rem(j, stages)
-            plgpu.barrier_wait(arrived.at[stage])
+            stage = lax.rem(j, rings.stages)
             rows = tokens.at[stage].transpose((1, 0))
-            for piece, sum_ in enumerate(sums):
-                plgpu.wgmma(sum_, ring.at[stage, warpgroup, piece].transpose((1, 0)), rows)
-            plgpu.wgmma_wait(pieces)  # the chunk before this one is done with
-
-            @pl.when((j > 0) & (j - 1 + stages < chunks))  # another comes in its place
-            def _():
-                plgpu.barrier_arrive(free.at[lax.rem(j - 1, stages)])
+            if rings.is_piecewise:
+                plgpu.barrier_wait(rows_arrived.at[stage])
+            for turn, group in enumerate(groups):
+                n = j * len(groups) + turn
+                slot = lax.rem(n, rings.slots)
+                plgpu.barrier_wait(arrived.at[slot])
+                for place, piece in enumerate(group):
+                    part = ring.at[slot, warpgroup, place].transpose((1, 0))
+                    plgpu.wgmma(sums[piece], part, rows)
+                plgpu.wgmma_wait(len(group))  # those before these are done with
+                release(free, n - 1, rings.slots, len(groups) * rings.chunks)
+                if rings.is_piecewise and turn == 0:
+                    release(rows_free, j - 1, rings.stages, rings.chunks)
 
         return [sum_[...] for sum_ in sums]
 
-    sum_ = plgpu.WGMMAAccumulatorRef((COLUMNS, tokens.shape[1]), jnp.float32)
-    return pl.run_scoped(all_chunks, *[sum_] * pieces)
+    sum_ = plgpu.WGMMAAccumulatorRef((COLUMNS, rings.wave.rows), jnp.float32)
+    return pl.run_scoped(all_chunks, *[sum_] * rings.wave.pieces)
 
 
-def _put_out(sums, finish, out, y, token, column):
-    """What `finish` makes of the sums to `y`, from this token and column on, 64 rows at a time."""
-    is_first = True
+def _put_out(sums, finish, tiles, y, token, column):
+    """What `finish` makes of the sums to `y`, from this token and column on, 64 rows at a time.
+
+    Each by way of the next of `tiles`, in shared memory.
+    """
+    count = 0
     for row in range(0, sums[0].shape[1], _OUT_ROWS):
         pieces = finish([sum_[:, row : row + _OUT_ROWS] for sum_ in sums], y.dtype)
         for i, piece in enumerate(pieces):
             rows = piece.shape[1]
-            tile = out.at[pl.ds(0, rows)]
-            if not is_first:
+            tile = tiles[count % len(tiles)].at[pl.ds(0, rows)]
+            if count >= len(tiles):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.commit_smem()  # by all warps
-            is_first = False
+            count += 1
             # Neighbouring columns in one thread, as they lie in a row of `y`.
             tile.T[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()

@@ -64,17 +64,17 @@ def test_the_kernel_equals_the_oracle_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.parametrize("stages", [2, 8])
-def test_pairs_of_columns_meet_and_the_ring_is_refilled(monkeypatch, interpreter, stages):
+@pytest.mark.parametrize(("tokens", "kib"), [(72, 100), (72, 226), (136, 100), (136, 226)])
+def test_pairs_of_columns_meet_and_rings_are_refilled(monkeypatch, interpreter, tokens, kib):
+    """Also in the largest blocks, whose pieces come one by one."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     from jaxspec.pallas.gemm_wave_kernel import wave_kernel
 
-    stage, out = 2 * 64 * (72 + 4 * 64), 2 * 64 * 64 * 2
-    monkeypatch.setattr(mosaic, "room", lambda blocks: stages * stage + out)
-    x, weight = operands(72, 448, 384, jnp.bfloat16)
-    cut, options = Wave(72, 1, 2, 2, 1), {"gates": True, "interpret": interpreter}
-    y = wave_kernel("pairs", x, weight, cut, products_of_pairs, **options)
+    monkeypatch.setattr(mosaic, "room", lambda blocks: 1024 * kib)
+    x, weight = operands(tokens, 448, 384, jnp.bfloat16)
+    cut, options = Wave(*rows_of(tokens), 2, 2, 1), {"gates": True, "interpret": interpreter}
+    y = wave_kernel("pairs", x, weight, cut, products_of_pairs, cluster=1, **options)
     one, other = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64), 2, axis=1)
     check(y, one * other, jnp.bfloat16)
     assert not get_races().races_found
