@@ -11,6 +11,7 @@ from shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.add_norm import add_norm
 from jaxspec.pallas.argmax_matmul import NOTHING, argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.gated_norm import GatedNorm
+from jaxspec.pallas.gemm import MOST_PARTS
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
 from jaxspec.pallas.products import COLUMNS, matmul
@@ -25,33 +26,37 @@ from jaxspec.pallas.split_matmul import (
 from jaxspec.plan import MAX_STOP_IDS
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
-_OUTPUTS = _SHAPE.conv_dim + _SHAPE.value_heads * (_SHAPE.value_dim + 2)
-_PROJECTED = -(-_OUTPUTS // COLUMNS) * COLUMNS  # with padding
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
 _WEIGHTS = 2**28  # bytes
 _PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out of few rows
-_MORE = {
+_MORE = {  # rows
     "qwen3.5-0.8b": (16, 64, 256),
     "qwen3.5-2b": (16, 64),
     "qwen3.5-9b": (16, 64, 128, 256),
-}  # rows
+}
+
+
+def _projected(shape):
+    """Columns of Gated DeltaNet's first product, with padding."""
+    columns = shape.conv_dim + shape.value_heads * (shape.value_dim + 2)
+    return -(-columns // COLUMNS) * COLUMNS
 
 
 def norm_matmul_cases() -> Iterator[Case]:
     """Gated DeltaNet's projection, attention's, and the feed-forward layer's first."""
     for model in _PARTS:
-        products = {"in_proj": _PROJECTED, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
+        products = {"in_proj": _projected(_SHAPE), "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
         for name, columns in products.items():
             for tokens in (1, 4, 8):
                 yield _norm_matmul_case(model, name, columns, tokens)
     for tokens in (128, 256):
-        yield _norm_matmul_case("qwen3.5-9b", "in_proj", 12352, tokens)
+        yield _norm_matmul_case("qwen3.5-9b", "in_proj", _projected(GDN["qwen3.5-9b"]), tokens)
 
 
 def _norm_matmul_case(model, name, columns, tokens):
     """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
-    features, parts = HIDDEN[model], _PARTS.get(model, 2)
+    features, parts = HIDDEN[model], _PARTS.get(model, MOST_PARTS)
     x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
     sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
     norm = jnp.zeros(features, _DTYPE)
@@ -163,7 +168,7 @@ def _gated_norm_matmul_case(model, tokens):
         functools.partial(run, gated_norm_matmul),
         functools.partial(run, gated_norm_matmul_reference),
         (_VALUES, outer),
-        (heads, _draw(1, INPUTS, tokens, _PROJECTED), jnp.ones(dims[1])),
+        (heads, _draw(1, INPUTS, tokens, _projected(_SHAPE)), jnp.ones(dims[1])),
         tokens * (6 * _VALUES + 4 * _PARTS[model] * outer),
     )
 

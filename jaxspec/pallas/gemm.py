@@ -18,7 +18,7 @@ _MOST_ROWS = 256
 _MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number
 _WIDE = 2048  # features of a model: more rows of a wider one come in a wave
 _ROWS = 128  # of a block
-_MOST_WARPGROUPS = 3  # of a block, that multiply: a thread has up to 128 sums
+_MOST_WARPGROUPS = 3  # of a block, that multiply: more would not have registers for 128 sums
 MOST_PARTS = 2  # of the features of a wave: sums of more cost what they save
 _LEAST_BUSY = 0.7, 0.8  # of the multiprocessors, of up to 128 rows and of more: or XLA is as fast
 
@@ -49,7 +49,8 @@ class Wave(NamedTuple):
     ) -> "Wave | None":
         """The cut with which a block copies least, or None if none gives enough blocks one each.
 
-        `outer`: columns that are put out; `gates`: of as many gates and others, a piece of each.
+        `tokens`: 72 to 256, in steps of 8; `outer`: columns that are put out; `gates`: of as many
+        gates and others, a piece of each.
 
             256 rows, 4096 -> 12288, gates   3 warpgroups: 2 x 64 blocks of 128 x 192, 97 % busy
             256 rows, 12288 -> 4096          2, and 2 parts: 2 x 32 x 2 blocks of 128 x 128
@@ -69,44 +70,34 @@ class Wave(NamedTuple):
         return min(cuts, key=cuts.__getitem__, default=None)
 
 
-def wave(
+def choose(
     x: Float[Array, "rows inner"],
     weight: Float[Array, "inner outer"],
     hidden: int,
     *,
     gates: bool = False,
     most_parts: int = 1,
-) -> Wave | None:
-    """How a product of this model so wide is cut into a wave; None if it is not, or cannot be."""
-    if x.shape[0] <= _MEMORY_BOUND_ROWS or hidden <= _WIDE:
-        return None
-    (tokens, inner), outer = x.shape, weight.shape[1] // (2 if gates else 1)
-    return Wave.of(tokens, inner, outer, gates=gates, most_parts=most_parts)
+) -> tuple[str | None, Wave | None]:
+    """Why no kernel takes this product of a model so wide, or None; and its cut, if it is a wave.
 
-
-def unsupported(
-    x: Float[Array, "rows inner"],
-    weight: Float[Array, "inner outer"],
-    hidden: int,
-    *,
-    gates: bool = False,
-    most_parts: int = 1,
-) -> str | None:
-    """Why no kernel takes this product of a model so wide, or None. Keywords: as of `Wave.of`."""
+    Keywords: as of `Wave.of`.
+    """
+    (rows, inner), outer = x.shape, weight.shape[1] // (2 if gates else 1)
+    why = None
     if x.dtype not in DTYPES or x.dtype != weight.dtype:
-        return f"{x.dtype} and {weight.dtype}"
-    if hidden < 1024:  # nobody waits for it
-        return f"{hidden} features"
-    if weight.shape[0] % 64 or weight.shape[1] % (2 * COLUMNS if gates else COLUMNS):
-        return f"a weight of {weight.shape[0]} x {weight.shape[1]}"
+        why = f"{x.dtype} and {weight.dtype}"
+    elif hidden < 1024:  # nobody waits for it
+        why = f"{hidden} features"
+    elif inner % 64 or outer % COLUMNS:
+        why = f"a weight of {inner} x {weight.shape[1]}"
     # Last: what changes from program to program.
-    if x.shape[0] % 8 or not 8 < x.shape[0] <= _MOST_ROWS:
-        return f"not 16 to {_MOST_ROWS} rows, in steps of 8"
-    if x.shape[0] > _MEMORY_BOUND_ROWS and hidden > _WIDE:
-        if wave(x, weight, hidden, gates=gates, most_parts=most_parts) is None:
-            return f"{x.shape[0]} rows, which make no wave of blocks"
-    elif x.shape[0] > _MEMORY_BOUND_ROWS and gates:
-        blocks = rows_of(x.shape[0])[1] * weight.shape[1] // (2 * COLUMNS)
+    elif rows % 8 or not 8 < rows <= _MOST_ROWS:
+        why = f"not 16 to {_MOST_ROWS} rows, in steps of 8"
+    elif rows > _MEMORY_BOUND_ROWS and hidden > _WIDE:
+        wave = Wave.of(rows, inner, outer, gates=gates, most_parts=most_parts)
+        return None if wave else f"{rows} rows, which make no wave of blocks", wave
+    elif rows > _MEMORY_BOUND_ROWS and gates:
+        blocks = rows_of(rows)[1] * outer // COLUMNS
         if blocks > mosaic.MULTIPROCESSORS:  # some would have twice the work of others
-            return f"{blocks} blocks"
-    return None
+            why = f"{blocks} blocks"
+    return why, None

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
-from jaxspec.pallas.gemm import MOST_PARTS, parts_of, rows_of, wave
+from jaxspec.pallas.gemm import parts_of, rows_of
 from jaxspec.pallas.gemm_wave_kernel import wave_kernel
 from jaxspec.pallas.products import COLUMNS
 from jaxspec.pallas.wgmma import CHUNK
@@ -107,11 +107,14 @@ class Tile:
         return pl.run_scoped(all_chunks, *sums)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def gemm_kernel(x, weight, *, interpret=None):
-    """`x @ weight` in their dtype; `interpret`: parameters of Mosaic's interpreter."""
-    if (cut := wave(x, weight, x.shape[1])) is not None:
-        return wave_kernel("gemm", x, weight, cut, _as_is, interpret=interpret)
+@functools.partial(jax.jit, static_argnames=("wave", "interpret"))
+def gemm_kernel(x, weight, wave=None, *, interpret=None):
+    """`x @ weight` in their dtype.
+
+    `wave`: what `gemm.choose` says. `interpret`: parameters of Mosaic's interpreter.
+    """
+    if wave is not None:
+        return wave_kernel("gemm", x, weight, wave, _as_is, interpret=interpret)
     columns, (_, row_blocks) = weight.shape[1], rows_of(x.shape[0])
     pieces = 1 if row_blocks * pl.cdiv(columns, COLUMNS) <= mosaic.MULTIPROCESSORS else 2
     starts, step = [COLUMNS * piece for piece in range(pieces)], COLUMNS * pieces
@@ -120,11 +123,11 @@ def gemm_kernel(x, weight, *, interpret=None):
     return y
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def split_gemm_kernel(x, weight, *, interpret=None):
+@functools.partial(jax.jit, static_argnames=("wave", "interpret"))
+def split_gemm_kernel(x, weight, wave=None, *, interpret=None):
     """`split_matmul`, of one part as tokens; `interpret`: as above."""
-    if (cut := wave(x, weight, weight.shape[1], most_parts=MOST_PARTS)) is not None:
-        return wave_kernel("split_gemm", x, weight, cut, _as_is, interpret=interpret)
+    if wave is not None:
+        return wave_kernel("split_gemm", x, weight, wave, _as_is, interpret=interpret)
     parts = parts_of(x.shape[0], *weight.shape)
     if parts == 1:
         return gemm_kernel(x, weight, interpret=interpret)
@@ -132,12 +135,12 @@ def split_gemm_kernel(x, weight, *, interpret=None):
     return _launch("split_gemm", x, weight, [0], COLUMNS, _as_is, y, interpret)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def matmul_silu_kernel(x, weight, *, interpret=None):
+@functools.partial(jax.jit, static_argnames=("wave", "interpret"))
+def matmul_silu_kernel(x, weight, wave=None, *, interpret=None):
     """`matmul_silu`; `interpret`: as above."""
     outer = weight.shape[1] // 2
-    if (cut := wave(x, weight, x.shape[1], gates=True)) is not None:
-        return wave_kernel("matmul_silu", x, weight, cut, _gated, gates=True, interpret=interpret)
+    if wave is not None:
+        return wave_kernel("matmul_silu", x, weight, wave, _gated, gates=True, interpret=interpret)
     y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
     (y,) = _launch("matmul_silu", x, weight, [0, outer], COLUMNS, _gated, y, interpret)
     return y

@@ -2,9 +2,9 @@
 
 What bounds them is how much a multiprocessor's shared memory can take and give, so a block is as
 large as its registers allow, and all blocks are one wave (`gemm.Wave`). A warpgroup copies chunks
-of the features, rows and weight, into a ring; up to three others multiply, each its own columns of
-the weight, transposed, as in `gemm_kernel`. Two blocks with the same columns are a cluster: each
-copies half of a chunk's weight to both.
+of the features, rows and weight, into rings; the others multiply, each its own columns of the
+weight, transposed, as in `gemm_kernel`. Where two blocks share the rows, those with the same
+columns are a cluster: each copies half of a chunk's weight to both.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxspec.pallas.gemm import Wave
 from jaxspec.pallas.products import COLUMNS
 from jaxspec.pallas.wgmma import CHUNK
 
-_OUT_ROWS = 64  # that a warpgroup puts out at a time
+_OUT_ROWS = CHUNK  # that a warpgroup puts out at a time, so that they fit in the place of a piece
 _REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 24)}  # of a thread that multiplies, or copies
 
 
@@ -37,12 +37,19 @@ def wave_kernel(
     cluster: int | None = None,
     interpret: Any = None,
 ) -> Any:
-    """What `finish` makes of each block's products, in the dtype of `x`.
+    """What `finish` makes of `x @ weight`: `[tokens, columns]` in the dtype of `x`.
+
+    Or `[parts, tokens, columns]` float32, partial sums, if the wave has parts. `x` is
+    `[tokens, inner]` and `weight` `[inner, outer]`, both bfloat16 or float16; `wave` is
+    `Wave.of` these, or at least has parts of whole chunks.
 
     `finish(pieces, dtype)` is given float32 `[COLUMNS, rows]`, some of the rows: of neighbouring
-    columns, or if `gates` as far apart as half of the weight; it returns as many, or one. Partial
-    sums are `[parts, tokens, columns]`, float32. `cluster`: blocks that share the weight's copies;
-    the interpreter, whose parameters are `interpret`, knows no copies to several.
+    columns, and returns as many; or if `gates` of two as far apart as half of the weight, of which
+    it makes one (no parts then). `cluster`: blocks that share the weight's copies; the interpreter,
+    whose parameters are `interpret`, knows no copies to several.
+
+    Raises:
+        ValueError: shared memory has no room for two chunks.
     """
     (tokens, inner), cluster = x.shape, cluster or wave.row_blocks
     features = inner // wave.parts  # of a block
@@ -52,7 +59,10 @@ def wave_kernel(
     rings = _Rings.of(wave, features // CHUNK, x.dtype, dtype)
 
     def place():
-        """The part of the features, the first token and the first column that are a block's."""
+        """The part of the features, the first token and the first column that are a block's.
+
+        There is one "pair" of rows' blocks, or where they are no cluster each is one.
+        """
         block, pair, row = (lax.axis_index(axis) for axis in ("column", "pair", "row"))
         token, column = (pair * cluster + row) * wave.rows, block * wave.warpgroups * step
         return lax.axis_index("part"), token, column
@@ -75,7 +85,8 @@ def wave_kernel(
         def _():
             plgpu.set_max_registers(registers[0], action="increase")
             sums = _multiply(rings, warpgroup, **buffers)
-            if out is None:  # the ring has served, and its pieces are as large
+            if out is None:  # the ring has served
+                plgpu.commit_smem()  # all warps are done with it
                 tiles = [buffers["ring"].at[slot, warpgroup, 0] for slot in range(rings.slots)]
             else:
                 tiles = [out.at[warpgroup]]
@@ -117,26 +128,31 @@ class _Rings:
     def of(wave: Wave, chunks: int, dtype: Any, out_dtype: Any) -> "_Rings":
         """As large as fit into shared memory.
 
-        Of the largest blocks, of two pieces and two of rows, three chunks fit, and a chunk takes
-        about two to arrive: the place of one piece is free before the chunk's other is multiplied.
-        Of smaller ones that costs more than it gives.
+        Of two pieces where two blocks share the rows, the largest blocks, three chunks fit, and one
+        takes as long to arrive as two are multiplied: so a piece's place is free before the chunk's
+        other is multiplied. Of other blocks that costs more than it gives.
+
+        Raises:
+            ValueError: no chunk could arrive while another is multiplied.
         """
         is_piecewise = wave.row_blocks > 1 and wave.pieces > 1
         own = None if is_piecewise and out_dtype == dtype else out_dtype
         out = wave.warpgroups * _OUT_ROWS * COLUMNS * jnp.dtype(own).itemsize if own else 0
         rows, piece = 2 * CHUNK * wave.rows, 2 * CHUNK * COLUMNS * wave.warpgroups
         room = mosaic.room(1) - out
-        if not is_piecewise:
-            slots = min(chunks, room // (rows + wave.pieces * piece))
-            return _Rings(wave, chunks, slots, slots, is_piecewise, own)
-        slots = wave.pieces * chunks
-
-        def stages():  # one more than there are whole chunks: rows wait for their last piece
-            return min(chunks, pl.cdiv(slots, wave.pieces) + wave.pieces - 1)
-
-        while slots * piece + stages() * rows > room:
-            slots -= 1
-        return _Rings(wave, chunks, stages(), slots, is_piecewise, own)
+        if is_piecewise:
+            # Rows wait for their last piece: one place more than there are whole chunks.
+            pairs = [(n, min(chunks, (n + 1) // 2 + 1)) for n in range(2 * chunks, 0, -1)]
+            fitting = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
+            slots, stages = next(fitting, (0, 0))
+        else:
+            slots = stages = min(chunks, room // (rows + wave.pieces * piece))
+        if slots < min(2, chunks * (1 + is_piecewise)) or stages < min(2, chunks):
+            raise ValueError(
+                f"A ring must have room for 2 chunks of {rows + wave.pieces * piece} bytes, but "
+                f"there are {room}. Take fewer rows or warpgroups."
+            )
+        return _Rings(wave, chunks, stages, slots, is_piecewise, own)
 
     @property
     def groups(self) -> list[range]:
@@ -173,7 +189,7 @@ class _Rings:
 
 def _copy(
     rings, x, weight, token, feature, columns, axes,
-    *, tokens, ring, arrived, free, rows_arrived=None, rows_free=None,
+    *, tokens, ring, arrived, free, rows_arrived: Any = None, rows_free: Any = None,
 ):  # fmt: skip
     """The warpgroup that fills the rings, as soon as those that multiply are done with the last.
 
@@ -202,7 +218,8 @@ def _copy(
 
 
 def _multiply(
-    rings, warpgroup, *, tokens, ring, arrived, free, rows_arrived=None, rows_free=None
+    rings, warpgroup,
+    *, tokens, ring, arrived, free, rows_arrived: Any = None, rows_free: Any = None,
 ):  # fmt: skip
     """A warpgroup's products, transposed: `[COLUMNS, rows]` float32 for each piece."""
     groups = rings.groups

@@ -15,26 +15,22 @@ def matmul_silu(
     Improve Transformer", arXiv 2002.05202). They are rounded before they are multiplied. Rows do
     not meet: padding and NaN stay in their own.
 
-    One kernel of 16 to 64 rows in 16 bits, and of up to 256 if then each of its blocks has a
-    multiprocessor (`gemm`).
+    One kernel of 16 to 64 rows in 16 bits, and of up to 256 if each of its blocks then has a
+    multiprocessor, and with more than 2048 features most of these a block (`gemm`).
 
     Raises:
         ValueError: `weight` is not for the features of `x`, or its columns are not even in number.
     """
     check_inner(x.shape[1], weight)
     check_gates(weight.shape[1])
-    if dispatch.runs_kernel("matmul_silu", _unsupported(x, weight), by_choice=True):
+    why, wave = gemm.choose(x, weight, x.shape[1], gates=True)
+    if dispatch.runs_kernel("matmul_silu", why, by_choice=True):
         from jaxspec.pallas.gemm_kernel import matmul_silu_kernel
 
-        return matmul_silu_kernel(x, weight)
+        return matmul_silu_kernel(x, weight, wave)
     return matmul_silu_reference(x, weight)
 
 
 def matmul_silu_reference(x, weight):
     """The specification of `matmul_silu`."""
     return gated(matmul(x, weight))
-
-
-def _unsupported(x, weight):
-    """Why `matmul_silu_kernel` does not take these operands, or None."""
-    return gemm.unsupported(x, weight, x.shape[1], gates=True)

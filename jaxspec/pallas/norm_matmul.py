@@ -1,5 +1,7 @@
 """Residual add, RMSNorm and a product: how a layer of a decoder begins each of its halves."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -35,15 +37,15 @@ def norm_matmul(
     rows, rest = x.shape[0], (x, delta, norm, eps, weight, zero_centred)
     is_few = rows <= few_rows.MOST_ROWS
     if is_few:
-        why = _unsupported(x, delta, norm, weight)
+        why, wave = _unsupported(x, delta, norm, weight), None
     else:
-        why = gemm.unsupported(x, weight, x.shape[1])
+        why, wave = gemm.choose(x, weight, x.shape[1])
     if not dispatch.runs_kernel("norm_matmul", why, by_choice=True):
         return composed(matmul, add_norm, *rest)
     if not is_few:
         from jaxspec.pallas.gemm_kernel import gemm_kernel
 
-        return composed(gemm_kernel, add_norm, *rest)
+        return composed(functools.partial(gemm_kernel, wave=wave), add_norm, *rest)
     from jaxspec.pallas.norm_matmul_kernel import norm_matmul_kernel
     from jaxspec.pallas.split_matmul_kernel import matmul_kernel
 

@@ -26,9 +26,9 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
     products.check_inner(x.shape[1], weight)
     is_few, hidden = x.shape[0] <= few_rows.MOST_ROWS, weight.shape[1]
     if is_few:
-        why = few_rows.unsupported(x, weight, hidden)
+        why, wave = few_rows.unsupported(x, weight, hidden), None
     else:
-        why = gemm.unsupported(x, weight, hidden, most_parts=gemm.MOST_PARTS)
+        why, wave = gemm.choose(x, weight, hidden, most_parts=gemm.MOST_PARTS)
     if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
         return split_matmul_reference(x, weight)
     if is_few:
@@ -37,7 +37,7 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner ou
         return split_matmul_kernel(x, weight)
     from jaxspec.pallas.gemm_kernel import split_gemm_kernel
 
-    return split_gemm_kernel(x, weight)
+    return split_gemm_kernel(x, weight, wave)
 
 
 def split_matmul_reference(x, weight):

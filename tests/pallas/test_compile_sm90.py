@@ -43,7 +43,7 @@ from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
 from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 from jaxspec.pallas.gdn_step import _gdn_step_kernel
-from jaxspec.pallas.gemm import MOST_PARTS, wave
+from jaxspec.pallas.gemm import MOST_PARTS, choose
 from jaxspec.pallas.mamba2_prefill import mamba2_prefill
 from jaxspec.pallas.mamba2_replay import Mamba2Ring
 from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
@@ -558,34 +558,33 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("model", "product", "columns"),
+    ("model", "product", "columns", "tokens"),
     [
-        ("qwen3.5-9b", "gemm", 12352),
-        ("qwen3.5-9b", "split_gemm", None),
-        ("qwen3.5-9b", "matmul_silu", None),
-        ("qwen3.5-27b", "gemm", 14336),
-        ("qwen3.5-27b", "split_gemm", None),
+        *(("qwen3.5-9b", "gemm", 12352, tokens) for tokens in (72, 128, 256)),
+        *(("qwen3.5-9b", "split_gemm", 4096, tokens) for tokens in (72, 128, 256)),
+        *(("qwen3.5-9b", "matmul_silu", 24576, tokens) for tokens in (72, 128, 136, 200, 256)),
+        ("qwen3.5-27b", "gemm", 14336, 128),
+        ("qwen3.5-27b", "gemm", 16512, 256),
+        ("qwen3.5-27b", "split_gemm", 5120, 256),
     ],
 )
-@pytest.mark.parametrize("tokens", [72, 128, 256])
 def test_gemm_wave(h200, monkeypatch, capfd, model, product, columns, tokens):
     from jaxspec.pallas import gemm_kernel
 
-    features, inner = HIDDEN[model], INTERMEDIATE[model]
-    dims, most = (features, columns), 1
-    if product == "split_gemm":
-        dims, most = (inner, features), MOST_PARTS
-    gates = product == "matmul_silu"
-    x = array(tokens, dims[0], dtype=jnp.bfloat16)
-    weight = array(dims[0], 2 * inner if gates else dims[1], dtype=jnp.bfloat16)
-    if wave(x, weight, features, gates=gates, most_parts=most) is None:
-        assert (model, product, tokens > 128) == ("qwen3.5-27b", "split_gemm", False)
-        return
-    compiled = compile_for(
-        h200, monkeypatch, getattr(gemm_kernel, f"{product}_kernel"), (x, weight)
-    )
-    # A thread has 128 sums then, and one address too many behind the loop.
-    spills = 4 if gates and tokens == 256 else 0
+    is_split, gates = product == "split_gemm", product == "matmul_silu"
+    inner = INTERMEDIATE[model] if is_split else HIDDEN[model]
+    x, weight = (array(*dims, dtype=jnp.bfloat16) for dims in ((tokens, inner), (inner, columns)))
+    options = {"gates": gates, "most_parts": MOST_PARTS if is_split else 1}
+    why, wave = choose(x, weight, HIDDEN[model], **options)
+    assert why is None and wave is not None
+    kernel = getattr(gemm_kernel, f"{product}_kernel")
+    # Behind the loop over its 100 to 128 sums a thread lacks a register for an address.
+    spills = 4 if gates and tokens >= 200 else 0
+
+    def step(x, weight):
+        return kernel(x, weight, wave)
+
+    compiled = compile_for(h200, monkeypatch, step, (x, weight))
     assert_lean(compiled, capfd.readouterr().out, spills=spills)
 
 

@@ -7,7 +7,8 @@ import pytest
 from shapes import HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul_silu import _unsupported, matmul_silu, matmul_silu_reference
+from jaxspec.pallas.gemm import choose
+from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 
 LOST = 1  # the row that has a NaN
 
@@ -61,17 +62,19 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, tokens):
     # NumPy does not take two bfloat16 NaN for equal.
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
     check(first, x, weight)
-    why = _unsupported(x, weight)
+    why, _ = choose(x, weight, HIDDEN[model], gates=True)
+    assert why is None or model != "qwen3.5-9b"
     chosen = "kernel" if why is None else f"XLA: {why}"
     assert dispatch.implementations()["matmul_silu"] == (chosen,)
 
 
 def test_of_many_rows_the_kernel_wants_a_multiprocessor_for_each_block():
     x, weight = jnp.zeros((256, 2048), jnp.bfloat16), jnp.zeros((2048, 12288), jnp.bfloat16)
-    assert _unsupported(x, weight) == "192 blocks"
-    assert _unsupported(x[:64], weight) is None
-    assert _unsupported(x[:, :1024], weight[:1024, :7168]) is None
-    assert _unsupported(x[:64], weight[:, :7232]) == "a weight of 2048 x 7232"
+    assert choose(x, weight, 2048, gates=True) == ("192 blocks", None)
+    assert choose(x[:64], weight, 2048, gates=True) == (None, None)
+    assert choose(x[:, :1024], weight[:1024, :7168], 1024, gates=True) == (None, None)
+    why, _ = choose(x[:64], weight[:, :7232], 2048, gates=True)
+    assert why == "a weight of 2048 x 7232"
 
 
 def test_operands_that_do_not_fit_are_refused():
