@@ -52,49 +52,12 @@ def wave_kernel(
         ValueError: shared memory has no room for two chunks.
     """
     (tokens, inner), cluster = x.shape, cluster or wave.row_blocks
-    features = inner // wave.parts  # of a block
     outer = weight.shape[1] // 2 if gates else weight.shape[1]
     apart, step = (outer, COLUMNS) if gates else (COLUMNS, COLUMNS * wave.pieces)
     dtype = x.dtype if wave.parts == 1 else jnp.float32
-    rings = _Rings.of(wave, features // CHUNK, x.dtype, dtype)
-
-    def place():
-        """The part of the features, the first token and the first column that are a block's.
-
-        There is one "pair" of rows' blocks, or where they are no cluster each is one.
-        """
-        block, pair, row = (lax.axis_index(axis) for axis in ("column", "pair", "row"))
-        token, column = (pair * cluster + row) * wave.rows, block * wave.warpgroups * step
-        return lax.axis_index("part"), token, column
-
-    def body(x, weight, y, *, out=None, **buffers):
-        warpgroup, registers = lax.axis_index("warpgroup"), _REGISTERS[wave.warpgroups]
-
-        @pl.when(warpgroup == wave.warpgroups)
-        def _():
-            plgpu.set_max_registers(registers[1], action="decrease")
-            part, token, column = place()
-            columns = [
-                [column + i * step + piece * apart for piece in range(wave.pieces)]
-                for i in range(wave.warpgroups)
-            ]
-            axes = ("row",) if cluster > 1 else None
-            _copy(rings, x, weight, token, part * features, columns, axes, **buffers)
-
-        @pl.when(warpgroup < wave.warpgroups)
-        def _():
-            plgpu.set_max_registers(registers[0], action="increase")
-            sums = _multiply(rings, warpgroup, **buffers)
-            if out is None:  # the ring has served
-                plgpu.commit_smem()  # all warps are done with it
-                tiles = [buffers["ring"].at[slot, warpgroup, 0] for slot in range(rings.slots)]
-            else:
-                tiles = [out.at[warpgroup]]
-            part, token, column = place()  # not before: registers are scarce
-            _put_out(sums, finish, tiles, y.at[part], token, column + warpgroup * step)
-
+    rings = _Rings.of(wave, inner // wave.parts // CHUNK, x.dtype, dtype)
     y = plgpu.kernel(
-        body,
+        _Block(wave, rings, finish, cluster, apart, step).run,
         kernel_name=name,
         out_type=jax.ShapeDtypeStruct((wave.parts, tokens, outer), dtype),
         scratch_types=rings.scratch(x.dtype),
@@ -111,6 +74,59 @@ def wave_kernel(
         **({} if interpret is None else {"interpret": interpret}),
     )(x, weight)
     return y if wave.parts > 1 else y[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What a block does."""
+
+    wave: Wave
+    rings: "_Rings"
+    finish: Callable
+    cluster: int  # blocks that share the weight's copies
+    apart: int  # columns from one piece of a warpgroup to the next
+    step: int  # columns that a warpgroup puts out
+
+    def run(self, x, weight, y, *, out=None, **buffers):
+        """Share the work among the warpgroups."""
+        wave, warpgroup = self.wave, lax.axis_index("warpgroup")
+        registers = _REGISTERS[wave.warpgroups]
+
+        @pl.when(warpgroup == wave.warpgroups)
+        def _():
+            plgpu.set_max_registers(registers[1], action="decrease")
+            part, token, column = self._place()
+            columns = [
+                [column + i * self.step + piece * self.apart for piece in range(wave.pieces)]
+                for i in range(wave.warpgroups)
+            ]
+            axes = ("row",) if self.cluster > 1 else None
+            feature = part * self.rings.chunks * CHUNK
+            _copy(self.rings, x, weight, token, feature, columns, axes, **buffers)
+
+        @pl.when(warpgroup < wave.warpgroups)
+        def _():
+            plgpu.set_max_registers(registers[0], action="increase")
+            sums = _multiply(self.rings, warpgroup, **buffers)
+            if out is None:  # the ring has served
+                plgpu.commit_smem()  # all warps are done with it
+                tiles = [buffers["ring"].at[i, warpgroup, 0] for i in range(self.rings.slots)]
+            else:
+                tiles = [out.at[warpgroup]]
+            part, token, column = self._place()  # not before: registers are scarce
+            column += warpgroup * self.step
+            _put_out(sums, self.finish, tiles, y.at[part], token, column)
+
+    def _place(self):
+        """The part of the features, the first token and the first column that are a block's.
+
+        There is one "pair" of rows' blocks, or where they are no cluster each is one.
+        """
+        part, block, pair, row = (
+            lax.axis_index(axis) for axis in ("part", "column", "pair", "row")
+        )
+        token = (pair * self.cluster + row) * self.wave.rows
+        return part, token, block * self.wave.warpgroups * self.step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -578,14 +578,12 @@ def test_gemm_wave(h200, monkeypatch, capfd, model, product, columns, tokens):
     why, wave = choose(x, weight, HIDDEN[model], **options)
     assert why is None and wave is not None
     kernel = getattr(gemm_kernel, f"{product}_kernel")
-    # Behind the loop over its 100 to 128 sums a thread lacks a register for an address.
-    spills = 4 if gates and tokens >= 200 else 0
 
     def step(x, weight):
         return kernel(x, weight, wave)
 
     compiled = compile_for(h200, monkeypatch, step, (x, weight))
-    assert_lean(compiled, capfd.readouterr().out, spills=spills)
+    assert_lean(compiled, capfd.readouterr().out)
 
 
 @pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
