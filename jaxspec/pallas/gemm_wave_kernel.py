@@ -177,30 +177,25 @@ class _Rings:
         return [range(first, first + size) for first in range(0, self.wave.pieces, size)]
 
     def scratch(self, dtype) -> dict[str, Any]:
-        """Shared memory, as tensor cores want it, and its barriers; rows have none of their own
-        where they come with the weight.
-        """
+        """Shared memory, as tensor cores want it, and its barriers."""
         warpgroups, (group, *_) = self.wave.warpgroups, self.groups
         ring = self.slots, warpgroups, len(group), CHUNK, COLUMNS
-        rows = {
-            "rows_arrived": plgpu.Barrier(num_barriers=self.stages),
-            "rows_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.stages),
-        }
         arrivals = warpgroups * len(group) + (not self.is_piecewise)
-        out = wgmma.tile(warpgroups, _OUT_ROWS, COLUMNS, dtype=self.out_dtype or dtype)
-        return (
-            (rows if self.is_piecewise else {})
-            | ({"out": out} if self.out_dtype else {})
-            | {
-                "tokens": wgmma.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
-                "ring": wgmma.tile(*ring, dtype=dtype),
-                "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots),
-                # A piece goes to all blocks of a cluster, so all must be done with the last.
-                "free": plgpu.ClusterBarrier(
-                    collective_axes=("row",), num_arrivals=warpgroups, num_barriers=self.slots
-                ),
-            }
-        )
+        others = {}
+        if self.is_piecewise:  # or rows come with the weight
+            others["rows_arrived"] = plgpu.Barrier(num_barriers=self.stages)
+            others["rows_free"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.stages)
+        if self.out_dtype:
+            others["out"] = wgmma.tile(warpgroups, _OUT_ROWS, COLUMNS, dtype=self.out_dtype)
+        return others | {
+            "tokens": wgmma.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
+            "ring": wgmma.tile(*ring, dtype=dtype),
+            "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots),
+            # A piece goes to all blocks of a cluster, so all must be done with the last.
+            "free": plgpu.ClusterBarrier(
+                collective_axes=("row",), num_arrivals=warpgroups, num_barriers=self.slots
+            ),
+        }
 
 
 def _copy(
