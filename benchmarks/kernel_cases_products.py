@@ -14,7 +14,7 @@ from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gemm import MOST_PARTS
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 from jaxspec.pallas.norm_matmul import composed, norm_matmul
-from jaxspec.pallas.products import COLUMNS, matmul
+from jaxspec.pallas.products import matmul
 from jaxspec.pallas.split_matmul import (
     gated_matmul,
     gated_matmul_reference,
@@ -37,21 +37,15 @@ _MORE = {  # rows
 }
 
 
-def _projected(shape):
-    """Columns of Gated DeltaNet's first product, with padding."""
-    columns = shape.conv_dim + shape.value_heads * (shape.value_dim + 2)
-    return -(-columns // COLUMNS) * COLUMNS
-
-
 def norm_matmul_cases() -> Iterator[Case]:
     """Gated DeltaNet's projection, attention's, and the feed-forward layer's first."""
     for model in _PARTS:
-        products = {"in_proj": _projected(_SHAPE), "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
+        products = {"in_proj": _SHAPE.projected, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
         for name, columns in products.items():
             for tokens in (1, 4, 8):
                 yield _norm_matmul_case(model, name, columns, tokens)
     for tokens in (128, 256):
-        yield _norm_matmul_case("qwen3.5-9b", "in_proj", _projected(GDN["qwen3.5-9b"]), tokens)
+        yield _norm_matmul_case("qwen3.5-9b", "in_proj", GDN["qwen3.5-9b"].projected, tokens)
 
 
 def _norm_matmul_case(model, name, columns, tokens):
@@ -168,7 +162,7 @@ def _gated_norm_matmul_case(model, tokens):
         functools.partial(run, gated_norm_matmul),
         functools.partial(run, gated_norm_matmul_reference),
         (_VALUES, outer),
-        (heads, _draw(1, INPUTS, tokens, _projected(_SHAPE)), jnp.ones(dims[1])),
+        (heads, _draw(1, INPUTS, tokens, _SHAPE.projected), jnp.ones(dims[1])),
         tokens * (6 * _VALUES + 4 * _PARTS[model] * outer),
     )
 

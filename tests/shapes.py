@@ -17,6 +17,12 @@ class GdnShape:
         """Channels of the convolution: queries, keys and values side by side."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def projected(self) -> int:
+        """Columns of the first product: channels, output gates, b, a, and padding to 64."""
+        columns = self.conv_dim + self.value_heads * (self.value_dim + 2)
+        return -(-columns // 64) * 64
+
     def __str__(self) -> str:
         return f"{self.key_heads}/{self.value_heads}x{self.value_dim}x{self.key_dim}"
 

@@ -52,7 +52,6 @@ from jaxspec.pallas.norm_matmul import norm_matmul
 from jaxspec.pallas.output_gate import OutputGate
 from jaxspec.pallas.paged_attention import kv_write
 from jaxspec.pallas.prefill_attention import prefill_attention
-from jaxspec.pallas.products import COLUMNS
 from jaxspec.pallas.replay import as_kept, ring_rows
 from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
 from jaxspec.pallas.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
@@ -493,8 +492,7 @@ def test_add_norm_of_parts(h200, monkeypatch, capfd, features):
 
 
 SMALL = "qwen3.5-0.8b", "qwen3.5-2b"  # models whose products of few rows are kernels
-OUTPUTS = GDN[SMALL[0]].conv_dim + GDN[SMALL[0]].value_heads * (GDN[SMALL[0]].value_dim + 2)
-PROJECTED = -(-OUTPUTS // COLUMNS) * COLUMNS  # with padding
+PROJECTED = GDN[SMALL[0]].projected
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1, True), (2, True), (8, 0), (2, None)])
@@ -560,11 +558,11 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
 @pytest.mark.parametrize(
     ("model", "product", "columns", "tokens"),
     [
-        *(("qwen3.5-9b", "gemm", 12352, tokens) for tokens in (72, 128, 256)),
+        *(("qwen3.5-9b", "gemm", GDN["qwen3.5-9b"].projected, tokens) for tokens in (72, 128, 256)),
         *(("qwen3.5-9b", "split_gemm", 4096, tokens) for tokens in (72, 128, 256)),
         *(("qwen3.5-9b", "matmul_silu", 24576, tokens) for tokens in (72, 128, 136, 200, 256)),
         ("qwen3.5-27b", "gemm", 14336, 128),
-        ("qwen3.5-27b", "gemm", 16512, 256),
+        ("qwen3.5-27b", "gemm", GDN["qwen3.5-27b"].projected, 256),
         ("qwen3.5-27b", "split_gemm", 5120, 256),
     ],
 )

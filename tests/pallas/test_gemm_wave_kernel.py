@@ -6,21 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import HIDDEN, INTERMEDIATE
+from products import LOST, check, operands, product
+from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
 from jaxspec.pallas.gemm import Wave, choose, rows_of
 from jaxspec.pallas.norm_matmul import norm_matmul
-
-LOST = 1  # the row that has a NaN
-
-
-def operands(tokens, inner, outer, dtype):
-    """x and weight."""
-    rng = np.random.default_rng(inner)
-    x, weight = rng.normal(size=(tokens, inner)), rng.normal(size=(inner, outer)) * inner**-0.5
-    x[LOST, inner // 3] = np.nan
-    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
 def as_they_are(pieces, dtype):
@@ -32,15 +23,7 @@ def products_of_pairs(pieces, dtype):
     return [(one * other).astype(dtype)]
 
 
-def check(y, expected, dtype):
-    assert y.shape == expected.shape
-    got = np.asarray(y, np.float64)
-    nan = np.isnan(got).all(axis=1)
-    np.testing.assert_array_equal(nan, np.arange(len(got)) == LOST)
-    eps = 2 * max(float(jnp.finfo(dtype).eps), 1e-6)
-    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=eps, atol=eps)
-
-
+PROJECTED = GDN["qwen3.5-9b"].projected  # 4B's, too
 CASES = [  # tokens, inner, outer, warpgroups, pieces, parts, dtype
     (72, 128, 64, 1, 1, 1, jnp.bfloat16),
     (128, 192, 320, 3, 1, 1, jnp.float16),  # the last block's columns are not all there
@@ -63,7 +46,7 @@ def test_the_kernel_equals_the_oracle_without_races(
     y = wave_kernel("product", x, weight, cut, as_they_are, cluster=1, **alone)
     assert y.dtype == (dtype if parts == 1 else jnp.float32)
     y = y if parts == 1 else y.sum(axis=0).astype(dtype)
-    check(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64), dtype)
+    check(y, product(x, weight), dtype)
     assert not get_races().races_found
 
 
@@ -78,7 +61,7 @@ def test_pairs_of_columns_meet_and_rings_are_refilled(monkeypatch, interpreter, 
     x, weight = operands(tokens, 448, 384, jnp.bfloat16)
     cut, options = Wave(*rows_of(tokens), 2, 2, 1), {"gates": True, "interpret": interpreter}
     y = wave_kernel("pairs", x, weight, cut, products_of_pairs, cluster=1, **options)
-    one, other = np.split(np.asarray(x, np.float64) @ np.asarray(weight, np.float64), 2, axis=1)
+    one, other = np.split(product(x, weight), 2, axis=1)
     check(y, one * other, jnp.bfloat16)
     assert not get_races().races_found
 
@@ -86,8 +69,8 @@ def test_pairs_of_columns_meet_and_rings_are_refilled(monkeypatch, interpreter, 
 PRODUCTS = [  # tokens, inner, outer, gates, most parts -> warpgroups, pieces, parts
     (256, 4096, 12288, True, 1, (3, 2, 1)),
     (128, 4096, 12288, True, 1, (2, 2, 1)),
-    (256, 4096, 12352, False, 1, (3, 1, 1)),
-    (128, 4096, 12352, False, 1, (2, 1, 1)),
+    (256, 4096, PROJECTED, False, 1, (3, 1, 1)),
+    (128, 4096, PROJECTED, False, 1, (2, 1, 1)),
     (256, 12288, 4096, False, 2, (2, 1, 2)),
     (128, 12288, 4096, False, 2, (1, 1, 2)),
     (256, 5120, 17408, True, 1, None),  # a wave and a third
@@ -105,7 +88,7 @@ def test_a_block_copies_as_little_as_a_wave_allows(tokens, inner, outer, gates, 
 @pytest.mark.parametrize("model", ["qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"])
 def test_all_blocks_run_at_once_and_cover_the_product(model, tokens):
     hidden, inner = HIDDEN[model], INTERMEDIATE[model]
-    products = (True, hidden, inner, 1), (False, inner, hidden, 2), (False, hidden, 12352, 1)
+    products = (True, hidden, inner, 1), (False, inner, hidden, 2), (False, hidden, PROJECTED, 1)
     cuts = 0
     for gates, *dims, most in products:
         cut = Wave.of(tokens, *dims, gates=gates, most_parts=most)
@@ -123,11 +106,11 @@ def test_all_blocks_run_at_once_and_cover_the_product(model, tokens):
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "options", "expected"),
     [
-        (256, 4096, 12352, {}, (128, 2, 3, 1, 1)),
+        (256, 4096, PROJECTED, {}, (128, 2, 3, 1, 1)),
         (256, 4096, 24576, {"gates": True}, (128, 2, 3, 2, 1)),
         (256, 12288, 4096, {"most_parts": 2}, (128, 2, 2, 1, 2)),
         (256, 12288, 4096, {}, (128, 2, 1, 1, 1)),
-        (64, 4096, 12352, {}, None),
+        (64, 4096, PROJECTED, {}, None),
     ],
 )
 def test_more_than_64_rows_of_a_wide_model_are_a_wave(rows, inner, columns, options, expected):
@@ -168,12 +151,12 @@ def test_rings_without_room_are_refused(monkeypatch, tokens):
 def test_on_a_gpu_a_norm_and_a_wave_equal_the_oracle(tokens):
     """Behind two partial sums; the last block's columns are not all there."""
     dispatch._chosen.pop("norm_matmul", None)
-    x, weight = operands(tokens, 4096, 12352, jnp.bfloat16)
+    x, weight = operands(tokens, 4096, PROJECTED, jnp.bfloat16)
     delta = jnp.stack([x, -x]).astype(jnp.float32).at[:, LOST].set(0.0)
     ones = jnp.ones(4096, jnp.bfloat16)
     total, y = jax.jit(norm_matmul, static_argnums=3)(x, delta, ones, 1e-6, weight)
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (total, x)))
     wide = np.asarray(x, np.float64)
     normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6)
-    check(y, normed.astype(x.dtype).astype(np.float64) @ np.asarray(weight, np.float64), y.dtype)
+    check(y, product(normed.astype(x.dtype), weight), y.dtype)
     assert dispatch.implementations()["norm_matmul"] == ("kernel",)

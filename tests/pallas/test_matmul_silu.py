@@ -4,40 +4,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import check, operands, product
 from shapes import HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gemm import choose
 from jaxspec.pallas.matmul_silu import matmul_silu, matmul_silu_reference
 
-LOST = 1  # the row that has a NaN
 
-
-def operands(tokens, features, columns, dtype):
-    """x and weight."""
-    rng = np.random.default_rng(features)
-    x, weight = (rng.normal(size=dims) for dims in ((tokens, features), (features, columns)))
-    x[LOST, features // 3] = np.nan
-    return jnp.asarray(x, dtype), jnp.asarray(weight * features**-0.5, dtype)
-
-
-def check(y, x, weight):
+def check_gated(y, x, weight):
     """In float64, but gates and others rounded as the op says."""
-    both = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    gate, other = np.split(both.astype(x.dtype).astype(np.float64), 2, axis=1)
-    expected, got = gate / (1 + np.exp(-gate)) * other, np.asarray(y, np.float64)
-    assert y.dtype == x.dtype and got.shape == expected.shape
-    nan = np.isnan(got).all(axis=1)
-    np.testing.assert_array_equal(nan, np.arange(len(got)) == LOST)
-    eps = 4 * max(float(jnp.finfo(x.dtype).eps), 1e-6)
-    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=eps, atol=eps)
+    gate, other = np.split(product(x, weight).astype(x.dtype).astype(np.float64), 2, axis=1)
+    assert y.dtype == x.dtype
+    check(y, gate / (1 + np.exp(-gate)) * other, x.dtype, roundings=4)
 
 
 @pytest.mark.parametrize("op", [matmul_silu, matmul_silu_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_gates_the_product(op, dtype):
     x, weight = operands(5, 48, 32, dtype)
-    check(op(x, weight), x, weight)
+    check_gated(op(x, weight), x, weight)
 
 
 @pytest.mark.parametrize("tokens", [16, 136])
@@ -47,7 +33,7 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens):
     from jaxspec.pallas.gemm_kernel import matmul_silu_kernel
 
     x, weight = operands(tokens, 192, 256, jnp.bfloat16)
-    check(matmul_silu_kernel(x, weight, interpret=interpreter), x, weight)
+    check_gated(matmul_silu_kernel(x, weight, interpret=interpreter), x, weight)
     assert not get_races().races_found
 
 
@@ -61,7 +47,7 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, tokens):
     first, again = (jax.jit(matmul_silu)(x, weight) for _ in range(2))
     # NumPy does not take two bfloat16 NaN for equal.
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
-    check(first, x, weight)
+    check_gated(first, x, weight)
     why, _ = choose(x, weight, HIDDEN[model], gates=True)
     assert why is None or model != "qwen3.5-9b"
     chosen = "kernel" if why is None else f"XLA: {why}"

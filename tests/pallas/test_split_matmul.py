@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import gated_norm
+from products import LOST, check, operands, product
 from shapes import GDN, HIDDEN, INTERMEDIATE
 
 from jaxspec.pallas import dispatch, mosaic
@@ -23,16 +24,7 @@ from jaxspec.pallas.split_matmul import (
 )
 
 EPS = 1e-6
-LOST = 1  # the row that has a NaN
 SPARE = 8  # columns behind the gates
-
-
-def tokens_of(tokens, inner, outer, dtype):
-    """x and weight."""
-    rng = np.random.default_rng(inner)
-    x, weight = rng.normal(size=(tokens, inner)), rng.normal(size=(inner, outer)) * inner**-0.5
-    x[LOST : LOST + 1, inner // 3] = np.nan
-    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 
 def heads_of(tokens, heads, dim, outer, dtype, first=64):
@@ -58,26 +50,21 @@ def assert_is_product(delta, x, weight):
     """`delta` is `x @ weight`, whole or in parts; `x` in float64."""
     dtype = weight.dtype
     assert delta.dtype == (dtype if delta.ndim == 2 else jnp.float32)
-    got, expected = np.asarray(whole(delta, dtype), np.float64), x @ np.asarray(weight, np.float64)
-    assert got.shape == expected.shape
-    nan = np.isnan(got).all(axis=1)
-    np.testing.assert_array_equal(nan, np.arange(len(x)) == LOST)
-    eps = max(float(jnp.finfo(dtype).eps), 1e-6)
-    np.testing.assert_allclose(got[~nan], expected[~nan], rtol=2 * eps, atol=2 * eps)
+    check(whole(delta, dtype), product(x, weight), dtype)
 
 
 @pytest.mark.parametrize("op", [split_matmul, split_matmul_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_is_the_product(op, dtype):
-    x, weight = tokens_of(5, 48, 16, dtype)
+    x, weight = operands(5, 48, 16, dtype)
     assert_is_product(op(x, weight), np.asarray(x, np.float64), weight)
 
 
 @pytest.mark.parametrize("op", [gated_matmul, gated_matmul_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_is_the_product_of_what_is_gated(op, dtype):
-    x, _ = tokens_of(5, 96, 16, dtype)
-    _, weight = tokens_of(5, 48, 16, dtype)
+    x, _ = operands(5, 96, 16, dtype)
+    _, weight = operands(5, 48, 16, dtype)
     whole_delta = jax.jit(op)(x, weight)  # or XLA would round the gates, too
     assert_is_product(whole_delta, gated(x), weight)
 
@@ -110,7 +97,7 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, 
 
     from jaxspec.pallas.split_matmul_kernel import split_matmul_kernel
 
-    x, weight = tokens_of(tokens, inner, outer, dtype)
+    x, weight = operands(tokens, inner, outer, dtype)
     y = split_matmul_kernel(x, weight, interpret=interpreter)
     assert y.ndim == 3 and y.shape[0] > 1
     assert_is_product(y, np.asarray(x, np.float64), weight)
@@ -134,7 +121,7 @@ def test_the_whole_product_equals_the_oracle_without_races(
     from jaxspec.pallas.split_matmul_kernel import matmul_kernel
 
     monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
-    x, weight = tokens_of(tokens, inner, outer, dtype)
+    x, weight = operands(tokens, inner, outer, dtype)
     y = matmul_kernel(x, weight, interpret=interpreter)
     assert y.shape == (tokens, outer)
     assert_is_product(y, np.asarray(x, np.float64), weight)
@@ -156,8 +143,8 @@ def test_the_gating_kernel_equals_the_oracle_without_races(
 
     from jaxspec.pallas.split_matmul_kernel import gated_matmul_kernel
 
-    x, _ = tokens_of(tokens, 2 * inner, 64, dtype)
-    _, weight = tokens_of(tokens, inner, outer, dtype)
+    x, _ = operands(tokens, 2 * inner, 64, dtype)
+    _, weight = operands(tokens, inner, outer, dtype)
     y = gated_matmul_kernel(x, weight, interpret=interpreter)
     assert y.ndim == 3 and y.shape[0] > 1
     assert_is_product(y, gated(x), weight)
@@ -202,10 +189,10 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
     for op in ops:
         dispatch._chosen.pop(op, None)
     shape, outer = GDN["qwen3.5-0.8b"], HIDDEN[model]
-    x, weight = tokens_of(tokens, 2048, outer, jnp.bfloat16)
+    x, weight = operands(tokens, 2048, outer, jnp.bfloat16)
     assert_is_product(jax.jit(split_matmul)(x, weight), np.asarray(x, np.float64), weight)
-    x, _ = tokens_of(tokens, 2 * INTERMEDIATE[model], 64, jnp.bfloat16)
-    _, weight = tokens_of(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
+    x, _ = operands(tokens, 2 * INTERMEDIATE[model], 64, jnp.bfloat16)
+    _, weight = operands(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
     assert_is_product(jax.jit(gated_matmul)(x, weight), gated(x), weight)
     dims = shape.value_heads, shape.value_dim, outer
     heads, norm, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
@@ -218,7 +205,7 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
 @pytest.mark.gpu
 def test_on_a_gpu_wider_models_run_the_reference():
     dispatch._chosen.pop("split_matmul", None)
-    x, weight = tokens_of(3, 512, 4096, jnp.bfloat16)
+    x, weight = operands(3, 512, 4096, jnp.bfloat16)
     assert_is_product(split_matmul(x, weight), np.asarray(x, np.float64), weight)
     assert dispatch.implementations()["split_matmul"] == ("XLA: 4096 features",)
 
