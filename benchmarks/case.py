@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,7 +34,13 @@ class Case:
 
 
 def live_rows(rows, width):
-    """Slots, offsets and lengths of rows that are all live."""
+    """Slots, offsets (or positions) and lengths of rows that are all live."""
     rng = np.random.default_rng(0)
     index = 1 + rng.permutation(rows), rng.integers(0, width, rows), np.full(rows, width)
     return tuple(jnp.asarray(x, jnp.int32) for x in index)
+
+
+def filled(layers, rows, *one, dtype):
+    """A pool of `one` a slot, the same values in all: the speed does not depend on them."""
+    one = jax.random.normal(jax.random.key(0), one).astype(dtype)
+    return jnp.broadcast_to(one, (layers, 1 + rows, *one.shape)) + jnp.zeros((), dtype)

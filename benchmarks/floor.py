@@ -64,7 +64,7 @@ def step_bytes(
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
     values = config.linear_value_heads * config.linear_value_dim
-    window = 2 * (config.conv_kernel - 1) + drafts  # read, and written with room for the drafts
+    window = 2 * (config.conv_kernel - 1) + drafts  # read, and written whole, as windows that shift
     io = size * (config.conv_dim * (width + window) + 2 * values * width)
     hidden = config.hidden_size
     head = attention_size(config) + 2 * hidden**2 + hidden * (draft_vocab or config.vocab_size)

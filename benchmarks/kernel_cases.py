@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import FEW, MANY, Case, live_rows
+from case import FEW, MANY, Case, filled, live_rows
 from kernel_cases_attention_inputs import attention_inputs_cases
 from kernel_cases_conv import conv_update_cases, gdn_inputs_cases
 from kernel_cases_norm import add_norm_cases
@@ -28,14 +28,17 @@ from kernel_cases_products import (
     norm_matmul_cases,
     split_matmul_cases,
 )
+from kernel_cases_replay import (
+    gdn_conv_replay_cases,
+    gdn_replay_cases,
+    gdn_tokens,
+    mamba2_replay_cases,
+)
 from shapes import ATTENTION, GDN, MAMBA2
 
-from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gdn_step import gdn_step, gdn_step_reference
-from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2_step import mamba2_step, mamba2_step_reference
 from jaxspec.pallas.paged_attention import paged_attention, paged_attention_reference
-from jaxspec.pallas.replay import must_fold, ring_rows
 from jaxspec.pallas.slot_mapping import slot_mapping, slot_mapping_reference
 from jaxspec.pallas.state_select import _state_select_kernel, state_select_reference
 
@@ -53,7 +56,7 @@ def gdn_step_cases() -> Iterator[Case]:
 
 def _gdn_step_case(model, shape, dtype, rows, width):
     rng = np.random.default_rng(0)
-    tokens = _gdn_tokens(rng, shape, rows, width)
+    tokens = gdn_tokens(rng, shape, rows, width)
     slots = 1 + rng.permutation(rows).astype(np.int32)
     offset = rng.integers(0, width, size=rows).astype(np.int32)
     length = np.full(rows, width, np.int32)
@@ -87,80 +90,6 @@ def _gdn_step_case(model, shape, dtype, rows, width):
     )
 
 
-def _gdn_tokens(rng, shape, rows, width):
-    """q, k, v, g, beta as a layer makes them."""
-    key = (rows, width, shape.key_heads, shape.key_dim)
-    value = (rows, width, shape.value_heads, shape.value_dim)
-    q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=value).astype(np.float32)
-    g = -rng.exponential(size=value[:3]).astype(np.float32)
-    return q, k, v, g, rng.random(size=value[:3]).astype(np.float32)
-
-
-def gdn_replay_cases() -> Iterator[Case]:
-    """Rings as full as chance would have them; the results say how many rows fold."""
-    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
-    for model, shape in GDN.items():
-        for dtype, rows, width in sizes:
-            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
-                yield _gdn_replay_case(model, shape, jnp.dtype(dtype), rows, width)
-
-
-def _gdn_replay_case(model, shape, dtype, rows, width):
-    rng, in_ring = np.random.default_rng(0), ring_rows(width, dtype.itemsize)
-    tokens = _gdn_tokens(rng, shape, rows, width)
-    window = in_ring - width
-    # Every length as often as the others; of one row, the middle one.
-    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
-    computed = rng.integers(window, 10**4, rows).astype(np.int32)
-    slots = 1 + rng.permutation(rows).astype(np.int32)
-    operands = (*tokens, slots, computed, length, np.full(rows, width, np.int32))
-    state = (shape.value_heads, shape.value_dim, shape.key_dim)
-
-    def pool(layers):
-        def filled(*one, dtype=dtype):
-            one = jax.random.normal(jax.random.key(0), one).astype(dtype)
-            return jnp.broadcast_to(one, (layers, 1 + rows, *one.shape)) + jnp.zeros((), dtype)
-
-        return filled(1, *state), GdnRing(
-            k=filled(in_ring, shape.key_heads, shape.key_dim),
-            u=filled(in_ring, *state[:2]),
-            g=-jnp.abs(filled(in_ring, shape.value_heads, dtype=jnp.float32)),
-        )
-
-    def run(op, pool, layer, q, k, v, g, beta, *index):
-        out, *pool = op(q, k, v, g, beta, *pool, layer, *index)
-        return out, tuple(pool)
-
-    folds = int(np.sum(must_fold(length, width, in_ring)))
-    state_bytes = math.prod(state) * dtype.itemsize
-    factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
-    token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
-    ring_bytes = int(length.sum() + rows * width) * token_bytes
-    return Case(
-        op="gdn_replay",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-            "ring": float(length.mean()),
-            "folds": round(folds / rows, 3),
-        },
-        run=functools.partial(run, gdn_replay),
-        reference=functools.partial(run, gdn_replay_reference),
-        pool=pool,
-        layer_bytes=rows * state_bytes + ring_bytes,
-        operands=tuple(jnp.asarray(x) for x in operands),
-        total_bytes=(rows + folds) * state_bytes
-        + ring_bytes
-        + sum(x.nbytes for x in operands)
-        + tokens[2].nbytes,
-    )
-
-
 def mamba2_step_cases() -> Iterator[Case]:
     """Sizes of the decode rectangle for Nemotron-3-Nano, and Nemotron-H-8B at one size."""
     sizes = [("float32", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
@@ -190,79 +119,12 @@ def _mamba2_step_case(model, dtype, rows, width):
         },
         run=functools.partial(run, mamba2_step),
         reference=functools.partial(run, mamba2_step_reference),
-        pool=lambda layers: _filled(layers, rows, width, *state, dtype=dtype),
+        pool=lambda layers: filled(layers, rows, width, *state, dtype=dtype),
         layer_bytes=state_bytes * width,
         operands=operands,
         total_bytes=state_bytes * (1 + width)
         + sum(y.nbytes for y in operands)
         + 4 * operands[0].size,
-    )
-
-
-def _filled(layers, rows, *one, dtype):
-    """A slot's values, the same in every slot: the speed does not depend on them."""
-    one = jax.random.normal(jax.random.key(0), one).astype(dtype)
-    return jnp.broadcast_to(one, (layers, 1 + rows, *one.shape)) + jnp.zeros((), dtype)
-
-
-def mamba2_replay_cases() -> Iterator[Case]:
-    """As for `gdn_replay`; in float32 also with the shorter window, which costs less to go over."""
-    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
-    for dtype, rows, width in [*sizes, ("float32", 8, 4), ("float32", 64, 8)]:
-        for window in (None, 16) if dtype == "float32" else (None,):
-            yield _mamba2_replay_case("nemotron-3-nano", jnp.dtype(dtype), rows, width, window)
-    yield _mamba2_replay_case("nemotron-h-8b", jnp.dtype("float32"), 64, 4, None)
-
-
-def _mamba2_replay_case(model, dtype, rows, width, window):
-    rng, shape = np.random.default_rng(0), MAMBA2[model]
-    in_ring = ring_rows(width, dtype.itemsize, window)
-    window = in_ring - width
-    # Every length as often as the others; of one row, the middle one.
-    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
-    index = 1 + rng.permutation(rows), rng.integers(window, 10**4, rows), length
-    index = (jnp.asarray(y, jnp.int32) for y in (*index, np.full(rows, width)))
-    tokens = mamba2_tokens(shape, rows, width)
-    state = (shape.heads, shape.head_dim, shape.state_dim)
-
-    def pool(layers):
-        fill = functools.partial(_filled, layers, rows)
-        return fill(1, *state, dtype=dtype), Mamba2Ring(
-            x=fill(in_ring, *state[:2], dtype=dtype),
-            b=fill(in_ring, shape.groups, shape.state_dim, dtype=dtype),
-            dt=0.1 * jnp.abs(fill(in_ring, shape.heads, dtype=jnp.float32)),
-        )
-
-    def run(op, pool, layer, x, dt, a, b, c, d, *index):
-        out, *pool = op(x, dt, a, b, c, d, *pool, layer, *index)
-        return out, tuple(pool)
-
-    folds = int(np.sum(must_fold(length, width, in_ring)))
-    state_bytes = math.prod(state) * dtype.itemsize
-    factors = math.prod(state[:2]) + shape.groups * shape.state_dim
-    token_bytes = factors * dtype.itemsize + 4 * shape.heads
-    ring_bytes = int(length.sum() + rows * width) * token_bytes
-    return Case(
-        op="mamba2_replay",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-            "window": window,
-            "ring": float(length.mean()),
-            "folds": round(folds / rows, 3),
-        },
-        run=functools.partial(run, mamba2_replay),
-        reference=functools.partial(run, mamba2_replay_reference),
-        pool=pool,
-        layer_bytes=rows * state_bytes + ring_bytes,
-        operands=(*tokens, *index),
-        total_bytes=(rows + folds) * state_bytes
-        + ring_bytes
-        + sum(y.nbytes for y in tokens)
-        + 4 * tokens[0].size,
     )
 
 
@@ -392,6 +254,7 @@ OPS = {
     "gdn_step": gdn_step_cases,
     "gdn_prefill": gdn_prefill_cases,
     "gdn_replay": gdn_replay_cases,
+    "gdn_conv_replay": gdn_conv_replay_cases,
     "mamba2_step": mamba2_step_cases,
     "mamba2_replay": mamba2_replay_cases,
     "mamba2_prefill": mamba2_prefill_cases,

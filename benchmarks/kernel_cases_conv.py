@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from case import INPUTS, Case, live_rows
+from case import INPUTS, Case, filled, live_rows
 from shapes import GDN
 
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
@@ -34,7 +34,7 @@ def _sizes():
 
 
 def _case(op, model, shape, dtype, rows, width, kernel=4):
-    channels, window = shape.conv_dim, kernel - 2 + width
+    channels, window = shape.conv_dim, kernel - 1 + width
     taken = op == "gdn_inputs"  # a whole projection, of which the output gate's part is not read
     gates = 2 * shape.value_heads if taken else 0
     columns = channels + taken * shape.value_heads * shape.value_dim + gates
@@ -44,10 +44,6 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
     taps = jax.random.normal(keys[0], (kernel, channels)).astype(dtype)
     decay = jnp.zeros((shape.value_heads, 2))
     heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
-
-    def pool(layers):
-        one = jax.random.normal(keys[0], (window, channels)).astype(dtype)
-        return jnp.broadcast_to(one, (layers, 1 + rows, window, channels)) + jnp.zeros((), dtype)
 
     def run_conv(convolve, pool, layer, xs, taps, decay, *index):
         return convolve(xs[layer % INPUTS], taps.T, pool, layer, *index)
@@ -69,10 +65,10 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
         about={**about, "rows": rows, "width": width},
         run=run,
         reference=reference,
-        pool=pool,
+        pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),
         layer_bytes=rows * window * channels * dtype.itemsize,
         operands=(xs, taps, decay, *live_rows(rows, width)),
         total_bytes=rows * width * (channels + gates) * (dtype.itemsize + output_bytes)
         + taps.nbytes
-        + rows * (kernel - 1 + window) * channels * dtype.itemsize,
+        + rows * window * channels * dtype.itemsize,  # read, and written
     )

@@ -227,18 +227,19 @@ def _mamba2_prefill_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, 
     return call
 
 
-def _conv_update(function, pool, xs, taps, decay, slots, offset, length):
+def _conv_update(function, pool, xs, taps, decay, slots, accepted, length):
     """The same work in the place of `x`, but for the products, rounded to its dtype.
 
+    A row needs one input less: what it keeps of the window moves, and no position is asked for.
     A negative `x` and taps above 0 keep it off 0 and within 0.28, as often as it comes round.
     """
     width = xs[0].shape[1]
     xs = [-x.abs().flatten(0, 1) for x in xs]
     weight = taps.abs().clamp(min=0.5).T.contiguous()
-    windows = pool.transpose(2, 3)
+    windows = pool[:, :, 1:].transpose(2, 3)
     options = {"activation": "silu", "conv_state_indices": slots}
     if width > 1:
-        options |= {"num_accepted_tokens": offset + 1, "query_start_loc": _starts(length)}
+        options |= {"num_accepted_tokens": accepted + 1, "query_start_loc": _starts(length)}
         options["max_query_len"] = width
 
     def call(layer):

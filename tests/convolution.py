@@ -10,10 +10,10 @@ def int32(*values):
 
 
 # Three tokens, two tokens; padding by slot, by length, by a slot that is not there, by a negative
-# one; one token with an offset out of range, one with a length out of range.
+# one; one token far along, and a row with position and length out of range.
 ROWS = {
     "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
-    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
+    "num_computed": int32(5, 0, 7, 1, 2, 0, 10**6, -3),
     "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
 }
 REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
@@ -31,5 +31,5 @@ def operands(channels, dtype, width, kernel=4, spare=0):
         x[row, REAL.get(row, 0) :] = np.nan
     x[1] = np.nan
     weight = rng.normal(size=(channels, kernel))
-    pool = rng.normal(size=(LAYERS, SLOTS, kernel - 2 + width + spare, channels))
+    pool = rng.normal(size=(LAYERS, SLOTS, kernel - 1 + width + spare, channels))
     return tuple(jnp.asarray(a, dtype) for a in (x, weight, pool))

@@ -21,6 +21,7 @@ TESTED_ELSEWHERE = {
     "intake.py": "test_llm.py",
     "__main__.py": "test_main.py",
     "arguments.py": "test_messages.py",
+    "pallas/gdn_conv_replay_block.py": "pallas/test_gdn_conv_replay.py",
     "runner/step.py": "runner/test_step.py",
     "runner/draft.py": "runner/test_step.py",
     "runner/batch_state.py": "runner/test_remap.py",

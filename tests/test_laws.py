@@ -11,6 +11,7 @@ import itertools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
@@ -26,6 +27,7 @@ from harness import (
 )
 from safetensors import safe_open
 
+from jaxspec.pallas.conv_update import past_rows
 from jaxspec.pallas.gdn_replay import _replayed
 from jaxspec.request import Finish, SamplingParams
 from jaxspec.runner import model_runner
@@ -333,13 +335,11 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(states):
             state = engine.runner.state
             rows = jax.tree.map(np.asarray, state.rows)
             for row in range(ROWS):
-                slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
+                slot, computed = int(rows.slot[row]), int(rows.num_computed[row])
                 if slot and not rows.finish[row]:
-                    kernel = engine.runner._shape.conv_kernel - 1
-                    history[int(rows.num_computed[row])] = (
-                        true_states(state, row),
-                        np.asarray(state.cache.conv[:, slot, offset : offset + kernel]),
-                    )
+                    conv, kernel = state.cache.conv, engine.runner._shape.conv_kernel
+                    read = past_rows(jnp.array([computed]), kernel - 1, conv.shape[2])[0]
+                    history[computed] = true_states(state, row), np.asarray(conv[:, slot, read])
         histories.append(history)
     shared = sorted(set(histories[0]) & set(histories[1]))
     assert len(shared) >= 4 and len(shared) < len(histories[0])

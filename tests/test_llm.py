@@ -96,7 +96,7 @@ def test_on_a_gpu_a_step_runs_kernels_and_gives_the_published_ids(policy, steps,
     llm = LLM(**OPTIONS | sizes, state_policy=policy, steps_per_dispatch=steps)
     check_held_out_prompts(llm)
     ran = llm.metrics()["implementations"]
-    recurrence = {"snapshot": "gdn_step", "replay": "gdn_replay"}[policy]
+    recurrence = {"snapshot": "gdn_step", "replay": "gdn_conv_replay"}[policy]
     # Not `gdn_inputs`: this model has too few channels for its kernel.
     for op in ("slot_mapping", "attention_inputs", "paged_attention", recurrence):
         assert ran[op] == ("kernel",)

@@ -54,9 +54,9 @@ def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_ro
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
-def conv_offset_ignored(x, weight, decay, pool, layer, slots, state_offset, query_len, heads):
-    start = jnp.zeros_like(state_offset)
-    return real_gdn_inputs(x, weight, decay, pool, layer, slots, start, query_len, heads)
+def conv_counts_rejected_drafts(x, weight, decay, pool, layer, slots, computed, *others):
+    whole = computed // x.shape[1] * x.shape[1]  # as if of every step all drafts stood
+    return real_gdn_inputs(x, weight, decay, pool, layer, slots, whole, *others)
 
 
 BUGS = [
@@ -65,7 +65,7 @@ BUGS = [
     (step_module, "remap", stale_drafts_on_a_reused_row),
     (step_module, "update", optimistic_length_for_the_next_token),
     (step_module, "update", state_slot_off_by_one),
-    (gated_delta_net, "gdn_inputs", conv_offset_ignored),
+    (gated_delta_net, "gdn_inputs", conv_counts_rejected_drafts),
 ]
 
 

@@ -33,7 +33,7 @@ class HybridCache:
     """
 
     kv: Float[Array, "kv_layers 2 pages page_size kv_heads head_dim"]  # keys, values
-    conv: Float[Array, "state_layers slots window conv_dim"]  # window = conv_kernel - 1 + drafts
+    conv: Float[Array, "state_layers slots window conv_dim"]  # of inputs, `conv_update`'s
     states: Float[Array, "state_layers slots candidates value_heads value_dim key_dim"]
     ring: GdnRing | None  # None: a step keeps the state after each of its tokens
 
@@ -82,7 +82,7 @@ def init_cache(
     """An empty cache, all zeros: recurrent states in `state_dtype`, the rest in `dtype`, keys and
     values in `kv_dtype` if given."""
     kv = (shape.kv_layers, 2, sizes.num_pages, sizes.page_size, shape.kv_heads, shape.head_dim)
-    window = max(shape.conv_kernel - 1, 0) + sizes.num_drafts
+    window = shape.conv_kernel + sizes.num_drafts  # read, and written by the same step
     conv = (shape.state_layers, sizes.num_slots, window, shape.conv_dim)
     candidates = 1 if sizes.ring_rows else 1 + sizes.num_drafts
     states = (shape.state_layers, sizes.num_slots, candidates, *shape.state_shape)

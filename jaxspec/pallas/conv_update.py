@@ -1,6 +1,7 @@
 """Causal depthwise convolution over a window that survives between steps, with rollback."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,81 +19,89 @@ def conv_update(
     conv: _Conv,
     layer: int,
     slots: Int[Array, " rows"],
-    state_offset: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
     query_len: Int[Array, " rows"],
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
     """SiLU of the causal convolution of each row's tokens, in the dtype of `x`, and the new pool.
 
-    A slot keeps its last inputs. The `kernel - 1` that precede this step's tokens begin at
-    `state_offset`; those from the second on are kept in front of this step's inputs, so that with
-    `a` drafts accepted now the next step's window begins at `a`: rolling back is choosing an
-    offset. `weight[:, -1]` multiplies the current token; products and sums are float32. Needs
-    `window >= kernel - 2 + width` (ValueError). Rows with `query_len` 0 or slot 0 leave the pool
-    untouched, and inputs of tokens beyond `query_len` are never stored: zeros are.
+    A slot keeps its last inputs in a ring: that of the token at position `p` lies in row
+    `p % window`. A row's tokens stand at `num_computed` and after it, and the `kernel - 1` inputs
+    that precede them are read. Rolling back is counting less: what was rejected lies where nobody
+    reads, and is overwritten by whatever comes to stand there. `weight[:, -1]` multiplies the
+    current token; products and sums are float32. Needs `window >= kernel - 1 + width` (ValueError),
+    so that no step writes what it reads. Rows with `query_len` 0 or slot 0 leave the pool
+    untouched, and inputs of tokens beyond `query_len` are never stored.
 
     The kernel reads one tap of many channels at once, so it is handed `weight.T`: a caller that
     keeps `[kernel, channels]` and passes its `.T` spares XLA a transposition, 0.5 us of 6.
     """
     check_window(x, weight, conv)
-    if dispatch.runs_kernel("conv_update", unsupported(x, weight, conv)):
+    why = unsupported(x, weight, conv)
+    if conv.shape[3] % (mosaic.THREADS * _VECTOR):
+        why = f"{conv.shape[3]} channels"
+    if dispatch.runs_kernel("conv_update", why):
         on_device = dispatch.layer_index(conv, layer)
-        return _conv_update_kernel(x, weight.T, conv, on_device, slots, state_offset, query_len)
-    return conv_update_reference(x, weight, conv, layer, slots, state_offset, query_len)
+        return _conv_update_kernel(x, weight.T, conv, on_device, slots, num_computed, query_len)
+    return conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len)
 
 
 def check_window(x, weight, conv):
     """Raise the ValueError of `conv_update`."""
-    width, needed = x.shape[1], weight.shape[1] - 2 + x.shape[1]
+    width, needed = x.shape[1], weight.shape[1] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
-            f"A convolution window must hold kernel - 2 + width = {needed} inputs, "
+            f"A convolution window must hold kernel - 1 + width = {needed} inputs, "
             f"but the pool's holds {conv.shape[2]}. Build the cache with num_drafts >= {width - 1}."
         )
 
 
-def conv_update_reference(x, weight, conv, layer, slots, state_offset, query_len):
+def conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len):
     """The specification of `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
 
-    before   a b c . . .      offset 0: the window is a b c
-    tokens   t0 d1 d2 d3
-    after    b c t0 d1 d2 d3  offset 1: the next window is c t0 d1
+    row           0   1   2   3   4   5   6
+    before        b   c   .   .   .   .   a   9 computed: a b c are read
+    after         b   c   t9  d10 d11 d12 a
+    next         d14  c   t9  d10 t11 d12 d13  11 computed: c t9 d10 were read
     """
     rows, width, _ = x.shape
     history = weight.shape[1] - 1
     _, num_slots, window, _ = conv.shape
-    start = jnp.clip(state_offset, 0, window - history)
-    place = start[:, None] + jnp.arange(history, dtype=jnp.int32)[None, :]
-    past = conv[layer, jnp.clip(slots, 0, num_slots - 1)[:, None], place]
-    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    slot, place = jnp.clip(slots, 0, num_slots - 1), past_rows(num_computed, history, window)
+    past = conv[layer, slot[:, None], place]
 
+    # What was read is written again: without an order between the two XLA copies the pool.
+    token = jnp.arange(-history, width, dtype=jnp.int32)[None, :]
+    place = (jnp.maximum(num_computed, 0)[:, None] + token) % window
+    real = ((slots > 0) & (query_len > 0))[:, None] & (token < query_len[:, None])
+    target = jnp.where(real, slots[:, None], num_slots)
+    kept = jnp.concatenate([past, x.astype(conv.dtype)], axis=1)
+    conv = conv.at[layer, target, place].set(kept, mode="drop")
+
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     taps = weight.astype(jnp.float32)
     y = sum(
         inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, :, tap]
         for tap in range(history + 1)
     )
-
-    real = jnp.arange(width, dtype=jnp.int32)[None, :] < query_len[:, None]
-    kept = jnp.concatenate([past[:, 1:], _stored(x, real, conv.dtype)], axis=1)
-    live = (slots > 0) & (query_len > 0)
-    target = jnp.where(live, slots, num_slots)
-    conv = conv.at[layer, target, : history - 1 + width].set(kept, mode="drop")
     return jax.nn.silu(y).astype(x.dtype), conv
 
 
-def _stored(x, real, dtype):
-    return jnp.where(real[..., None], x, jnp.zeros((), x.dtype)).astype(dtype)
+def past_rows(
+    num_computed: Int[Array, " rows"], history: int, window: int
+) -> Int[Array, "rows history"]:
+    """The rows of the ring that hold the `history` inputs before `num_computed`, oldest first."""
+    ago = jnp.arange(history, 0, -1, dtype=jnp.int32)[None, :]
+    return (jnp.maximum(num_computed, 0)[:, None] - ago) % window
 
 
 def unsupported(x, weight, conv):
-    """Why `convolve` does not take these operands, or None; `x` may have more than channels."""
+    """Why no kernel takes these operands, or None; `x` may have more than channels."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
     if not 2 <= weight.shape[1] <= 8:
         return f"a kernel of {weight.shape[1]}, not 2 to 8"
     if x.dtype != conv.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{x.dtype} tokens on a {conv.dtype} window"
-    if conv.shape[3] % (mosaic.THREADS * _VECTOR):
-        return f"{conv.shape[3]} channels"
     return None
 
 
@@ -103,12 +112,11 @@ _VECTOR = 2
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *, interpret=None):
+def _conv_update_kernel(x, taps, conv, layer, slots, num_computed, query_len, *, interpret=None):
     """`conv_update` on a Hopper GPU, with `taps` `[kernel, channels]`.
 
-    A block has some channels of one row, and a thread its own, which it reads before it writes.
-    Padding rows are computed on what their clamped indices give, and not stored. `interpret`:
-    parameters of Mosaic's interpreter.
+    A block has some channels of one row, and a thread its own. Padding rows are computed on what
+    their clamped indices give, and not stored. `interpret`: parameters of Mosaic's interpreter.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -126,7 +134,7 @@ def _conv_update_kernel(x, taps, conv, layer, slots, state_offset, query_len, *,
         new = [mosaic.load(plgpu, x.at[row, t, block], layout) for t in range(width)]
         convolve(plgpu, new, operands, block, layout, put)
 
-    operands = x, taps, layer[None], slots, state_offset, query_len
+    operands = x, taps, layer[None], slots, num_computed, query_len
     return launch(plgpu, body, operands, conv, x, (channels // size, rows), interpret)
 
 
@@ -135,36 +143,44 @@ def convolve(plgpu, new, operands, block, layout, put):
 
     `new` has a row's tokens, loaded first because their addresses do not wait for an index.
     `operands` are references as `launch` hands them on: taps `[kernel, *channels]` (channels may be
-    cut into heads), layer `[1]`, slots, offsets and lengths `[rows]`, and the pool `[layers, slots,
-    window, *channels]`. `block` is of the first axis of channels, `layout` that of its registers. A
-    thread reads what it has of the pool before it writes that.
+    cut into heads), layer `[1]`, slots, positions and lengths `[rows]`, and the pool `[layers,
+    slots, window, *channels]`. `block` is of the first axis of channels, `layout` that of its
+    registers.
     """
     from jax.experimental import pallas as pl
 
-    taps, layer, slots, state_offset, query_len, pool = operands
+    taps, layer, slots, num_computed, query_len, pool = operands
     load, store = functools.partial(mosaic.load, plgpu), functools.partial(mosaic.store, plgpu)
     _, num_slots, window = pool.shape[:3]
     width, history, row = len(new), taps.shape[0] - 1, lax.axis_index("row")
     weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
-    slot, count = slots[row], query_len[row]
+    slot, count, position = slots[row], query_len[row], jnp.maximum(num_computed[row], 0)
     place = layer[0], jnp.clip(slot, 0, num_slots - 1)
-    start = jnp.clip(state_offset[row], 0, window - history)
-    past = [load(pool.at[*place, start + i, block], layout) for i in range(history)]
+    # Before it is added to, so that no position is too large to be.
+    first = lax.rem(position, window)
 
-    @pl.when((slot > 0) & (slot < num_slots) & (count > 0))
+    def ref(ago):
+        return pool.at[*place, lax.rem(first + (window - ago), window), block]
+
+    past = [load(ref(history - i), layout) for i in range(history)]
+
+    @pl.when((slot > 0) & (slot < num_slots))
     def _():
-        nothing = plgpu.layout_cast(jnp.zeros_like(new[0]), layout)
-        stored = [
-            jnp.where(jnp.broadcast_to(t < count, nothing.shape), new[t], nothing)
-            for t in range(width)
-        ]
-        for i, values in enumerate([*past[1:], *stored]):
-            store(pool.at[*place, i, block], values)
+        for t in range(width):
+
+            @pl.when(t < count)
+            def _(t=t):
+                store(ref(-t), new[t])
 
     inputs = [values.astype(jnp.float32) for values in (*past, *new)]
     for t in range(width):
-        products = [inputs[t + i] * weights[i] for i in range(history + 1)]
-        put(t, _silu(functools.reduce(jnp.add, products)))
+        put(t, convolved(inputs[t : t + history + 1], weights))
+
+
+def convolved(inputs: list[Any], weights: list[Any]) -> Any:
+    """A token's float32 output: SiLU of the sum of its inputs, the oldest first, times the taps."""
+    products = (x * tap for x, tap in zip(inputs, weights, strict=True))
+    return _silu(functools.reduce(jnp.add, products))
 
 
 def launch(plgpu, body, operands, conv, outputs, grid, interpret):
@@ -179,7 +195,7 @@ def launch(plgpu, body, operands, conv, outputs, grid, interpret):
         out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
         grid=grid,
         grid_names=("part", "row"),  # the last part of all rows begins last
-        # Safe without barriers: in live rows no thread reads what another writes.
+        # Safe without barriers: what a row's tokens read is not what they write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -199,32 +215,28 @@ def conv_prefill(
     conv: _Conv,
     layer: int,
     slots: Int[Array, " seqs"],
-    state_offset: Int[Array, " seqs"],
     num_computed: Int[Array, " seqs"],
     query_start: Int[Array, " seqs+1"],
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
     """`conv_update` for chunks of prompts laid flat, `query_start[s]:query_start[s + 1]` each.
 
-    A chunk that begins its prompt (`num_computed` 0) is preceded by zeros, any other by the window
-    at `state_offset`. The last `kernel - 1` inputs are stored at offset 0; a chunk shorter than
-    that shifts the old ones. Empty sequences and slot 0 leave the pool untouched; tokens after
+    A chunk that begins its prompt (`num_computed` 0) is preceded by zeros, any other by what the
+    ring holds. Stored are the `kernel - 1` inputs that the next token will read, zeros for those
+    before the prompt. Empty sequences and slot 0 leave the pool untouched; tokens after
     `query_start[-1]` are padding and come out as 0.
     """
-    return conv_prefill_reference(
-        x, weight, conv, layer, slots, state_offset, num_computed, query_start
-    )
+    return conv_prefill_reference(x, weight, conv, layer, slots, num_computed, query_start)
 
 
-def conv_prefill_reference(x, weight, conv, layer, slots, state_offset, num_computed, query_start):
+def conv_prefill_reference(x, weight, conv, layer, slots, num_computed, query_start):
     """The specification of `conv_prefill`, in plain JAX."""
     num_tokens, history = x.shape[0], weight.shape[1] - 1
     _, num_slots, window, _ = conv.shape
     seqs = slots.shape[0]
     ago = jnp.arange(history, dtype=jnp.int32)
 
-    start = jnp.clip(state_offset, 0, window - history)
     past = conv[
-        layer, jnp.clip(slots, 0, num_slots - 1)[:, None], start[:, None] + ago[None, :]
+        layer, jnp.clip(slots, 0, num_slots - 1)[:, None], past_rows(num_computed, history, window)
     ].astype(x.dtype)
     past = jnp.where((num_computed > 0)[:, None, None], past, jnp.zeros((), x.dtype))
 
@@ -251,4 +263,5 @@ def conv_prefill_reference(x, weight, conv, layer, slots, state_offset, num_comp
     every = jnp.broadcast_to(jnp.arange(seqs, dtype=jnp.int32)[:, None], (seqs, history))
     kept = input_at(every, length[:, None] - history + ago[None, :])
     target = jnp.where((slots > 0) & (length > 0), slots, num_slots)
-    return y, conv.at[layer, target, :history].set(kept.astype(conv.dtype), mode="drop")
+    place = past_rows(jnp.maximum(num_computed, 0) + length, history, window)
+    return y, conv.at[layer, target[:, None], place].set(kept.astype(conv.dtype), mode="drop")

@@ -9,14 +9,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import conv_update as conv_ops
-from jaxspec.pallas import dispatch, mosaic
+from jaxspec.pallas import dispatch, gdn_gates, mosaic
 from jaxspec.pallas.conv_update import conv_update, conv_update_reference
+from jaxspec.pallas.gdn_gates import Decay, Gates, gates
 
 _Conv = Float[Array, "layers slots window channels"]
 _Keys = Float[Array, "*tokens key_heads key_dim"]
 _Values = Float[Array, "*tokens value_heads value_dim"]
-_Gates = Float[Array, "*tokens value_heads"]
-_Decay = Float[Array, "value_heads 2"]
 
 
 class GdnHeads(NamedTuple):
@@ -30,14 +29,14 @@ class GdnHeads(NamedTuple):
 def gdn_inputs(
     x: Float[Array, "rows width columns"],
     weight: Float[Array, "channels kernel"],
-    decay: _Decay,
+    decay: Decay,
     conv: _Conv,
     layer: int,
     slots: Int[Array, " rows"],
-    state_offset: Int[Array, " rows"],
+    num_computed: Int[Array, " rows"],
     query_len: Int[Array, " rows"],
     heads: GdnHeads,
-) -> tuple[_Keys, _Keys, _Values, _Gates, _Gates, _Conv]:
+) -> tuple[_Keys, _Keys, _Values, Gates, Gates, _Conv]:
     """Queries, keys and values, log decay and write strength, all float32, and the new pool.
 
     `x` is a projection as it comes, its columns side by side: the channels of all queries, of all
@@ -50,27 +49,28 @@ def gdn_inputs(
     channels of all keys, and all channels, multiples of 512.
     """
     conv_ops.check_window(x, weight, conv)
-    _check_columns(x, weight, heads)
+    check_columns(x, weight, heads)
     is_small = weight.shape[0] < 2048  # nobody waits for it
     why = _unsupported(x, weight, conv, heads)
     if dispatch.runs_kernel("gdn_inputs", why, by_choice=is_small):
-        index = dispatch.layer_index(conv, layer), slots, state_offset, query_len
+        index = dispatch.layer_index(conv, layer), slots, num_computed, query_len
         return _gdn_inputs_kernel(x, weight.T, decay, conv, *index, heads)
     qkv, b, a = _columns(x, weight, heads)
-    y, conv = conv_update(qkv, weight, conv, layer, slots, state_offset, query_len)
+    y, conv = conv_update(qkv, weight, conv, layer, slots, num_computed, query_len)
     return *split_qkv(y, heads), *gates(b, a, decay), conv
 
 
-def gdn_inputs_reference(x, weight, decay, conv, layer, slots, state_offset, query_len, heads):
+def gdn_inputs_reference(x, weight, decay, conv, layer, slots, num_computed, query_len, heads):
     """The specification of `gdn_inputs`."""
     qkv, b, a = _columns(x, weight, heads)
-    y, conv = conv_update_reference(qkv, weight, conv, layer, slots, state_offset, query_len)
+    y, conv = conv_update_reference(qkv, weight, conv, layer, slots, num_computed, query_len)
     return *split_qkv(y, heads), *gates(b, a, decay), conv
 
 
-def _check_columns(x, weight, heads):
+def check_columns(x, weight, heads):
+    """Raise the ValueError of `gdn_inputs`."""
     channels, columns = weight.shape[0], x.shape[2]
-    needed = _first_b(channels, heads) + 2 * heads.value_heads
+    needed = first_b(channels, heads) + 2 * heads.value_heads
     if columns < needed:
         values = needed - channels - 2 * heads.value_heads
         raise ValueError(
@@ -80,27 +80,16 @@ def _check_columns(x, weight, heads):
         )
 
 
-def _first_b(channels, heads):
+def first_b(channels: int, heads: GdnHeads) -> int:
     """The column of a projection where b begins, behind channels and output gate."""
     return 2 * (channels - heads.key_heads * heads.key_dim)
 
 
 def _columns(x, weight, heads):
     """The columns of `x` that are read: channels, b, a."""
-    first = _first_b(weight.shape[0], heads)
+    first = first_b(weight.shape[0], heads)
     b, a = (x[..., first + i * heads.value_heads :][..., : heads.value_heads] for i in range(2))
     return x[..., : weight.shape[0]], b, a
-
-
-def gates(b: _Gates, a: _Gates, decay: _Decay) -> tuple[_Gates, _Gates]:
-    """Float32 log decay `-exp(decay[:, 0]) softplus(a + decay[:, 1])`, and strength `sigmoid(b)`.
-
-    Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464; the decay is Mamba2's. Both its
-    parameters are float32 and lie in one array: a kernel is handed whole arrays without a copy.
-    """
-    rate, bias = (jnp.broadcast_to(x, a.shape) for x in (-jnp.exp(decay[:, 0]), decay[:, 1]))
-    step = jax.nn.softplus(a.astype(jnp.float32) + bias)
-    return rate * step, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
 def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[_Keys, _Keys, _Values]:
@@ -137,7 +126,7 @@ def _unsupported(x, weight, conv, heads):
 
 @functools.partial(jax.jit, static_argnames=("heads", "interpret"))
 def _gdn_inputs_kernel(
-    x, taps, decay, conv, layer, slots, state_offset, query_len, heads, *, interpret=None
+    x, taps, decay, conv, layer, slots, num_computed, query_len, heads, *, interpret=None
 ):
     """`gdn_inputs` on a Hopper GPU, with `taps` `[kernel, channels]`.
 
@@ -148,7 +137,8 @@ def _gdn_inputs_kernel(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     key_heads, key_dim, value_heads = heads
-    (rows, width, _), first_b = x.shape, _first_b(conv.shape[3], GdnHeads(*heads))
+    rows, width, _ = x.shape
+    of_gates_from = first_b(conv.shape[3], heads)
     size, blocks = _CHANNELS // key_dim, conv.shape[3] // _CHANNELS
 
     def body(x, decay, *refs):
@@ -168,13 +158,13 @@ def _gdn_inputs_kernel(
 
         @pl.when(part == blocks)
         def _():
-            _put_gates(plgpu, x, first_b, decay, g, beta)
+            _put_gates(plgpu, x, of_gates_from, decay, g, beta)
 
     of_keys = jax.ShapeDtypeStruct((rows, width, key_heads, key_dim), jnp.float32)
     of_values = jax.ShapeDtypeStruct((rows, width, value_heads, key_dim), jnp.float32)
     of_gates = jax.ShapeDtypeStruct((rows, width, value_heads), jnp.float32)
     taps, pool = (a.reshape(*a.shape[:-1], -1, key_dim) for a in (taps, conv))
-    operands = x, decay, taps, layer[None], slots, state_offset, query_len
+    operands = x, decay, taps, layer[None], slots, num_computed, query_len
     outputs, pool = conv_ops.launch(
         plgpu, body, operands, pool, (of_keys, of_keys, of_values, of_gates, of_gates),
         (blocks + 1, rows), interpret,
@@ -226,35 +216,8 @@ def _put_gates(plgpu, x, first, decay, g, beta):
 
     b = [load(x.at[row, t, pl.ds(first, heads)]) for t in range(width)]
     a = [load(x.at[row, t, pl.ds(first + heads, heads)]) for t in range(width)]
-    rate, bias = -_exp(load(decay.at[:, 0])), load(decay.at[:, 1])
+    of_decay = [load(decay.at[:, column]) for column in range(2)]
     for t in range(width):
-        mosaic.store(plgpu, g.at[row, t], rate * _softplus(a[t] + bias))
-        mosaic.store(plgpu, beta.at[row, t], _sigmoid(b[t]))
-
-
-# `approx_math` makes of exp(x) 2^(x log2 e), whose rounded exponent is as wrong as x is large, and
-# of log(1 + u) something that forgot a small u. These are right to some units in the last place.
-
-
-def _exp(x):
-    """`exp` (Cody and Waite 1980), from 2^-126 on: the exponent's integer part makes bits."""
-    x = jnp.maximum(x, -87.0)
-    whole = jnp.round(x * 1.4426950408889634)
-    rest = (x - whole * 0.693359375) - whole * -2.12194440e-4  # log 2 in two parts, the first short
-    power = lax.bitcast_convert_type((whole.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return power * jnp.exp(rest)
-
-
-def _softplus(x):
-    """`log(1 + exp(x)) = max(x, 0) + log1p(u)`, u = exp(-|x|), log1p(u) = 2 artanh(u / (2 + u))."""
-    u = _exp(-jnp.abs(x))
-    s = u / (2.0 + u)  # at most 1/3: what follows s^15 is below a rounding
-    square, series = s * s, 1 / 15
-    for power in range(13, 0, -2):
-        series = series * square + 1 / power
-    return jnp.maximum(x, 0.0) + 2.0 * s * series
-
-
-def _sigmoid(x):
-    u = _exp(-jnp.abs(x))
-    return jnp.where(x >= 0, 1.0, u) / (1.0 + u)
+        log_decay, strength = gdn_gates.in_kernel(b[t], a[t], *of_decay)
+        mosaic.store(plgpu, g.at[row, t], log_decay)
+        mosaic.store(plgpu, beta.at[row, t], strength)

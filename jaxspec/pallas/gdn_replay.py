@@ -9,8 +9,8 @@ from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.state_select import state_select_reference
 
-_States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
-_Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
+States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
+Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
 
 
 @flax.struct.dataclass
@@ -31,7 +31,7 @@ def gdn_replay(
     v: Float[Array, "rows width value_heads value_dim"],
     g: Float[Array, "rows width value_heads"],
     beta: Float[Array, "rows width value_heads"],
-    states: _States,
+    states: States,
     ring: GdnRing,
     layer: int,
     slots: Int[Array, " rows"],
@@ -39,7 +39,7 @@ def gdn_replay(
     ring_length: Int[Array, " rows"],
     query_len: Int[Array, " rows"],
     norm: GatedNorm | None = None,
-) -> tuple[_Outputs, _States, GdnRing]:
+) -> tuple[Outputs, States, GdnRing]:
     """The gated delta rule over each row's tokens: outputs, the new pool, the new ring.
 
     The rule and its operands are `gdn_step`'s, but for what is kept. A slot's state is its
@@ -62,18 +62,23 @@ def gdn_replay(
         ValueError: less than 2 rows of the ring a token, or `norm` is not for these tokens and
             heads (`GatedNorm.check`).
     """
-    width = q.shape[1]
-    check_ring(width, ring.k.shape[2])
-    if norm is not None:
-        norm.check(q.shape[0] * width, v.shape[2] * v.shape[3])
+    check(q.shape[:2], states, ring, norm)
     tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
-    if dispatch.runs_kernel("gdn_replay", _unsupported(width, states, ring)):
+    if dispatch.runs_kernel("gdn_replay", unsupported(q.shape[1], states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
         return gdn_replay_kernel(*tokens, states, ring, on_device, *index, norm)
     return gdn_replay_reference(*tokens, states, ring, layer, *index)
+
+
+def check(tokens, states, ring, norm):
+    """Raise the ValueError of `gdn_replay`; `tokens`: rows, and tokens of each."""
+    rows, width = tokens
+    check_ring(width, ring.k.shape[2])
+    if norm is not None:
+        norm.check(rows * width, states.shape[3] * states.shape[4])
 
 
 def gdn_replay_reference(
@@ -116,7 +121,7 @@ def gdn_replay_reference(
 
 
 def _replayed(
-    states: _States,
+    states: States,
     ring: GdnRing,
     layer: int,
     slot: Int[Array, " rows"],
@@ -148,7 +153,7 @@ def _replayed(
     return whole * checkpoint + added
 
 
-def _unsupported(width, states, ring):
+def unsupported(width, states, ring):
     """Why `gdn_replay_kernel` does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if width > 8:

@@ -1,5 +1,8 @@
 """What a block of `gdn_replay_kernel` does, but for its products."""
 
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,11 +18,12 @@ class Block(Products):
 
     def step(self):
         """A live row."""
-        refs, width, wait = self.refs, self.sizes.width, plgpu.barrier_wait
+        refs, wait = self.refs, plgpu.barrier_wait
+        self.fetch_tokens()
         self.fetch()
         self.find_decay()
-        wait(refs.tokens_came)
-        self.round_keys()
+        self.await_tokens()
+        self.keep_keys()
         lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
         decay = jnp.where(self.length > 0, refs.since[0] * jnp.exp(refs.gates[0]), 1.0)
 
@@ -29,12 +33,8 @@ class Block(Products):
             self.fold(decay)
 
         # Not before, since a fold takes many registers.
-        new = [
-            self.load(refs.v.at[self.row, t, self.head, self.values], self.by_value)
-            for t in range(width)
-        ]
-        gates = [refs.g[self.row, t, self.head] for t in range(width)]
-        betas = [refs.beta[self.row, t, self.head] for t in range(width)]
+        new = self.load_values()
+        gates, betas = self.load_gates()
         gated = self.sizes.norm and self.fetch_gates()
         self.multiply_tokens(refs.tokens)
         self.meet()
@@ -53,21 +53,91 @@ class Block(Products):
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def fetch(self):
-        """Begin to copy all that comes to shared memory: of the ring what counts, by age.
+    def fetch_tokens(self):
+        """Begin what `token_copies` does not."""
 
-        The checkpoint last: what is needed before it would wait for its bytes.
-        """
-        refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
+    def token_copies(self):
+        """From where to where queries and keys are copied; float32 keys twice."""
+        refs, width = self.refs, self.sizes.width
         targets = [(refs.q, refs.tokens, 0), (refs.k, refs.tokens, width)]
         if not self.sizes.on_tensor_cores:
             targets.append((refs.k, self.keys, 0))
-        for x, to, first in targets:
-            source, to = x.at[self.row, :, self.key_head], to.at[pl.ds(first, width)]
-            copy(source, to, refs.tokens_came)
+        return [
+            (x.at[self.row, :, self.key_head], to.at[pl.ds(first, width)])
+            for x, to, first in targets
+        ]
+
+    def await_tokens(self):
+        """Queries and keys are there for all threads, keys as the ring will hold them."""
+        refs, sizes = self.refs, self.sizes
+        plgpu.barrier_wait(refs.tokens_came)
+        if sizes.on_tensor_cores:
+            rows = [refs.tokens.at[sizes.width + t] for t in range(sizes.width)]
+            keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
+            for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
+                self.store(row, key.astype(jnp.float32))
+                self.store(self.keys.at[t], key)
+            self.meet()
+
+    @property
+    def is_first(self):
+        """Of the blocks that share a key: the one that writes what is theirs together."""
+        return (lax.rem(self.head, self.sizes.group) == 0) & (self.split == 0)
+
+    def for_tokens(self, put, condition: Any = True):
+        """`put(t)` of the tokens that are no padding; mostly that is all, in one piece."""
+        width = self.sizes.width
+
+        @pl.when(condition & (self.count == width))
+        def _():
+            for t in range(width):
+                put(t)
+
+        @pl.when(condition & (self.count < width))
+        def _():
+            for t in range(width - 1):
+                pl.when(t < self.count)(functools.partial(put, t))
+
+    def keep_keys(self):
+        """This step's keys to the ring."""
+
+        def put(t):
+            key = self.load(self.keys.at[t], self.by_key)
+            self.store(self.refs.ring_k.at[self.key_row(self.next(t))], key)
+
+        self.for_tokens(put, self.is_first)
+
+    def load_values(self):
+        """Those of each token."""
+        tokens = [
+            self.refs.v.at[self.row, t, self.head, self.values] for t in range(self.sizes.width)
+        ]
+        return [self.load(token, self.by_value) for token in tokens]
+
+    def load_gates(self):
+        """Log decay, and strength, of each token."""
+        return [
+            [x[self.row, t, self.head] for t in range(self.sizes.width)]
+            for x in (self.refs.g, self.refs.beta)
+        ]
+
+    def fetch(self):
+        """Begin to copy all that comes to shared memory: of the ring what counts, by age.
+
+        The checkpoint last: what is needed before it would wait for its bytes. Each warp issues
+        some, as a copy's address takes 40 instructions.
+        """
+        refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
+        of_tokens = self.token_copies()
 
         @plgpu.warp_map
         def _(warp):
+            for i, (source, to) in enumerate(of_tokens):
+
+                @pl.when(warp == i)
+                def _(source=source, to=to):
+                    copy(source, to, refs.tokens_came)
+
             # A token of each group; four warps do it in a quarter of the time.
             tokens = [TOGETHER * i + warp for i in range(self.sizes.window // TOGETHER)]
             gates = [refs.ring_g[self.update_row(self.ring_row(j))] for j in tokens]
@@ -80,22 +150,25 @@ class Block(Products):
 
             lax.fori_loop(0, self.groups, one, None)
 
-            @pl.when(warp == 0)
-            def _():
-                for place, part in self.checkpoint():
-                    copy(place, part, refs.state_came)
+            if not self.sizes.on_tensor_cores:
+                copy(*self.quarter(warp), refs.state_came)
+            else:
+
+                @pl.when(warp == 3)
+                def _():
+                    copy(self.checkpoint(), refs.state, refs.state_came)
 
             for j, gate in zip(tokens, gates, strict=True):
                 refs.gates[j] = gate
 
     def checkpoint(self):
-        """Where its parts are in the pool, and in shared memory."""
-        state, place = self.refs.state, self.place * self.sizes.heads + self.head
-        if self.sizes.on_tensor_cores:
-            return [(self.refs.states.at[place, self.values], state)]
-        quarters = [pl.ds(i * state.shape[2], state.shape[2]) for i in range(4)]
-        places = [self.refs.states.at[place, self.values, quarter] for quarter in quarters]
-        return [(place, state.at[i]) for i, place in enumerate(places)]
+        """Where it is in the pool."""
+        return self.refs.states.at[self.place * self.sizes.heads + self.head, self.values]
+
+    def quarter(self, i):
+        """Where a float32 checkpoint's quarter of the keys is in the pool, and in shared memory."""
+        size = self.refs.state.shape[2]
+        return self.checkpoint().at[:, pl.ds(i * size, size)], self.refs.state.at[i]
 
     def out(self, t):
         """Where what token `t` reads goes."""
@@ -104,26 +177,8 @@ class Block(Products):
     def find_decay(self):
         """That since each of the ring's tokens, 0 for none, to shared memory."""
         self.meet()
-        after, counts = self.sum_after(self.refs.gates)
+        after, counts = self.sum_after(self.refs.gates.at[pl.ds(0, self.sizes.square)])
         self.store(self.refs.since, jnp.where(counts, jnp.exp(after), 0.0))
-
-    def round_keys(self):
-        """This step's keys as the ring will hold them; into it, by one block of each group."""
-        refs, sizes = self.refs, self.sizes
-        first = lax.rem(self.head, sizes.group) == 0
-        rows = [refs.tokens.at[sizes.width + t] for t in range(sizes.width)]
-        keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
-        if sizes.on_tensor_cores:
-            for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
-                self.store(row, key.astype(jnp.float32))
-                self.store(self.keys.at[t], key)
-        for t, key in enumerate(keys):
-
-            @pl.when(first & (self.split == 0) & (t < self.count))
-            def _(t=t, key=key):
-                self.store(refs.ring_k.at[self.key_row(self.next(t))], key)
-
-        self.meet()
 
     def solve(self, read, new, gates, betas):
         """This step's updates and outputs, one token after the other."""
@@ -149,11 +204,11 @@ class Block(Products):
         return updates
 
     def fetch_gates(self):
-        """What gates the head's outputs, and its norm's weight, `_pieces` of its tokens each."""
+        """What gates the head's outputs, and its norm's weight, `pieces_of` its tokens each."""
         refs, (first, _) = self.refs, self.sizes.norm
         columns = pl.ds(first + self.head * self.sizes.values, self.sizes.values)
         pieces = []
-        for start, count in _pieces(self.sizes.width):
+        for start, count in pieces_of(self.sizes.width):
             layout = mosaic.piece_layout(plgpu, count, self.sizes.values, itemsize=4)
             tokens = pl.ds(self.row * self.sizes.width + start, count)
             gate = self.load(refs.norm_gates.at[tokens, columns], layout)
@@ -165,7 +220,7 @@ class Block(Products):
         refs, sizes = self.refs, self.sizes
         self.meet()
         for (start, count), (gate, weight, layout) in zip(
-            _pieces(sizes.width), pieces, strict=True
+            pieces_of(sizes.width), pieces, strict=True
         ):
             tokens = pl.ds(start, count)
             read, out = refs.read.at[tokens], refs.out.at[self.row, tokens, self.head]
@@ -176,17 +231,16 @@ class Block(Products):
     def append(self, updates, gates):
         """This step's updates and gates to the ring."""
         refs = self.refs
-        for t, update in enumerate(updates):
 
-            @pl.when(t < self.count)
-            def _(t=t, update=update):
-                row = self.update_row(self.next(t))
-                update = update.astype(self.sizes.dtype)
-                self.store(refs.ring_u.at[row, self.values], update)
+        def put(t):
+            row = self.update_row(self.next(t))
+            self.store(refs.ring_u.at[row, self.values], updates[t].astype(self.sizes.dtype))
 
-                @pl.when(self.split == 0)
-                def _():
-                    refs.ring_g[row] = gates[t]
+            @pl.when(self.split == 0)
+            def _():
+                refs.ring_g[row] = gates[t]
+
+        self.for_tokens(put)
 
     def fold(self, decay):
         """The ring's tokens into the checkpoint, which begins on its way back."""
@@ -197,11 +251,15 @@ class Block(Products):
             times = lax.div(self.length + FOLDED - 1, FOLDED)
             self.store(self.refs.state, lax.fori_loop(0, times, self.fold_some, state))
         plgpu.commit_smem()
-        for place, part in self.checkpoint():
+        if self.sizes.on_tensor_cores:
+            plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())
+            return
+        for i in range(4):
+            place, part = self.quarter(i)
             plgpu.copy_smem_to_gmem(part, place)
 
 
-def _pieces(width):
+def pieces_of(width):
     """Where in so many tokens powers of two of them begin, and how many these are."""
     start = 0
     while start < width:

@@ -14,12 +14,13 @@ What lies in shared memory, in the order of its use:
 
     state            the checkpoint's values, in float32 a quarter of the keys after the other;
                      copies write it (`state_came`), a fold stores it back
-    tokens           queries, then keys (`tokens_came`)
+    tokens           queries, then keys (`tokens_came`, or the block makes them)
     keys             this step's as the ring has them, then the ring's (`ring_came`), by age
     updates          the ring's (`ring_came`), by age
-    gates, since     the ring's gates; the decay since each of its tokens, 0 for none
+    gates, since     the ring's gates, behind them this step's if the block makes them; the decay
+                     since each of the ring's tokens, 0 for none
     overlap          keys times queries and keys, a row a key as in `keys`
-    read             of a norm: what each token reads of the state
+    read             values, if the block makes them; of a norm what each token reads of the state
     products         the state's. In float32 each warp's own, where `keys` were. In 16 bits there
                      were the keys of a fold, then queries and keys and what rounding takes from
                      them, until tensor cores have read them
@@ -37,6 +38,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
+from jaxspec.pallas.gdn_conv_replay_block import ConvBlock
 from jaxspec.pallas.gdn_replay_block import Block
 from jaxspec.pallas.replay import asked_rows
 from jaxspec.pallas.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
@@ -51,49 +53,79 @@ def gdn_replay_kernel(
 
     `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
     """
+    tokens, sizes = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.shape[1:3]
+    index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
+    return _launch(Block, tokens, sizes, (states, ring, None), layer, index, *how)[:3]
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "interpret", "splits"))
+def gdn_conv_replay_kernel(
+    x, taps, decay, conv, states, ring, layer, slots, num_computed, ring_length, query_len, heads,
+    norm=None, *, interpret=None, splits=None,
+):  # fmt: skip
+    """`gdn_conv_replay` with `layer` on the device, and `taps` `[kernel, channels]`."""
+    tokens, sizes = {"x": x, "taps": taps, "decay": decay}, (x.shape[1], heads.key_heads)
+    index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
+    # As checkpoints and the state's ring are: by layer, slot and row, and one more axis.
+    pools = states, ring, conv[..., None, :]
+    out, *after, pool = _launch(ConvBlock, tokens, sizes, pools, layer, index, *how)
+    return out, pool.reshape(conv.shape), *after
+
+
+def _launch(block, tokens, sizes, pools, layer, index, norm, splits, interpret):
+    """What a kernel of these blocks puts out, and the pools: checkpoints, ring, and of inputs.
+
+    `tokens`: operands by name. `sizes`: tokens of a row, key heads.
+    """
+    (states, ring, conv), (width, key_heads) = pools, sizes
+    rows, in_ring = index[0].shape[0], ring.k.shape[2]
     _, slots_in_pool, _, heads, value_dim, key_dim = states.shape
-    splits = splits or _splits(q.shape[0] * heads, value_dim, states.dtype)
+    splits = splits or _splits(rows * heads, value_dim, states.dtype)
     norm = norm if norm is not None and splits == 1 and _can_norm(norm) else None
+    conv_rows = 1 if conv is None else conv.shape[2]
     sizes = _Sizes(
         values=value_dim // splits,
         key_dim=key_dim,
-        width=q.shape[1],
-        rows=ring.k.shape[2],
+        width=width,
+        rows=in_ring,
         heads=heads,
-        key_heads=q.shape[2],
+        key_heads=key_heads,
         slots=slots_in_pool,
         dtype=states.dtype,
+        splits=splits,
+        conv_rows=conv_rows,
         norm=norm and (norm.first, norm.eps),
     )
-    names = _OPERANDS if norm is None else ("norm_gates", "norm_weight", *_OPERANDS)
+    at_once = rows * heads * splits <= 2 * mosaic.MULTIPROCESSORS
+    slots, computed, length, query_len = index
+    asked = asked_rows(
+        slots, computed, length, query_len, slots_in_pool, width, in_ring,
+        at_once=at_once, window=conv_rows,
+    )  # fmt: skip
+    of_norm = {} if norm is None else {"norm_gates": norm.gates, "norm_weight": norm.weight}
+    operands = {**of_norm, **tokens, "layer": layer[None], "rows": asked}
+    names = *operands, *_POOLS[: 4 if conv is None else 5], "out"
 
     def body(*refs, **scratch):
         refs = dict(zip(names, refs, strict=True))
-        Block(sizes, types.SimpleNamespace(**{"spare": None, **refs, **scratch})).run()
+        block(sizes, types.SimpleNamespace(**{"spare": None, **refs, **scratch})).run()
 
+    dtype = norm.gates.dtype if norm else jnp.float32
     kernel = plgpu.kernel(
         body,
         kernel_name="gdn_replay",
-        out_type=jax.ShapeDtypeStruct(v.shape, norm.gates.dtype if norm else jnp.float32),
+        out_type=jax.ShapeDtypeStruct((rows, width, heads, value_dim), dtype),
         scratch_types=_scratch(sizes, interpret is not None),
-        grid=(q.shape[0], heads, splits),
+        grid=(rows, heads, splits),
         grid_names=("row", "head", "split"),
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    at_once = q.shape[0] * heads * splits <= 2 * mosaic.MULTIPROCESSORS
-    index = slots, num_computed, ring_length, query_len
-    rows = asked_rows(*index, slots_in_pool, sizes.width, sizes.rows, at_once=at_once)
-    of_norm = () if norm is None else (norm.gates, norm.weight)
-    operands = *of_norm, q, k, v, g, beta, layer[None], rows
-    out, *after = in_place(kernel, operands, states, ring)
+    out, *after = in_place(kernel, operands.values(), *pools)
     return out if norm is None else out.reshape(*out.shape[:2], -1), *after
 
 
-_OPERANDS = (
-    *("q", "k", "v", "g", "beta", "layer", "rows"),
-    *("states", "ring_k", "ring_u", "ring_g", "out"),
-)
+_POOLS = "states", "ring_k", "ring_u", "ring_g", "conv"
 _NORMED = jnp.float32, jnp.bfloat16, jnp.float16
 
 
@@ -120,7 +152,7 @@ def _scratch(sizes, interpreted):
     scratch = {
         "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
-        "gates": plgpu.SMEM((sizes.square,), jnp.float32),
+        "gates": plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32),
         "since": plgpu.SMEM((sizes.square,), jnp.float32),
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "met": plgpu.Barrier(),
@@ -130,7 +162,7 @@ def _scratch(sizes, interpreted):
             num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
         ),
     }
-    if sizes.norm:
+    if sizes.norm or sizes.conv_rows > 1:
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
     if sizes.on_tensor_cores:
@@ -144,7 +176,7 @@ def _scratch(sizes, interpreted):
         # A fold is over before there are factors, and they have been read when products come.
         scratch["products"] = plgpu.RefUnion(factors, products, fold_keys)
         if interpreted:
-            scratch["spare"] = plgpu.SMEM((sizes.values, 16), sizes.dtype)
+            scratch["spare"] = plgpu.SMEM((64, 16), sizes.dtype)
     else:
         quarter = sizes.key_dim // 4
         transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
@@ -161,6 +193,8 @@ def _scratch(sizes, interpreted):
 class _Sizes(ReplaySizes):
     """Its factors are queries and keys."""
 
+    splits: int  # blocks of a head
+    conv_rows: int  # of the convolution's ring
     norm: tuple[int, float] | None  # the first column of the gates, and what is added
 
     @property

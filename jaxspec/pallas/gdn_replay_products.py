@@ -1,5 +1,7 @@
 """The products that are `gdn_replay_kernel`'s own: of the checkpoint, and what a fold adds."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -132,32 +134,44 @@ class Products(ReplayBlock):
         return state
 
     def fold_by_tensor_cores(self, decay):
-        """All of them, added to the one in shared memory; what 16 bits lose is another update."""
+        """All of them, added to the one in shared memory; what 16 bits lose is another update.
+
+        64 values at a time: of more the registers would be so many that fewer blocks fit.
+        """
         refs, sizes = self.refs, self.sizes
         chunks = range(0, sizes.window, 16)
-        updates = [self.decayed_updates(first) for first in chunks]
-        for start in range(0, sizes.key_dim, 64):
-            columns = pl.ds(start, 64)
-            tile = refs.state.at[:, columns]
-            state = decay * self.load(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
-            for first, parts in zip(chunks, updates, strict=True):
-                key = self.keys.at[pl.ds(sizes.width + first, 16), columns]
-                key = self.load(key, _STRIPES)
-                place = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=_STRIPES)
-                key = jnp.where(place < self.length - first, key, jnp.zeros((), key.dtype))
-                self.store(self.fold_keys.at[:, columns], key)
-                plgpu.commit_smem()
-                for part in parts:
-                    keys = self.fold_keys.at[:, columns]
-                    (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
-                if first != chunks[-1]:
-                    self.meet()  # all have read the keys, where the next go
-            self.store(tile, state.astype(sizes.dtype))
+        for values in (pl.ds(start, 64) for start in range(0, sizes.values, 64)):
+            updates = [self.decayed_updates(values, first) for first in chunks]
+            for columns in (pl.ds(start, 64) for start in range(0, sizes.key_dim, 64)):
+                tile = refs.state.at[values, columns]
+                state: Any = None
+                for first, parts in zip(chunks, updates, strict=True):
+                    # One chunk's keys are those of all values.
+                    if len(chunks) > 1 or values.start == 0:
+                        self.put_fold_keys(first, columns, again=first + values.start > 0)
+                    if state is None:
+                        state = decay * self.load(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
+                    for part in parts:
+                        keys = self.fold_keys.at[:, columns]
+                        (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
+                self.store(tile, state.astype(sizes.dtype))
 
-    def decayed_updates(self, first):
+    def put_fold_keys(self, first, columns, again):
+        """Keys of 16 tokens from `first` on, where tensor cores read them; `again`: over others."""
+        key = self.keys.at[pl.ds(self.sizes.width + first, 16), columns]
+        key = self.load(key, _STRIPES)
+        place = plgpu.broadcasted_iota(jnp.int32, key.shape, 0, layout=_STRIPES)
+        key = jnp.where(place < self.length - first, key, jnp.zeros((), key.dtype))
+        if again:
+            self.meet()  # all have read those
+        self.store(self.fold_keys.at[:, columns], key)
+        plgpu.commit_smem()
+
+    def decayed_updates(self, values, first):
         """Of 16 tokens from `first` on, values by tokens, and what 16 bits lose of them."""
         refs, tokens, layout = self.refs, pl.ds(first, 16), plgpu.Layout.WGMMA
-        update = self.load(refs.updates.at[tokens].transpose((1, 0)), layout).astype(jnp.float32)
+        update = refs.updates.at[tokens, values].transpose((1, 0))
+        update = self.load(update, layout).astype(jnp.float32)
         since = self.load(refs.since.at[tokens], layout.reduce(0))
         place = plgpu.broadcasted_iota(jnp.int32, update.shape, 1, layout=layout)
         exact = update * self.spread(since, update.shape, 1, layout)

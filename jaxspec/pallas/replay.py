@@ -95,11 +95,13 @@ def asked_rows(
     rows: int,
     *,
     at_once: bool,
-) -> Int[Array, "5 rows"]:
+    window: int = 1,
+) -> Int[Array, "6 rows"]:
     """What a kernel's block asks of its row, in bounds and in the order of the blocks.
 
-    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count.
-    All layers of a step ask the same, and XLA answers once. `at_once`: all blocks begin together.
+    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count,
+    and where its convolution's ring of `window` rows begins. All layers of a step ask the same, and
+    XLA answers once. `at_once`: all blocks begin together.
     """
     live = (slots > 0) & (slots < num_slots) & (query_len > 0)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -109,6 +111,7 @@ def asked_rows(
         lax.rem(jnp.maximum(num_computed, 0), rows),
         jnp.clip(ring_length, 0, rows - width),
         jnp.clip(query_len, 0, width),
+        lax.rem(jnp.maximum(num_computed, 0), window),
     )
     asked = jnp.stack(columns)
     if at_once:

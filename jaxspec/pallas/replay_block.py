@@ -32,12 +32,13 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-def in_place(kernel, operands, states, ring):
+def in_place(kernel, operands, *pools):
     """What `kernel` puts out, and the pools after it wrote into them; it sees them flat.
 
-    They come behind the operands: first all checkpoints, then all rows of each of the ring's.
+    They come behind the operands, of the axes of each the first four as one: all checkpoints, all
+    rows of each of the ring's.
     """
-    pools, tree = jax.tree.flatten((states, ring))
+    pools, tree = jax.tree.flatten(pools)
     refs = [jax.new_ref(x.reshape(-1, *x.shape[4:]), memory_space=plgpu.GMEM) for x in pools]
     out = kernel(*operands, *refs)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pools, strict=True)]
@@ -103,9 +104,8 @@ class ReplayBlock:
         self.sizes, self.refs, self.head = sizes, refs, head
         self.load = functools.partial(mosaic.load, plgpu)
         self.store = functools.partial(mosaic.store, plgpu)
-        self.row, self.slot, self.begin, self.length, self.count = (
-            refs.rows[i, row] for i in range(5)
-        )
+        asked = [refs.rows[i, row] for i in range(6)]
+        self.row, self.slot, self.begin, self.length, self.count, self.conv_begin = asked
         self.layer = refs.layer[0]
         self.place = self.layer * sizes.slots + self.slot
         self.key_head = lax.div(head, sizes.group)
@@ -127,7 +127,7 @@ class ReplayBlock:
         live = self.slot > 0
         # Always so. It has the compiler load all of these before it asks what the slot is, not
         # some of them behind that.
-        for x in (self.row, self.layer, self.begin, self.length, self.count):
+        for x in (self.row, self.layer, self.begin, self.length, self.count, self.conv_begin):
             live &= x >= 0
 
         @pl.when(live)

@@ -38,6 +38,7 @@ from jaxspec.pallas.argmax_matmul import argmax_matmul
 from jaxspec.pallas.attention_inputs import attention_inputs
 from jaxspec.pallas.conv_update import conv_update
 from jaxspec.pallas.gated_norm import GatedNorm
+from jaxspec.pallas.gdn_conv_replay import gdn_conv_replay
 from jaxspec.pallas.gdn_inputs import GdnHeads, _gdn_inputs_kernel
 from jaxspec.pallas.gdn_prefill import gdn_prefill
 from jaxspec.pallas.gdn_replay import GdnRing
@@ -306,23 +307,62 @@ def test_gdn_replay(h200, monkeypatch, capfd, shape, dtype, width, rows):
     key = array(rows, width, shape.key_heads, shape.key_dim)
     value = array(rows, width, shape.value_heads, shape.value_dim)
     gate = array(rows, width, shape.value_heads)
-    lead = 2, 33
-    states = array(*lead, 1, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
-    lead = *lead, ring_rows(width, jnp.dtype(dtype).itemsize)
-    ring = GdnRing(
-        array(*lead, *key.shape[2:], dtype=dtype),
-        array(*lead, *value.shape[2:], dtype=dtype),
-        array(*lead, shape.value_heads),
-    )
+    pools = replay_pools(shape, dtype, width)
     index = [array(rows, dtype=jnp.int32)] * 4
     columns = shape.conv_dim + shape.value_heads * shape.value_dim
     norm = array(rows * width, columns, dtype=jnp.bfloat16), array(shape.value_dim)
-    operands = (key, key, value, gate, gate, states, ring, *norm, *index)
+    operands = (key, key, value, gate, gate, *pools, *norm, *index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=(5, 6))
-    assert_lean(compiled, capfd.readouterr().out, (states, ring))
+    assert_lean(compiled, capfd.readouterr().out, pools)
+    assert_asks_once(compiled, rows)
+
+
+def replay_pools(shape, dtype, width):
+    """Checkpoints and ring of two layers."""
+    lead = 2, 33
+    states = array(*lead, 1, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
+    lead = *lead, ring_rows(width, jnp.dtype(dtype).itemsize)
+    return states, GdnRing(
+        array(*lead, shape.key_heads, shape.key_dim, dtype=dtype),
+        array(*lead, shape.value_heads, shape.value_dim, dtype=dtype),
+        array(*lead, shape.value_heads),
+    )
+
+
+def assert_asks_once(compiled, rows):
+    """What a replay's blocks ask of the rows, both layers together."""
     program = compiled.as_text()
-    asked = re.findall(rf"= s32\[5,{rows}\]\S* fusion", program[program.index("ENTRY") :])
-    assert len(asked) == 1  # of the rows, for both layers
+    asked = re.findall(rf"= s32\[6,{rows}\]\S* fusion", program[program.index("ENTRY") :])
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("shape", "dtype", "width", "rows"), REPLAY_CASES, ids=str)
+def test_gdn_conv_replay(h200, monkeypatch, capfd, shape, dtype, width, rows, x_dtype):
+    """As in a model: with its output norm, where a head is one block's."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
+
+    def step(projected, taps, decay, conv, states, ring, weight, *index):
+        x = projected.reshape(rows, width, -1)
+        norm = GatedNorm(projected, weight, first=shape.conv_dim, eps=1e-6)
+        outs, pools = [], (conv, states, ring)
+        for layer in range(2):
+            out, *pools = gdn_conv_replay(x, taps.T, decay, *pools, layer, *index, heads, norm)
+            outs.append(out)
+        return outs, pools
+
+    projected = array(rows * width, shape.projected, dtype=x_dtype)
+    taps, decay = array(4, shape.conv_dim, dtype=x_dtype), array(shape.value_heads, 2)
+    pools = (
+        array(2, 33, 3 + width, shape.conv_dim, dtype=x_dtype),
+        *replay_pools(shape, dtype, width),
+    )
+    index = [array(rows, dtype=jnp.int32)] * 4
+    operands = (projected, taps, decay, *pools, array(shape.value_dim), *index)
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=(3, 4, 5))
+    assert_lean(compiled, capfd.readouterr().out, pools)
+    assert_asks_once(compiled, rows)
 
 
 MAMBA2_CASES = [  # shape, dtypes of states and of tokens, width
@@ -427,14 +467,14 @@ def test_mamba2_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype, to
 def test_conv_update(h200, monkeypatch, capfd, shape, dtype, width):
     monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
 
-    def step(x, taps, conv, slots, state_offset, query_len):
+    def step(x, taps, conv, *index):
         for layer in range(2):
-            x, conv = conv_update(x, taps.T, conv, layer, slots, state_offset, query_len)
+            x, conv = conv_update(x, taps.T, conv, layer, *index)
         return x, conv
 
     rows, channels = 4, shape.conv_dim
     x, taps = array(rows, width, channels, dtype=dtype), array(4, channels, dtype=dtype)
-    pool, index = array(2, 65, 11, channels, dtype=dtype), array(rows, dtype=jnp.int32)
+    pool, index = array(2, 65, 12, channels, dtype=dtype), array(rows, dtype=jnp.int32)
     operands = (x, taps, pool, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=2)
     assert_lean(compiled, capfd.readouterr().out, pool)
@@ -457,7 +497,7 @@ def test_gdn_inputs(h200, monkeypatch, capfd, shape, dtype, width):
     rows, channels = 4, shape.conv_dim
     columns = channels + shape.value_heads * (shape.value_dim + 2)
     x, taps = array(rows, width, columns, dtype=dtype), array(4, channels, dtype=dtype)
-    pool, index = array(2, 65, 11, channels, dtype=dtype), array(rows, dtype=jnp.int32)
+    pool, index = array(2, 65, 12, channels, dtype=dtype), array(rows, dtype=jnp.int32)
     operands = (x, taps, array(shape.value_heads, 2), pool, index, index, index)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=3)
     assert_lean(compiled, capfd.readouterr().out, pool)
@@ -682,7 +722,7 @@ def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
 
 _FEW = ["norm_matmul"], ["add_norm", "matmul"]  # of one row, and of up to 8
 _MORE = ["add_norm", "gemm"], ["split_gemm", "add_norm", "matmul_silu"]  # of 16 to 256
-_GATED_DELTA_NET = ["gdn_inputs", "gdn_replay"]
+_GATED_DELTA_NET = ["gdn_conv_replay"]
 LAYERS = [  # kind, rows, width, kernels, other fusions
     ("GatedDeltaNet", 1, 1, [*_FEW[0], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[0]], 1),
     ("GatedDeltaNet", 1, 4, [*_FEW[1], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[1]], 1),

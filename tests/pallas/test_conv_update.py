@@ -13,10 +13,11 @@ from jaxspec.pallas.conv_update import (
     conv_prefill,
     conv_update,
     conv_update_reference,
+    past_rows,
 )
 
 LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
-WINDOW = KERNEL - 1 + DRAFTS
+WINDOW = KERNEL + DRAFTS
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 
 update = jax.jit(conv_update, static_argnums=3)
@@ -38,23 +39,25 @@ def normal(rng, *shape):
 def test_a_convolution_rolled_back_equals_one_never_advanced():
     rng = np.random.default_rng(0)
     weight, history = normal(rng, CHANNELS, KERNEL), np.zeros((0, CHANNELS), np.float32)
-    conv, offset = jnp.zeros((LAYERS, SLOTS, WINDOW, CHANNELS)), 0
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
+    conv = conv.at[1, 3, past_rows(int32(0), KERNEL - 1, WINDOW)[0]].set(0.0)
     for _ in range(30):
         query_len = int(rng.integers(1, DRAFTS + 2))
         x = normal(rng, 1, DRAFTS + 1, CHANNELS)
-        y, conv = update(x, jnp.asarray(weight), conv, 1, int32(3), int32(offset), int32(query_len))
+        index = int32(3), int32(len(history)), int32(query_len)
+        y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
         everything = np.concatenate([history, x[0, :query_len]])
         expected = oracle(everything, weight)[len(history) :]
         np.testing.assert_allclose(y[0, :query_len], expected, atol=1e-5)
-        offset = int(rng.integers(0, query_len))  # drafts accepted
-        history = everything[: len(history) + 1 + offset]
+        accepted = int(rng.integers(0, query_len))
+        history = everything[: len(history) + 1 + accepted]
 
 
 def test_prefill_in_chunks_equals_one_convolution():
     rng = np.random.default_rng(1)
     weight, inputs = normal(rng, CHANNELS, KERNEL), normal(rng, 2, 24, CHANNELS)
     conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
-    outputs, done, offset = ([], []), [0, 0], [0, 0]
+    outputs, done = ([], []), [0, 0]
     for step in range(9):
         lengths = [int(rng.integers(0, 6)) for _ in done]
         lengths = [min(n, 24 - d) for n, d in zip(lengths, done, strict=True)]
@@ -68,7 +71,6 @@ def test_prefill_in_chunks_equals_one_convolution():
             conv,
             1,
             int32(4, 2),
-            int32(*offset),
             int32(*done),
             int32(*start),
         )
@@ -78,12 +80,11 @@ def test_prefill_in_chunks_equals_one_convolution():
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         if step == 4:  # a decode step in between, one draft of one accepted
             x = np.stack([inputs[s, d : d + 2] for s, d in enumerate(done)])
-            y, conv = update(x, jnp.asarray(weight), conv, 1, int32(4, 2), int32(0, 0), int32(2, 2))
+            index = int32(4, 2), int32(*done), int32(2, 2)
+            y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
             for seq in range(2):
                 outputs[seq].append(np.asarray(y)[seq])
-            done, offset = [d + 2 for d in done], [1, 1]
-        else:
-            offset = [0 if n else o for n, o in zip(lengths, offset, strict=True)]
+            done = [d + 2 for d in done]
     for seq in range(2):
         expected = oracle(inputs[seq, : done[seq]], weight)
         np.testing.assert_allclose(np.concatenate(outputs[seq]), expected, atol=1e-5)
@@ -99,7 +100,7 @@ def test_padding_is_inert():
     np.testing.assert_array_equal(after, conv)
     start = int32(0, 4, 4, 4, 8, 12)
     flat = jnp.full((16, CHANNELS), jnp.nan)
-    _, after = prefill(flat, weight, jnp.asarray(conv), 1, slots, garbage, garbage, start)
+    _, after = prefill(flat, weight, jnp.asarray(conv), 1, slots, garbage, start)
     np.testing.assert_array_equal(after, conv)
 
 

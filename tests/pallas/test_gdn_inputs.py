@@ -10,11 +10,7 @@ from shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gdn_inputs import (
     GdnHeads,
-    _exp,
     _gdn_inputs_kernel,
-    _sigmoid,
-    _softplus,
-    gates,
     gdn_inputs,
     gdn_inputs_reference,
     split_qkv,
@@ -74,17 +70,6 @@ def test_a_head_of_zeros_stays_zero():
     assert not q.any() and not k.any()
 
 
-def test_decay_and_strength_are_those_of_the_paper():
-    rng = np.random.default_rng(1)
-    b, a = 4 * rng.normal(size=(2, 5, 3)).astype(np.float32)
-    decay = rng.normal(size=(3, 2)).astype(np.float32)
-    g, beta = gates(*map(jnp.asarray, (b, a, decay)))
-    log_decay, bias = np.float64(decay.T)
-    factor = (1 + np.exp(a + bias)) ** -np.exp(log_decay)
-    np.testing.assert_allclose(np.exp(np.float64(g)), factor, rtol=1e-5)
-    np.testing.assert_allclose(beta, 1 / (1 + np.exp(-np.float64(b))), rtol=1e-6)
-
-
 def test_the_op_is_the_convolution_its_heads_and_the_gates():
     shape = GdnShape(2, 4, 8, 8)
     check(shape, *projection(shape, jnp.float32, 3), gdn_inputs)
@@ -117,27 +102,6 @@ def test_the_kernel_equals_its_reference_without_races(interpreter, shape, dtype
 
     check(shape, *projection(shape, dtype, width, spare=spare), run)
     assert not get_races().races_found
-
-
-ARGUMENTS = np.linspace(-80, 80, 64001).astype(np.float32)  # beyond, exp leaves the normal numbers
-
-
-@pytest.mark.parametrize(
-    ("ours", "oracle"),
-    [
-        (_exp, np.exp),
-        (_softplus, lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))),
-        (_sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    ],
-)
-def test_the_kernel_s_functions_are_as_good_as_float32_has_them(ours, oracle):
-    np.testing.assert_allclose(ours(ARGUMENTS), oracle(np.float64(ARGUMENTS)), rtol=6e-7)
-
-
-def test_the_kernel_s_functions_pass_on_what_is_no_number_and_saturate():
-    ends = jnp.asarray([-jnp.inf, -1e30, 1e30, jnp.inf, jnp.nan])
-    np.testing.assert_allclose(_softplus(ends), jax.nn.softplus(ends), atol=2e-38)
-    np.testing.assert_allclose(_sigmoid(ends), jax.nn.sigmoid(ends), atol=2e-38)
 
 
 @pytest.mark.gpu

@@ -5,101 +5,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import int32, operands, oracle
+from gdn_replays import compare, in_range, norm_of, pools, real_tokens
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_norm import GatedNorm
 from jaxspec.pallas.gdn_replay import GdnRing, gdn_replay, gdn_replay_reference
-from jaxspec.pallas.replay import must_fold, next_ring_length, ring_rows
+from jaxspec.pallas.replay import next_ring_length, ring_rows
 
-LAYERS, SLOTS = 2, 7
 reference = jax.jit(gdn_replay_reference, static_argnums=7)
 
 
-def case(shape, dtype, width, rows=None, seed=0):
-    """Operands. NaN: in padding, in all that no row may read, and in live row 2's keys.
+def check(run, shape, dtype, width, rows=None, seed=0, normed=None):
+    """`run` is the reference in what it puts out and in every element of the pools.
 
-    Rows: an empty ring; one that folds, of all the tokens it may have; live with NaN, one that
-    just does not fold; padding by slot, by length, by slots that are not there; a length and a
-    ring's length out of range.
+    NaN is in padding, in all that no row may read, and in live row 2's keys. `normed`: what it puts
+    out is normed, in this dtype.
     """
-    rng = np.random.default_rng(seed)
-    rows = rows or ring_rows(width, jnp.dtype(dtype).itemsize)
-    full, edge, large = rows - width, rows - 2 * width, 2**31 - 1
-    index = {
-        "slots": [2, 4, 6, 0, 3, 9, -1, 1],
-        "num_computed": [rows + 5, 7 * rows + 3, rows - 1, -(2**31), large, -7, 5, 10**9 + 1],
-        "ring_length": [0, full, edge, large, -5, 3, -(2**31), large],
-        "query_len": [width, max(1, width - 1), width, width, 0, width, 2, 99],
-    }
-    real = [width, max(1, width - 1), width, 0, 0, 0, 0, width]
+    rng, real = np.random.default_rng(seed), real_tokens(width)
+    states, ring, index = pools(rng, shape, dtype, width, rows)
     tokens = operands(rng, len(real), width, shape=shape)
     tokens[3] *= 0.1  # so that the ring's oldest tokens still count
     for x in tokens:
         for row, count in enumerate(real):
             x[row, count:] = np.nan
     tokens[1][2] = np.nan
-
-    def filled(*dims, scale):
-        return (scale * rng.normal(size=(LAYERS, SLOTS, *dims))).astype(np.float32)
-
-    states = filled(1, shape.value_heads, shape.value_dim, shape.key_dim, scale=0.3)
-    k = filled(rows, shape.key_heads, shape.key_dim, scale=0.1)
-    u = filled(rows, shape.value_heads, shape.value_dim, scale=0.5)
-    g = -0.1 * np.abs(filled(rows, shape.value_heads, scale=1.0))
-    for slot, computed, length in zip(*list(index.values())[:3], strict=True):
-        if not 0 < slot < SLOTS:
-            continue
-        counted = [(computed - 1 - i) % rows for i in range(min(max(length, 0), full))]
-        for x in (k, u, g):
-            x[1, slot, np.setdiff1d(range(rows), counted)] = np.nan
-    ring = GdnRing(jnp.asarray(k, dtype), jnp.asarray(u, dtype), jnp.asarray(g))
-    index = [int32(*x) for x in index.values()]
-    index[2] = jnp.clip(index[2], -5, large)
-    return tokens, jnp.asarray(states, dtype), ring, index, real
-
-
-def norm_of(shape, rows, width, dtype, first=8):
-    """The output norm of so many tokens; other columns than the gates are NaN."""
-    rng = np.random.default_rng(width)
-    features = shape.value_heads * shape.value_dim
-    gates = np.full((rows * width, first + features + 4), np.nan)
-    gates[:, first : first + features] = rng.normal(size=(rows * width, features))
-    weight = jnp.asarray(rng.normal(size=shape.value_dim), jnp.float32)
-    return GatedNorm(jnp.asarray(gates, dtype), weight, first=first, eps=1e-3)
-
-
-def check(run, shape, dtype, width, rows=None, seed=0, normed=None):
-    """`run` is the reference in what it puts out and in every element of the pools.
-
-    `normed`: what it puts out is normed, in this dtype.
-    """
-    tokens, states, ring, index, real = case(shape, dtype, width, rows, seed)
-    bounded = [*index[:2], jnp.clip(index[2], 0, ring.k.shape[2] - width), index[3]]
-    want, *expected = reference(*tokens, states, ring, 1, *bounded)
+    want = reference(*tokens, states, ring, 1, *in_range(index, width, ring))
     norm = normed and norm_of(shape, len(real), width, normed)
-    out, *after = run(*tokens, states, ring, 1, *index, norm)
-    eps = float(jnp.finfo(dtype).eps)
+    got = run(*tokens, states, ring, 1, *index, norm)
     # An update may round the other way, and then so do those that follow.
-    loose = 1e-5 if dtype == jnp.float32 else 4 * eps
-    if normed:
-        want = norm(want.reshape(-1, *want.shape[2:])).reshape(*want.shape[:2], -1)
-        assert out.shape == want.shape and out.dtype == normed
-        want, out = (np.asarray(x, np.float32) for x in (want, out))
-        loose = max(10 * loose, 8 * float(jnp.finfo(normed).eps))  # a head is small, but normed
-    for row, count in enumerate(real):
-        np.testing.assert_allclose(out[row, :count], want[row, :count], rtol=0, atol=loose)
-        assert count or not np.any(out[row])  # no uninitialised memory comes out
-    assert np.isnan(out[2]).any() and np.isfinite(out[1, : real[1]]).all()
-    for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
-        x, y = (np.asarray(z, np.float32) for z in (x, y))
-        np.testing.assert_allclose(x, y, rtol=8 * eps, atol=loose)
-    before = np.asarray(states, np.float32)
-    changed = (np.asarray(after[0], np.float32) != before).any(axis=(2, 3, 4, 5))
-    folds = must_fold(bounded[2], width, ring.k.shape[2]) & (jnp.asarray(real) > 0)
-    assert set(np.argwhere(changed)[:, 1]) == {
-        int(slot) for slot, folded in zip(index[0], folds, strict=True) if folded
-    }
+    loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
+    compare(got, want, states, index, width, loose, norm)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")

@@ -34,8 +34,10 @@ def attention(pool, layer, x, start):
 
 def convolution(pool, layer, x, start):
     weight = jnp.ones((4, 3))
-    y, pool = conv_update(jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, SLOTS, ONE, ONE)
-    z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, SLOTS, ONE, ONE, start)
+    y, pool = conv_update(
+        jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, SLOTS, start[:ROWS], ONE
+    )
+    z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, SLOTS, ONE, start)
     return y.sum() + z.sum(), pool
 
 

@@ -17,9 +17,10 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.conv_update import conv_prefill
 from jaxspec.pallas.gated_norm import GatedNorm
-from jaxspec.pallas.gdn_inputs import GdnHeads, gates, gdn_inputs, split_qkv
+from jaxspec.pallas.gdn_conv_replay import gdn_conv_replay
+from jaxspec.pallas.gdn_gates import gates
+from jaxspec.pallas.gdn_inputs import GdnHeads, gdn_inputs, split_qkv
 from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_replay import gdn_replay
 from jaxspec.pallas.gdn_step import gdn_step
 from jaxspec.pallas.products import COLUMNS, Delta
 from jaxspec.pallas.split_matmul import gated_norm_matmul
@@ -89,32 +90,32 @@ class GatedDeltaNet(nnx.Module):
         """The rectangle's `Heads`; its states are kept, or what it takes to replay them."""
         decode = inputs.decode
         projected = projected.reshape(-1, inputs.width, projected.shape[1])
-        slots, offset, query_len = where = decode.slots, decode.state_offset, decode.query_len
-        weight, decay = self.conv[...].T, self.decay[...]
-        q, k, v, g, beta, conv = gdn_inputs(
-            projected, weight, decay, cache.conv, layer, *where, self._heads
-        )
-        operands = q, k, v, g, beta, cache.states
+        slots, progress, query_len = decode.slots, decode.num_computed, decode.query_len
+        operands = projected, self.conv[...].T, self.decay[...], cache.conv
         if cache.ring is None:
-            out, states = gdn_step(*operands, layer, *where)
+            where = layer, slots, progress, query_len
+            q, k, v, g, beta, conv = gdn_inputs(*operands, *where, self._heads)
+            where = layer, slots, decode.state_offset, query_len
+            out, states = gdn_step(q, k, v, g, beta, cache.states, *where)
             cache = dataclasses.replace(cache, conv=conv, states=states)
         else:
-            progress = decode.num_computed, decode.ring_length
-            out, states, ring = gdn_replay(
-                *operands, cache.ring, layer, slots, *progress, query_len, norm
+            where = layer, slots, progress, decode.ring_length, query_len
+            out, conv, states, ring = gdn_conv_replay(
+                *operands, cache.states, cache.ring, *where, self._heads, norm
             )
             cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
         return out.reshape(-1, *out.shape[2:]), cache
 
     def _prefill(self, projected, prefill, cache, layer):
-        """The chunks' outputs; conv window and state of each sequence stand at its last token."""
-        progress = prefill.slots, prefill.state_offset, prefill.num_computed, prefill.query_start
+        """The chunks' outputs; convolution and state of each sequence stand at its last token."""
+        slots, progress = prefill.slots, (prefill.num_computed, prefill.query_start)
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
-        y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, *progress)
+        y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, slots, *progress)
         q, k, v = split_qkv(y, self._heads)
         v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
-        out, states = gdn_prefill(q, k, v, g, beta, cache.states, layer, *progress)
+        where = layer, slots, prefill.state_offset, *progress
+        out, states = gdn_prefill(q, k, v, g, beta, cache.states, *where)
         return out, dataclasses.replace(cache, conv=conv, states=states)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
