@@ -29,7 +29,7 @@ _STAGES = {  # of the timeline: colour, and what it is
 _POOLS = {  # of the memory map, in words
     "weights": "weights",
     "kv": "keys and values\n(pages)",
-    "conv": "convolution windows\n(slots)",
+    "conv": "convolution inputs\n(slots)",
     "states": "recurrent states\n(slots x candidates)",
     "ring": "tokens to replay\n(slots x ring)",
     "page_tables": "page tables\n(slots)",

@@ -13,7 +13,7 @@ def int32(*values):
 # one; one token far along, and a row with position and length out of range.
 ROWS = {
     "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
-    "num_computed": int32(5, 0, 7, 1, 2, 0, 10**6, -3),
+    "num_computed": int32(5, 0, 7, 1, 2, 0, 2**31 - 1, -3),
     "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
 }
 REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding

@@ -8,6 +8,7 @@ from harness import GREEDY, REPLAY
 from walk import PROMPTS, random_walk, walk_harness
 
 from jaxspec.models.layers import gated_delta_net
+from jaxspec.pallas import gdn_conv_replay
 from jaxspec.request import Finish
 from jaxspec.runner import step as step_module
 from jaxspec.runner.step import jitted_step
@@ -54,9 +55,16 @@ def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_ro
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
-def conv_counts_rejected_drafts(x, weight, decay, pool, layer, slots, computed, *others):
-    whole = computed // x.shape[1] * x.shape[1]  # as if of every step all drafts stood
-    return real_gdn_inputs(x, weight, decay, pool, layer, slots, whole, *others)
+def conv_ring_too_small(x, weight, decay, pool, layer, slots, computed, query_len, heads):
+    """As if a step's tokens were all it had room for: drafts overwrite what came before them."""
+    operands = x, weight, decay, pool, layer, slots, computed, query_len, heads
+    *tokens, pool = real_gdn_inputs(*operands)
+    width, channels = x.shape[1], weight.shape[0]
+    draft = jnp.arange(1, width)[None, :]
+    place = (computed[:, None] + draft - width) % pool.shape[2]
+    target = jnp.where(draft < query_len[:, None], slots[:, None], 0)
+    pool = pool.at[layer, target, place].set(x[:, 1:, :channels].astype(pool.dtype))
+    return *tokens, pool
 
 
 BUGS = [
@@ -65,7 +73,7 @@ BUGS = [
     (step_module, "remap", stale_drafts_on_a_reused_row),
     (step_module, "update", optimistic_length_for_the_next_token),
     (step_module, "update", state_slot_off_by_one),
-    (gated_delta_net, "gdn_inputs", conv_counts_rejected_drafts),
+    (gated_delta_net, "gdn_inputs", conv_ring_too_small),
 ]
 
 
@@ -105,8 +113,17 @@ def fresh_programs():
     jitted_step.cache_clear()
 
 
-def test_the_laws_see_a_ring_that_counts_a_rejected_draft(monkeypatch, fresh_programs):
-    monkeypatch.setattr(step_module, "update", ring_counts_a_rejected_draft)
+REPLAY_BUGS = [
+    (step_module, "update", ring_counts_a_rejected_draft),
+    (gdn_conv_replay, "gdn_inputs", conv_ring_too_small),
+]
+
+
+@pytest.mark.parametrize(
+    "module, name, bug", REPLAY_BUGS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_laws_see_of_a_replay(module, name, bug, monkeypatch, fresh_programs):
+    monkeypatch.setattr(module, name, bug)
     engine = walk_harness((0.7, 0.6, 0.5), variants=("greedy",), states=REPLAY)
     random_walk(engine, 60, seed=1, params=[dataclasses.replace(GREEDY, max_tokens=14)])
     with pytest.raises(AssertionError):

@@ -33,7 +33,7 @@ class HybridCache:
     """
 
     kv: Float[Array, "kv_layers 2 pages page_size kv_heads head_dim"]  # keys, values
-    conv: Float[Array, "state_layers slots window conv_dim"]  # of inputs, `conv_update`'s
+    conv: Float[Array, "state_layers slots window conv_dim"]  # ring of inputs: `conv_update`
     states: Float[Array, "state_layers slots candidates value_heads value_dim key_dim"]
     ring: GdnRing | None  # None: a step keeps the state after each of its tokens
 
@@ -111,7 +111,7 @@ def fork_slots(
     source_pages: Int[Array, " forks"],
     target_pages: Int[Array, " forks"],
 ) -> HybridCache:
-    """Copy recurrent states, convolution windows and one page each from source to target.
+    """Copy recurrent states, convolution inputs and one page each from source to target.
 
     Target 0 means no copy: writes to the null slot and null page are dropped. A fork comes
     before its leader decodes: the prefill left nothing in the ring.

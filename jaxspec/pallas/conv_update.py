@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a window that survives between steps, with rollback."""
+"""Causal depthwise convolution over a ring of inputs that survives between steps."""
 
 import functools
 from typing import Any
@@ -71,7 +71,7 @@ def conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len
 
     # What was read is written again: without an order between the two XLA copies the pool.
     token = jnp.arange(-history, width, dtype=jnp.int32)[None, :]
-    place = (jnp.maximum(num_computed, 0)[:, None] + token) % window
+    place = (ring_place(num_computed, window)[:, None] + token) % window
     real = ((slots > 0) & (query_len > 0))[:, None] & (token < query_len[:, None])
     target = jnp.where(real, slots[:, None], num_slots)
     kept = jnp.concatenate([past, x.astype(conv.dtype)], axis=1)
@@ -91,7 +91,12 @@ def past_rows(
 ) -> Int[Array, "rows history"]:
     """The rows of the ring that hold the `history` inputs before `num_computed`, oldest first."""
     ago = jnp.arange(history, 0, -1, dtype=jnp.int32)[None, :]
-    return (jnp.maximum(num_computed, 0)[:, None] - ago) % window
+    return (ring_place(num_computed, window)[:, None] - ago) % window
+
+
+def ring_place(position: Int[Array, "..."], window: int) -> Int[Array, "..."]:
+    """The row of the ring for the input at `position`, of padding any: no position overflows."""
+    return lax.rem(jnp.maximum(position, 0), window)
 
 
 def unsupported(x, weight, conv):
@@ -101,7 +106,7 @@ def unsupported(x, weight, conv):
     if not 2 <= weight.shape[1] <= 8:
         return f"a kernel of {weight.shape[1]}, not 2 to 8"
     if x.dtype != conv.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"{x.dtype} tokens on a {conv.dtype} window"
+        return f"{x.dtype} tokens on a ring in {conv.dtype}"
     return None
 
 
@@ -154,10 +159,8 @@ def convolve(plgpu, new, operands, block, layout, put):
     _, num_slots, window = pool.shape[:3]
     width, history, row = len(new), taps.shape[0] - 1, lax.axis_index("row")
     weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
-    slot, count, position = slots[row], query_len[row], jnp.maximum(num_computed[row], 0)
+    slot, count, first = slots[row], query_len[row], ring_place(num_computed[row], window)
     place = layer[0], jnp.clip(slot, 0, num_slots - 1)
-    # Before it is added to, so that no position is too large to be.
-    first = lax.rem(position, window)
 
     def ref(ago):
         return pool.at[*place, lax.rem(first + (window - ago), window), block]
@@ -263,5 +266,5 @@ def conv_prefill_reference(x, weight, conv, layer, slots, num_computed, query_st
     every = jnp.broadcast_to(jnp.arange(seqs, dtype=jnp.int32)[:, None], (seqs, history))
     kept = input_at(every, length[:, None] - history + ago[None, :])
     target = jnp.where((slots > 0) & (length > 0), slots, num_slots)
-    place = past_rows(jnp.maximum(num_computed, 0) + length, history, window)
+    place = past_rows(ring_place(num_computed, window) + length, history, window)
     return y, conv.at[layer, target[:, None], place].set(kept.astype(conv.dtype), mode="drop")

@@ -28,8 +28,8 @@ def gdn_conv_replay(
     """`gdn_replay` of what `gdn_inputs` makes of `x`: outputs, and the new pools.
 
     Operands, dtypes, padding and errors are those of the two; like the state's, the convolution's
-    ring lies by position. One kernel where `gdn_replay` has one, if all heads' channels are as the
-    checkpoints' axes say and `x` has the dtype of `conv`; otherwise the two ops.
+    ring lies by position. One kernel where `gdn_replay` has one, if heads and channels are as the
+    pools' axes say, and `x` and the length of `weight` what `conv_update` takes; otherwise the two.
     """
     conv_update.check_window(x, weight, conv)
     check_columns(x, weight, heads)
@@ -62,8 +62,9 @@ def gdn_conv_replay_reference(
 def _unsupported(x, weight, conv, states, ring, heads):
     """Why the kernel does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
-    channels = 2 * heads.key_heads * heads.key_dim + heads.value_heads * value_dim
-    if (key_dim, channels) != (heads.key_dim, weight.shape[0]):
-        return f"heads of {heads.key_dim} on states of {value_dim} x {key_dim}"
+    kept = GdnHeads(ring.k.shape[3], key_dim, states.shape[3])
+    channels = 2 * kept.key_heads * key_dim + kept.value_heads * value_dim
+    if heads != kept or channels != weight.shape[0]:
+        return f"{heads} of {weight.shape[0]} channels on states of {kept}"
     why = conv_update.unsupported(x, weight, conv)
     return why or replay_ops.unsupported(x.shape[1], states, ring)

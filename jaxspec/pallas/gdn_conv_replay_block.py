@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import gdn_gates, mosaic
 from jaxspec.pallas.conv_update import convolved
+from jaxspec.pallas.gdn_inputs import GdnHeads, first_b
 from jaxspec.pallas.gdn_replay_block import Block, pieces_of
 
 
@@ -38,13 +39,13 @@ class ConvBlock(Block):
 
     def fetch_tokens(self):
         """Begin to load the inputs of queries, keys and values, and what the gates are made of."""
-        key_dim, values, head = self.sizes.key_dim, self.sizes.values, self.head
-        places = [first + self.key_head * key_dim for first in (0, self.all_keys)]
-        self.inputs = [self.load_inputs(pl.ds(at, key_dim), self.by_key) for at in places]
-        at = 2 * self.all_keys + (head * self.sizes.splits + self.split) * values
-        self.of_values = self.load_inputs(pl.ds(at, values), self.by_value)
-        first = 2 * (self.channels - self.all_keys) + head
-        self.of_gates = [self.load_of_gates(first + i * self.sizes.heads) for i in range(2)]
+        sizes, head = self.sizes, self.head
+        places = [first + self.key_head * sizes.key_dim for first in (0, self.all_keys)]
+        self.inputs = [self.load_inputs(pl.ds(at, sizes.key_dim), self.by_key) for at in places]
+        at = 2 * self.all_keys + (head * sizes.splits + self.split) * sizes.values
+        self.of_values = self.load_inputs(pl.ds(at, sizes.values), self.by_value)
+        b = first_b(self.channels, GdnHeads(sizes.key_heads, sizes.key_dim, sizes.heads)) + head
+        self.of_gates = [self.load_of_gates(at) for at in (b, b + sizes.heads)]
 
     def token_copies(self):
         """None: the block makes them."""
@@ -96,7 +97,7 @@ class ConvBlock(Block):
         return [out.astype(dtype).astype(jnp.float32) for out in outs]
 
     def await_tokens(self):
-        """All of them are in shared memory: queries and keys convolved and normalised, gates."""
+        """Queries, keys, values and gates are there for all threads, and `since` too."""
         refs, width, key_dim = self.refs, self.sizes.width, self.sizes.key_dim
         for first, inputs in zip((0, width), self.inputs, strict=True):
             for t, out in enumerate(self.convolve(inputs)):
@@ -107,13 +108,15 @@ class ConvBlock(Block):
         self.for_tokens(self.keep(self.of_values))
         self.for_tokens(self.keep(*self.inputs), self.is_first)
         self.meet()
-        # A head in one warp, whose sum needs no other.
+        # A head in one warp, whose sum needs no other; of fewer than 4 tokens in several, alike.
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
             for start, count in pieces_of(width):
                 layout = mosaic.piece_layout(plgpu, count, key_dim, itemsize=4)
                 rows = refs.tokens.at[pl.ds(first + start, count)]
                 pieces.append((first, start, count, scale, self.load(rows, layout), layout))
+        if width % 4:
+            self.meet()  # all of those have read what one of them overwrites
         for first, start, count, scale, heads, layout in pieces:
             root = lax.rsqrt(jnp.sum(heads * heads, axis=1) + 1e-6) * scale
             heads = heads * self.spread(root, heads.shape, 0, layout)

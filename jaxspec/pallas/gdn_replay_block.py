@@ -68,7 +68,7 @@ class Block(Products):
         ]
 
     def await_tokens(self):
-        """Queries and keys are there for all threads, keys as the ring will hold them."""
+        """Queries and keys, as the ring will hold these, are there for all, and `since` too."""
         refs, sizes = self.refs, self.sizes
         plgpu.barrier_wait(refs.tokens_came)
         if sizes.on_tensor_cores:
@@ -77,7 +77,7 @@ class Block(Products):
             for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
                 self.store(row, key.astype(jnp.float32))
                 self.store(self.keys.at[t], key)
-            self.meet()
+        self.meet()
 
     @property
     def is_first(self):

@@ -53,9 +53,10 @@ def gdn_replay_kernel(
 
     `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
     """
-    tokens, sizes = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.shape[1:3]
+    tokens, shape = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.shape[:3]
     index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
-    return _launch(Block, tokens, sizes, (states, ring, None), layer, index, *how)[:3]
+    pools = states, ring, None
+    return _launch("gdn_replay", Block, tokens, shape, pools, layer, index, *how)[:3]
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "interpret", "splits"))
@@ -64,21 +65,22 @@ def gdn_conv_replay_kernel(
     norm=None, *, interpret=None, splits=None,
 ):  # fmt: skip
     """`gdn_conv_replay` with `layer` on the device, and `taps` `[kernel, channels]`."""
-    tokens, sizes = {"x": x, "taps": taps, "decay": decay}, (x.shape[1], heads.key_heads)
+    tokens, shape = {"x": x, "taps": taps, "decay": decay}, (*x.shape[:2], heads.key_heads)
     index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
     # As checkpoints and the state's ring are: by layer, slot and row, and one more axis.
     pools = states, ring, conv[..., None, :]
-    out, *after, pool = _launch(ConvBlock, tokens, sizes, pools, layer, index, *how)
+    launched = _launch("gdn_conv_replay", ConvBlock, tokens, shape, pools, layer, index, *how)
+    out, *after, pool = launched
     return out, pool.reshape(conv.shape), *after
 
 
-def _launch(block, tokens, sizes, pools, layer, index, norm, splits, interpret):
+def _launch(name, block, tokens, shape, pools, layer, index, norm, splits, interpret):
     """What a kernel of these blocks puts out, and the pools: checkpoints, ring, and of inputs.
 
-    `tokens`: operands by name. `sizes`: tokens of a row, key heads.
+    `tokens`: operands by name. `shape`: rows, tokens of each, key heads.
     """
-    (states, ring, conv), (width, key_heads) = pools, sizes
-    rows, in_ring = index[0].shape[0], ring.k.shape[2]
+    (states, ring, conv), (rows, width, key_heads) = pools, shape
+    in_ring = ring.k.shape[2]
     _, slots_in_pool, _, heads, value_dim, key_dim = states.shape
     splits = splits or _splits(rows * heads, value_dim, states.dtype)
     norm = norm if norm is not None and splits == 1 and _can_norm(norm) else None
@@ -100,7 +102,7 @@ def _launch(block, tokens, sizes, pools, layer, index, norm, splits, interpret):
     slots, computed, length, query_len = index
     asked = asked_rows(
         slots, computed, length, query_len, slots_in_pool, width, in_ring,
-        at_once=at_once, window=conv_rows,
+        at_once=at_once, conv_rows=conv_rows,
     )  # fmt: skip
     of_norm = {} if norm is None else {"norm_gates": norm.gates, "norm_weight": norm.weight}
     operands = {**of_norm, **tokens, "layer": layer[None], "rows": asked}
@@ -113,7 +115,7 @@ def _launch(block, tokens, sizes, pools, layer, index, norm, splits, interpret):
     dtype = norm.gates.dtype if norm else jnp.float32
     kernel = plgpu.kernel(
         body,
-        kernel_name="gdn_replay",
+        kernel_name=name,
         out_type=jax.ShapeDtypeStruct((rows, width, heads, value_dim), dtype),
         scratch_types=_scratch(sizes, interpret is not None),
         grid=(rows, heads, splits),
@@ -162,7 +164,7 @@ def _scratch(sizes, interpreted):
             num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
         ),
     }
-    if sizes.norm or sizes.conv_rows > 1:
+    if sizes.norm or sizes.makes_tokens:
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
     if sizes.on_tensor_cores:
@@ -194,8 +196,13 @@ class _Sizes(ReplaySizes):
     """Its factors are queries and keys."""
 
     splits: int  # blocks of a head
-    conv_rows: int  # of the convolution's ring
+    conv_rows: int  # of the convolution's ring; 1: there is none, and 0 its only remainder
     norm: tuple[int, float] | None  # the first column of the gates, and what is added
+
+    @property
+    def makes_tokens(self) -> bool:
+        """Whether the block does, of a projection."""
+        return self.conv_rows > 1
 
     @property
     def on_tensor_cores(self) -> bool:

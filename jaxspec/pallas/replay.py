@@ -95,12 +95,12 @@ def asked_rows(
     rows: int,
     *,
     at_once: bool,
-    window: int = 1,
+    conv_rows: int = 1,
 ) -> Int[Array, "6 rows"]:
     """What a kernel's block asks of its row, in bounds and in the order of the blocks.
 
     Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count,
-    and where its convolution's ring of `window` rows begins. All layers of a step ask the same, and
+    and where its convolution's ring of `conv_rows` begins. All layers of a step ask the same, and
     XLA answers once. `at_once`: all blocks begin together.
     """
     live = (slots > 0) & (slots < num_slots) & (query_len > 0)
@@ -111,7 +111,7 @@ def asked_rows(
         lax.rem(jnp.maximum(num_computed, 0), rows),
         jnp.clip(ring_length, 0, rows - width),
         jnp.clip(query_len, 0, width),
-        lax.rem(jnp.maximum(num_computed, 0), window),
+        lax.rem(jnp.maximum(num_computed, 0), conv_rows),
     )
     asked = jnp.stack(columns)
     if at_once:

@@ -49,7 +49,7 @@ def test_a_fork_needs_nothing_of_the_ring():
     chex.assert_trees_all_equal(forked.ring, cache.ring)
 
 
-def test_a_fork_copies_states_windows_and_one_page():
+def test_a_fork_copies_states_inputs_and_one_page():
     cache = filled_cache()
     want = {name: np.array(getattr(cache, name)) for name in ("kv", "conv", "states")}
     for source, target, source_page, target_page in [(1, 3, 2, 5), (1, 4, 0, 0)]:

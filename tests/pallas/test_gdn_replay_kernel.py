@@ -153,6 +153,20 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, wi
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
+    """To the bit: the interpreter does not see races among the warps of a block."""
+    shape, rng = GDN["qwen3.5-9b"], np.random.default_rng(width)
+    *kept, index = pools(rng, shape, dtype, width)
+    all_operands = *operands(rng, len(index[0]), width, shape=shape), *kept, 1, *index
+    run = jax.jit(gdn_replay, static_argnums=7)
+    first, *others = (run(*all_operands) for _ in range(100))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
 def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     """4,000 tokens with random acceptance, in one program; against float64 in every quarter."""

@@ -69,7 +69,7 @@ def test_places_are_those_of_a_sorted_list(count, folding, padding):
 def test_blocks_ask_of_their_rows_what_is_in_bounds(count, at_once):
     """Of padding, of slots that are not there, and of rows that are to count too much, too."""
     rng, slots, width, rows, large = np.random.default_rng(count), 9, 3, 11, 2**31 - 1
-    window = 7
+    conv_rows = 7
 
     def some(*values):
         return rng.choice(np.asarray(values, np.int32), count)
@@ -86,10 +86,10 @@ def test_blocks_ask_of_their_rows_what_is_in_bounds(count, at_once):
         length = min(max(length, 0), 8)
         folds.append(length > 5)
         begin, tokens = max(computed, 0) % rows, min(max(tokens, 0), width)
-        of_conv = max(computed, 0) % window
+        of_conv = max(computed, 0) % conv_rows
         expected.append((row, slot if live[row] else 0, begin, length, tokens, of_conv))
     order = range(count) if at_once else by_fractions(np.asarray(live), np.asarray(folds))
-    ask = jax.jit(asked_rows, static_argnums=(4, 5, 6), static_argnames=("at_once", "window"))
-    asked = ask(*index, slots, width, rows, at_once=at_once, window=window)
+    ask = jax.jit(asked_rows, static_argnums=(4, 5, 6), static_argnames=("at_once", "conv_rows"))
+    asked = ask(*index, slots, width, rows, at_once=at_once, conv_rows=conv_rows)
     assert asked.dtype == np.int32
     np.testing.assert_array_equal(asked, np.transpose([expected[row] for row in order]))
