@@ -97,3 +97,12 @@ def compare(got, want, before, index, width, loose, norm=None):
     assert set(np.argwhere(changed)[:, 1]) == {
         int(slot) for slot, folded in zip(index[0], folds, strict=True) if folded
     }
+
+
+def assert_bits_are_the_same(first, others):
+    """Of all arrays, but for which NaN it is."""
+    for other in others:
+        for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(first), strict=True):
+            # NumPy does not know bfloat16's NaN for equal.
+            ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+            np.testing.assert_array_equal(ours, theirs)

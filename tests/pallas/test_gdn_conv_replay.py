@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gdn_replays import LAYERS, SLOTS, compare, in_range, norm_of, pools, real_tokens
+from gdn_replays import (
+    LAYERS,
+    SLOTS,
+    assert_bits_are_the_same,
+    compare,
+    in_range,
+    norm_of,
+    pools,
+    real_tokens,
+)
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
@@ -147,5 +156,4 @@ def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
     operands = *tokens, conv, states, ring, 1, *index, heads
     for normed in (None, norm):
         first, *others = (run(*operands, normed) for _ in range(100))
-        for other in others:
-            jax.tree.map(np.testing.assert_array_equal, other, first)
+        assert_bits_are_the_same(first, others)

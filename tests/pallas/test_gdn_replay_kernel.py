@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import int32, operands, oracle
-from gdn_replays import compare, in_range, norm_of, pools, real_tokens
+from gdn_replays import assert_bits_are_the_same, compare, in_range, norm_of, pools, real_tokens
 from shapes import GDN, GdnShape
 
 from jaxspec.pallas import dispatch
@@ -162,8 +162,7 @@ def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
     all_operands = *operands(rng, len(index[0]), width, shape=shape), *kept, 1, *index
     run = jax.jit(gdn_replay, static_argnums=7)
     first, *others = (run(*all_operands) for _ in range(100))
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, first)
+    assert_bits_are_the_same(first, others)
 
 
 @pytest.mark.gpu
