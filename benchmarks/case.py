@@ -33,6 +33,11 @@ class Case:
     flops: int = 0  # where they bound it, not the bytes
 
 
+def about(model, shape, dtype, **sizes):
+    """What the results say of an op over heads; `dtype` by name."""
+    return {"model": model, "heads": str(shape), "dtype": str(dtype), **sizes}
+
+
 def live_rows(rows, width):
     """Slots, offsets (or positions) and lengths of rows that are all live."""
     rng = np.random.default_rng(0)

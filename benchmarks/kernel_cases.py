@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import FEW, MANY, Case, filled, live_rows
+from case import FEW, MANY, Case, about, filled, live_rows
 from kernel_cases_attention_inputs import attention_inputs_cases
 from kernel_cases_conv import conv_update_cases, gdn_inputs_cases
 from kernel_cases_norm import add_norm_cases
@@ -74,13 +74,7 @@ def _gdn_step_case(model, shape, dtype, rows, width):
     state_bytes = rows * math.prod(state) * dtype.itemsize
     return Case(
         op="gdn_step",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-        },
+        about=about(model, shape, dtype, rows=rows, width=width),
         run=functools.partial(run, gdn_step),
         reference=functools.partial(run, gdn_step_reference),
         pool=pool,
@@ -110,13 +104,7 @@ def _mamba2_step_case(model, dtype, rows, width):
     state_bytes = rows * math.prod(state) * dtype.itemsize
     return Case(
         op="mamba2_step",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-        },
+        about=about(model, shape, dtype, rows=rows, width=width),
         run=functools.partial(run, mamba2_step),
         reference=functools.partial(run, mamba2_step_reference),
         pool=lambda layers: filled(layers, rows, width, *state, dtype=dtype),
@@ -148,7 +136,7 @@ def _state_select_case(model, shape, dtype, rows, candidates=4):
 
     return Case(
         op="state_select",
-        about={"model": model, "heads": str(shape), "dtype": dtype.name, "rows": rows},
+        about=about(model, shape, dtype, rows=rows),
         run=kernel,
         reference=lambda pool, *args: (state_select_reference(pool, *args), pool),
         pool=pool,
@@ -232,15 +220,9 @@ def _paged_attention_case(model, shape, rows, context, width, page_size=16, dtyp
 
     return Case(
         op="paged_attention",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "context": context,
-            "width": width,
-            "page_size": page_size,
-        },
+        about=about(
+            model, shape, dtype, rows=rows, context=context, width=width, page_size=page_size
+        ),
         run=functools.partial(run, paged_attention),
         reference=functools.partial(run, paged_attention_reference),
         pool=pool,

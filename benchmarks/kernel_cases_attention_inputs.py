@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import INPUTS, Case
+from case import INPUTS, Case, about
 from shapes import ATTENTION
 
 from jaxspec.pallas.attention_inputs import attention_inputs, attention_inputs_reference
@@ -50,13 +50,7 @@ def _case(model, shape, dtype, rows, width):
     page = (PAGE_SIZE, shape.kv_heads, shape.head_dim)
     return Case(
         op="attention_inputs",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-        },
+        about=about(model, shape, dtype, rows=rows, width=width),
         run=functools.partial(run, attention_inputs),
         reference=functools.partial(run, attention_inputs_reference),
         pool=lambda layers: jnp.zeros((layers, 2, pages, *page), dtype),

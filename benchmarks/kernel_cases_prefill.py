@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import FEW, Case
+from case import FEW, Case, about
 from shapes import ATTENTION, GDN, MAMBA2
 
 from jaxspec.pallas.gdn_prefill import _gdn_prefill_chunked, gdn_prefill
@@ -45,13 +45,7 @@ def _gdn_prefill_case(model, shape, seqs, length):
 
     return Case(
         op="gdn_prefill",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": "bfloat16",
-            "seqs": seqs,
-            "length": length,
-        },
+        about=about(model, shape, "bfloat16", seqs=seqs, length=length),
         run=functools.partial(run, gdn_prefill),
         # Token by token nobody would wait for.
         reference=functools.partial(run, _gdn_prefill_chunked),
@@ -84,13 +78,7 @@ def _mamba2_prefill_case(model, seqs, length):
 
     return Case(
         op="mamba2_prefill",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": "bfloat16",
-            "seqs": seqs,
-            "length": length,
-        },
+        about=about(model, shape, "bfloat16", seqs=seqs, length=length),
         run=functools.partial(run, mamba2_prefill),
         # Token by token nobody would wait for.
         reference=functools.partial(run, _mamba2_prefill_chunked),
@@ -144,15 +132,9 @@ def _prefill_attention_case(model, seqs, length, context, page_size=16):
 
     return Case(
         op="prefill_attention",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": "bfloat16",
-            "seqs": seqs,
-            "length": length,
-            "context": context,
-            "page_size": page_size,
-        },
+        about=about(
+            model, shape, "bfloat16", seqs=seqs, length=length, context=context, page_size=page_size
+        ),
         run=run,
         reference=None,
         pool=pool,

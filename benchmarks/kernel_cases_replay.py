@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from case import INPUTS, Case, filled
+from case import INPUTS, Case, about, filled
 from kernel_cases_prefill import mamba2_tokens
 from shapes import GDN, MAMBA2
 
@@ -28,6 +28,17 @@ def gdn_tokens(rng, shape, rows, width):
     v = rng.normal(size=value).astype(np.float32)
     g = -rng.exponential(size=value[:3]).astype(np.float32)
     return q, k, v, g, rng.random(size=value[:3]).astype(np.float32)
+
+
+def _ring_rows(rng, rows, width, in_ring):
+    """Slots, tokens computed, lengths of rings and of queries, of rings as full as chance has them.
+
+    Every length as often as the others; of one row, the middle one.
+    """
+    window = in_ring - width
+    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round())
+    computed, slots = rng.integers(window, 10**4, rows), 1 + rng.permutation(rows)
+    return tuple(x.astype(np.int32) for x in (slots, computed, length, np.full(rows, width)))
 
 
 def gdn_replay_cases() -> Iterator[Case]:
@@ -51,12 +62,8 @@ def _gdn_cases(case):
 def _gdn_replay_case(model, shape, dtype, rows, width):
     rng, in_ring = np.random.default_rng(0), ring_rows(width, dtype.itemsize)
     tokens = gdn_tokens(rng, shape, rows, width)
-    window = in_ring - width
-    # Every length as often as the others; of one row, the middle one.
-    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
-    computed = rng.integers(window, 10**4, rows).astype(np.int32)
-    slots = 1 + rng.permutation(rows).astype(np.int32)
-    operands = (*tokens, slots, computed, length, np.full(rows, width, np.int32))
+    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
+    operands = *tokens, *index
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
 
     def pool(layers):
@@ -78,15 +85,15 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
     ring_bytes = int(length.sum() + rows * width) * token_bytes
     return Case(
         op="gdn_replay",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-            "ring": float(length.mean()),
-            "folds": round(folds / rows, 3),
-        },
+        about=about(
+            model,
+            shape,
+            dtype,
+            rows=rows,
+            width=width,
+            ring=float(length.mean()),
+            folds=round(folds / rows, 3),
+        ),
         run=functools.partial(run, gdn_replay),
         reference=functools.partial(run, gdn_replay_reference),
         pool=pool,
@@ -149,10 +156,7 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
     rng, shape = np.random.default_rng(0), MAMBA2[model]
     in_ring = ring_rows(width, dtype.itemsize, window)
     window = in_ring - width
-    # Every length as often as the others; of one row, the middle one.
-    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round().astype(np.int32))
-    index = 1 + rng.permutation(rows), rng.integers(window, 10**4, rows), length
-    index = (jnp.asarray(y, jnp.int32) for y in (*index, np.full(rows, width)))
+    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
     tokens = mamba2_tokens(shape, rows, width)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
@@ -175,21 +179,21 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
     ring_bytes = int(length.sum() + rows * width) * token_bytes
     return Case(
         op="mamba2_replay",
-        about={
-            "model": model,
-            "heads": str(shape),
-            "dtype": dtype.name,
-            "rows": rows,
-            "width": width,
-            "window": window,
-            "ring": float(length.mean()),
-            "folds": round(folds / rows, 3),
-        },
+        about=about(
+            model,
+            shape,
+            dtype,
+            rows=rows,
+            width=width,
+            window=window,
+            ring=float(length.mean()),
+            folds=round(folds / rows, 3),
+        ),
         run=functools.partial(run, mamba2_replay),
         reference=functools.partial(run, mamba2_replay_reference),
         pool=pool,
         layer_bytes=rows * state_bytes + ring_bytes,
-        operands=(*tokens, *index),
+        operands=(*tokens, *map(jnp.asarray, index)),
         total_bytes=(rows + folds) * state_bytes
         + ring_bytes
         + sum(y.nbytes for y in tokens)

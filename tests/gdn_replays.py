@@ -13,7 +13,7 @@ LAYERS, SLOTS = 2, 7
 
 
 def real_tokens(width):
-    """Of each row: a NaN comes in live row 2."""
+    """How many of each row of `pools` are no padding; a NaN comes in live row 2."""
     return [width, max(1, width - 1), width, 0, 0, 0, 0, width]
 
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import gdn_gates, mosaic
 from jaxspec.pallas.conv_update import convolved
-from jaxspec.pallas.gdn_inputs import GdnHeads, first_b
+from jaxspec.pallas.gdn_inputs import EPS, GdnHeads, gates_column
 from jaxspec.pallas.gdn_replay_block import Block, pieces_of
 
 
@@ -37,15 +37,17 @@ class ConvBlock(Block):
         self.history, self.channels = refs.taps.shape[0] - 1, refs.taps.shape[1]
         self.all_keys = sizes.key_heads * sizes.key_dim  # channels of
 
-    def fetch_tokens(self):
-        """Begin to load the inputs of queries, keys and values, and what the gates are made of."""
+    def fetch(self):
+        """Begin to load what the tokens are made of, and then to copy the rest."""
         sizes, head = self.sizes, self.head
         places = [first + self.key_head * sizes.key_dim for first in (0, self.all_keys)]
         self.inputs = [self.load_inputs(pl.ds(at, sizes.key_dim), self.by_key) for at in places]
         at = 2 * self.all_keys + (head * sizes.splits + self.split) * sizes.values
         self.of_values = self.load_inputs(pl.ds(at, sizes.values), self.by_value)
-        b = first_b(self.channels, GdnHeads(sizes.key_heads, sizes.key_dim, sizes.heads)) + head
+        heads = GdnHeads(sizes.key_heads, sizes.key_dim, sizes.heads)
+        b = gates_column(self.channels, heads) + head
         self.of_gates = [self.load_of_gates(at) for at in (b, b + sizes.heads)]
+        super().fetch()
 
     def token_copies(self):
         """None: the block makes them."""
@@ -77,14 +79,14 @@ class ConvBlock(Block):
         at = jnp.where(at >= rows, at - rows, at)
         return self.refs.conv.at[self.place * rows + at, channels]
 
-    def keep(self, *some):
-        """`put(t)` that writes the inputs of a token to the ring, for the next steps."""
+    def keep(self, *some, condition: Any = True):
+        """Write these inputs of the tokens to the ring, for the next steps."""
 
         def put(t):
             for inputs in some:
                 self.store(self.in_ring(t, inputs.channels), inputs.new[t])
 
-        return put
+        self.for_tokens(put, condition)
 
     def convolve(self, inputs):
         """What the convolution makes of each token, rounded as `conv_update` gives it."""
@@ -98,16 +100,22 @@ class ConvBlock(Block):
 
     def await_tokens(self):
         """Queries, keys, values and gates are there for all threads, and `since` too."""
-        refs, width, key_dim = self.refs, self.sizes.width, self.sizes.key_dim
-        for first, inputs in zip((0, width), self.inputs, strict=True):
+        refs = self.refs
+        for first, inputs in zip((0, self.sizes.width), self.inputs, strict=True):
             for t, out in enumerate(self.convolve(inputs)):
                 self.store(refs.tokens.at[first + t], out)
         for t, out in enumerate(self.convolve(self.of_values)):
             self.store(refs.read.at[t], out)
         self.put_gates()
-        self.for_tokens(self.keep(self.of_values))
-        self.for_tokens(self.keep(*self.inputs), self.is_first)
+        self.keep(self.of_values)
+        self.keep(*self.inputs, condition=self.is_first)
         self.meet()
+        self.normalise()
+        self.meet()
+
+    def normalise(self):
+        """Queries and keys in place, and keys as the ring will hold them, there too."""
+        refs, width, key_dim = self.refs, self.sizes.width, self.sizes.key_dim
         # A head in one warp, whose sum needs no other; of fewer than 4 tokens in several, alike.
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
@@ -118,14 +126,13 @@ class ConvBlock(Block):
         if width % 4:
             self.meet()  # all of those have read what one of them overwrites
         for first, start, count, scale, heads, layout in pieces:
-            root = lax.rsqrt(jnp.sum(heads * heads, axis=1) + 1e-6) * scale
+            root = lax.rsqrt(jnp.sum(heads * heads, axis=1) + EPS) * scale
             heads = heads * self.spread(root, heads.shape, 0, layout)
             if first:
                 kept = heads.astype(self.sizes.dtype)
                 self.store(self.keys.at[pl.ds(start, count)], kept)
                 heads = kept.astype(jnp.float32)
             self.store(refs.tokens.at[pl.ds(first + start, count)], heads)
-        self.meet()
 
     def put_gates(self):
         """Log decay and strength of each token behind the gates of the ring."""

@@ -22,9 +22,9 @@ def gates(b: Gates, a: Gates, decay: Decay) -> tuple[Gates, Gates]:
     return rate * step, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
-def in_kernel(b: Any, a: Any, rate: Any, bias: Any) -> tuple[Any, Any]:
-    """`gates` of registers, where `rate` and `bias` are the columns of `decay`."""
-    return -_exp(rate) * _softplus(a + bias), _sigmoid(b)
+def in_kernel(b: Any, a: Any, log_rate: Any, bias: Any) -> tuple[Any, Any]:
+    """`gates` of float32 registers; `log_rate` and `bias` are the columns of `decay`."""
+    return -_exp(log_rate) * _softplus(a + bias), _sigmoid(b)
 
 
 # `approx_math` makes of exp(x) 2^(x log2 e), whose rounded exponent is as wrong as x is large, and

@@ -18,6 +18,9 @@ _Keys = Float[Array, "*tokens key_heads key_dim"]
 _Values = Float[Array, "*tokens value_heads value_dim"]
 
 
+EPS = 1e-6  # under the root of a query's or a key's length
+
+
 class GdnHeads(NamedTuple):
     """How the channels of a convolution divide: queries, as many keys, and the rest values."""
 
@@ -70,7 +73,7 @@ def gdn_inputs_reference(x, weight, decay, conv, layer, slots, num_computed, que
 def check_columns(x, weight, heads):
     """Raise the ValueError of `gdn_inputs`."""
     channels, columns = weight.shape[0], x.shape[2]
-    needed = first_b(channels, heads) + 2 * heads.value_heads
+    needed = gates_column(channels, heads) + 2 * heads.value_heads
     if columns < needed:
         values = needed - channels - 2 * heads.value_heads
         raise ValueError(
@@ -80,14 +83,14 @@ def check_columns(x, weight, heads):
         )
 
 
-def first_b(channels: int, heads: GdnHeads) -> int:
+def gates_column(channels: int, heads: GdnHeads) -> int:
     """The column of a projection where b begins, behind channels and output gate."""
     return 2 * (channels - heads.key_heads * heads.key_dim)
 
 
 def _columns(x, weight, heads):
     """The columns of `x` that are read: channels, b, a."""
-    first = first_b(weight.shape[0], heads)
+    first = gates_column(weight.shape[0], heads)
     b, a = (x[..., first + i * heads.value_heads :][..., : heads.value_heads] for i in range(2))
     return x[..., : weight.shape[0]], b, a
 
@@ -95,7 +98,7 @@ def _columns(x, weight, heads):
 def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[_Keys, _Keys, _Values]:
     """Float32 queries, keys and values of a convolution's output.
 
-    Queries and keys have length 1 in each head, with 1e-6 under the root as published, and queries
+    Queries and keys have length 1 in each head, with `EPS` under the root as published, and queries
     are scaled by `key_dim ** -0.5`.
     """
     key_heads, key_dim, value_heads = heads
@@ -107,7 +110,7 @@ def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[_Ke
 
 
 def _normalise(x):
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
 _CHANNELS = 512  # of a block: four a thread, so that one warp has whole heads
@@ -138,7 +141,7 @@ def _gdn_inputs_kernel(
 
     key_heads, key_dim, value_heads = heads
     rows, width, _ = x.shape
-    of_gates_from = first_b(conv.shape[3], heads)
+    first = gates_column(conv.shape[3], heads)
     size, blocks = _CHANNELS // key_dim, conv.shape[3] // _CHANNELS
 
     def body(x, decay, *refs):
@@ -158,7 +161,7 @@ def _gdn_inputs_kernel(
 
         @pl.when(part == blocks)
         def _():
-            _put_gates(plgpu, x, of_gates_from, decay, g, beta)
+            _put_gates(plgpu, x, first, decay, g, beta)
 
     of_keys = jax.ShapeDtypeStruct((rows, width, key_heads, key_dim), jnp.float32)
     of_values = jax.ShapeDtypeStruct((rows, width, value_heads, key_dim), jnp.float32)
@@ -188,7 +191,7 @@ def _put_heads(plgpu, outputs, dtype, t, y):
 
     @pl.when(part < 2 * key_blocks)
     def _():
-        scale = lax.rsqrt(jnp.sum(y * y, axis=1) + 1e-6)
+        scale = lax.rsqrt(jnp.sum(y * y, axis=1) + EPS)
         unit = y * lax.broadcast_in_dim(scale, y.shape, (0,))
 
         @pl.when(part < key_blocks)

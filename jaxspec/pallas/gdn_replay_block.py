@@ -19,7 +19,6 @@ class Block(Products):
     def step(self):
         """A live row."""
         refs, wait = self.refs, plgpu.barrier_wait
-        self.fetch_tokens()
         self.fetch()
         self.find_decay()
         self.await_tokens()
@@ -52,9 +51,6 @@ class Block(Products):
         @pl.when(self.folds)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def fetch_tokens(self):
-        """Begin what `token_copies` does not."""
 
     def token_copies(self):
         """From where to where queries and keys are copied; float32 keys twice."""
@@ -125,7 +121,7 @@ class Block(Products):
         """Begin to copy all that comes to shared memory: of the ring what counts, by age.
 
         The checkpoint last: what is needed before it would wait for its bytes. Each warp issues
-        some, as a copy's address takes 40 instructions.
+        some, as a copy's address takes some 40 instructions.
         """
         refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
         of_tokens = self.token_copies()

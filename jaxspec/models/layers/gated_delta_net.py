@@ -90,16 +90,16 @@ class GatedDeltaNet(nnx.Module):
         """The rectangle's `Heads`; its states are kept, or what it takes to replay them."""
         decode = inputs.decode
         projected = projected.reshape(-1, inputs.width, projected.shape[1])
-        slots, progress, query_len = decode.slots, decode.num_computed, decode.query_len
+        slots, computed, query_len = decode.slots, decode.num_computed, decode.query_len
         operands = projected, self.conv[...].T, self.decay[...], cache.conv
         if cache.ring is None:
-            where = layer, slots, progress, query_len
+            where = layer, slots, computed, query_len
             q, k, v, g, beta, conv = gdn_inputs(*operands, *where, self._heads)
             where = layer, slots, decode.state_offset, query_len
             out, states = gdn_step(q, k, v, g, beta, cache.states, *where)
             cache = dataclasses.replace(cache, conv=conv, states=states)
         else:
-            where = layer, slots, progress, decode.ring_length, query_len
+            where = layer, slots, computed, decode.ring_length, query_len
             out, conv, states, ring = gdn_conv_replay(
                 *operands, cache.states, cache.ring, *where, self._heads, norm
             )
