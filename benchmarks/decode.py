@@ -54,7 +54,8 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one.
-    ends = (case.rows // 4, case.rows // 2) if case.drafts and case.rows >= 4 else ()
+    quarters = [case.rows * i // 4 for i in range(1, 4)]
+    ends = quarters if case.drafts and case.rows >= 4 else []
     return dummy_llm.make_llm(
         case,
         folder,

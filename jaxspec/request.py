@@ -218,3 +218,8 @@ class Request:
     def tokens_bound(self) -> int:
         """Most tokens it can have when the steps in flight are done: every draft accepted."""
         return min(len(self.tokens) + self.in_flight_bound, self.max_len)
+
+    @property
+    def may_be_over(self) -> bool:
+        """Whether the steps in flight end it, should every draft stand."""
+        return not self.is_prefilling and self.tokens_bound == self.max_len

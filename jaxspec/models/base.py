@@ -58,6 +58,14 @@ class ModelInputs:
         return self.decode.slots.shape[0] * self.width
 
 
+@flax.struct.dataclass
+class Asked:
+    """Tokens of a step whose output is wanted; of the others only what the caches keep is."""
+
+    index: Int[Array, " asked"]  # among the step's tokens
+    inputs: ModelInputs  # they alone, each a decode row of width 1
+
+
 class Model(nnx.Module, abc.ABC):
     """A causal language model over a `HybridCache`. Methods are pure in the cache."""
 
@@ -128,8 +136,9 @@ class Model(nnx.Module, abc.ABC):
         hidden: Float[Array, "tokens hidden"],
         inputs: ModelInputs,
         cache: HybridCache,
-    ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
-        """One pass of the multi-token-prediction head.
+        asked: Asked | None = None,
+    ) -> tuple[Float[Array, "asked hidden"], HybridCache]:
+        """One pass of the multi-token-prediction head, and its output for `asked` (None: for all).
 
         `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's
         output (or, in recursion, this head's own) at `inputs.positions[i]`; `inputs.tokens` is not

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.base import Model, ModelInputs
+from jaxspec.models.base import Asked, Model, ModelInputs
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.attention import Attention
@@ -137,6 +137,7 @@ class Qwen3(Model):
         hidden: _Hidden,
         inputs: ModelInputs,
         cache: HybridCache,
+        asked: Asked | None = None,
     ) -> tuple[_Hidden, HybridCache]:
         """ValueError: there is no draft head."""
         raise ValueError(

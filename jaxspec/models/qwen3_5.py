@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.base import Model, ModelInputs
+from jaxspec.models.base import Asked, Model, ModelInputs
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.attention import GatedAttention
@@ -85,11 +85,22 @@ class DraftHead(nnx.Module):
         inputs: ModelInputs,
         angles: Rotation,
         cache: HybridCache,
+        asked: Asked | None,
     ) -> tuple[_Hidden, HybridCache]:
-        """What the output head scores, and the cache with the head's own layer written."""
+        """What the output head scores of `asked`, and the cache with the head's own layer written.
+
+        Of tokens that nobody asked for, keys and values are all that is read later.
+        """
         both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         (x,) = self.fc(both)
-        x, delta, cache = self.layer(x, None, inputs, angles, cache)
+        layer, mixer = self.layer, self.layer.mixer
+        x, projected = layer.input_norm.matmul(x, None, mixer.projection)
+        queries, cache = mixer.write(projected, inputs, angles, cache, layer.cache_layer)
+        if asked is not None:
+            x, projected, queries = (y[asked.index] for y in (x, projected, queries))
+            inputs = asked.inputs
+        delta = mixer.read(queries, projected, inputs, cache, layer.cache_layer)
+        x, delta = layer.mlp(x, delta, layer.mlp_norm)
         _, hidden = self.norm.add(x, delta)
         return hidden, cache
 
@@ -196,6 +207,7 @@ class Qwen3_5(Model):
         hidden: _Hidden,
         inputs: ModelInputs,
         cache: HybridCache,
+        asked: Asked | None = None,
     ) -> tuple[_Hidden, HybridCache]:
         """One pass of the multi-token-prediction head; ValueError if the checkpoint has none."""
         if self.draft_head is None:
@@ -204,7 +216,7 @@ class Qwen3_5(Model):
                 "this one has none. Use another speculative method, or a checkpoint that kept them."
             )
         embedded = self._embed(next_tokens)
-        return self.draft_head(embedded, hidden, inputs, self._angles(inputs), cache)
+        return self.draft_head(embedded, hidden, inputs, self._angles(inputs), cache, asked)
 
     def _embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
         return self.output_head.embed(tokens) if self.embedding is None else self.embedding(tokens)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.base import DecodeRegion, Model, ModelInputs
+from jaxspec.models.base import Asked, DecodeRegion, Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
@@ -17,10 +17,11 @@ from jaxspec.speculation import SpeculativeConfig
 class MTPProposer(Proposer):
     """The head of Qwen3-Next and Qwen3.5 (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
 
-    The first pass runs over all tokens of the step, with the trunk's output and the tokens shifted
-    by one, so the head's keys and values of accepted tokens always come from the trunk; those of
-    rejected drafts are overwritten before they are read. K - 1 passes of one token a row follow,
-    each on the last one's own output.
+    The first pass takes all tokens of the step, with the trunk's output and the tokens shifted by
+    one, so the head's keys and values of accepted tokens always come from the trunk; those of
+    rejected drafts are overwritten before they are read. All else it makes of a row's last token
+    alone, which the draft follows. K - 1 passes of one token a row come after it, each on the last
+    one's own output.
 
     With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
     head: most of what a draft reads is that head (FR-Spec, arXiv 2502.14856).
@@ -56,8 +57,10 @@ class MTPProposer(Proposer):
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
         ids, head = tables or (None, None)
-        hidden, cache = model.draft_hidden(inputs.next_tokens, inputs.hidden, inputs.model, cache)
-        hidden = hidden[inputs.last_index]
+        last = Asked(inputs.last_index, _one_token_inputs(inputs, 0))
+        hidden, cache = model.draft_hidden(
+            inputs.next_tokens, inputs.hidden, inputs.model, cache, last
+        )
         # In a greedy program no row asks for the distribution of its drafts.
         draws = self.is_probabilistic and inputs.variant != "greedy"
         tokens, logits = [], []
@@ -111,7 +114,7 @@ def _over_all_ids(
 def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
     """A decode rectangle of width 1: each row at the position its draft number `draft` reads.
 
-    The newest token stands at `num_computed`; the first pass ended one before it.
+    The newest token stands at `num_computed`; the first pass reads the one before it.
     """
     positions = inputs.num_computed + draft - 1
     live = inputs.wants & (positions < inputs.max_len)

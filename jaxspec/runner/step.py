@@ -99,7 +99,8 @@ def _one_step(
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
 
     hidden, cache = model.hidden(inputs.model, state.cache)
-    scored = hidden[inputs.logit_index]
+    # Of a step without a prompt all tokens are scored, and XLA would copy them.
+    scored = hidden if inputs.model.prefill is None else hidden[inputs.logit_index]
     acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.variant)
     acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
     active = update(inputs.active, acceptance, finish, plan["prefill_lens"], state.cache.ring_rows)

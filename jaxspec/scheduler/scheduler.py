@@ -77,7 +77,9 @@ class Scheduler:
             self._forget_follower(request)
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next dispatch, or None when none can be made before results arrive."""
+        """Plan the next dispatch, or None when none should be made before results arrive."""
+        if not (self.waiting and self._free_slots) and all(r.may_be_over for r in self.running):
+            return None  # perhaps nobody needs it: a wait costs less than a step
         budget = self._prompt_budget()
         step = NextStep(budget, self._num_steps(budget))
         index = 0

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxspec.models.base import DecodeRegion, ModelInputs, PrefillRegion
+from jaxspec.models.base import Asked, DecodeRegion, ModelInputs, PrefillRegion
 from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.pallas.slot_mapping import slot_mapping
 
@@ -29,9 +29,9 @@ def _trunk(graph, params, inputs, cache):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _head(graph, params, next_tokens, hidden, inputs, cache):
+def _head(graph, params, next_tokens, hidden, inputs, cache, asked):
     model = nnx.merge(graph, params)
-    hidden, cache = model.draft_hidden(next_tokens, hidden, inputs, cache)
+    hidden, cache = model.draft_hidden(next_tokens, hidden, inputs, cache, asked)
     return hidden, model.logits(hidden), cache
 
 
@@ -111,16 +111,21 @@ class SingleRequest:
         ]
         return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
-    def draft(self, next_tokens, hidden, position, *, prefill):
-        """The draft head's hidden states and logits for tokens from `position` on."""
+    def draft(self, next_tokens, hidden, position, *, prefill, only_last=False):
+        """The draft head's hidden states and logits for tokens from `position` on, or the last."""
+        count, asked = len(next_tokens), None
         self.num_computed = position
-        inputs, place = self._inputs(0, len(next_tokens), prefill=prefill)
+        inputs, place = self._inputs(0, count, prefill=prefill)
         tokens = np.zeros(len(inputs.tokens), np.int32)
         states = np.zeros((len(tokens), hidden.shape[1]), np.float32)
         tokens[place], states[place] = next_tokens, hidden
-        out, logits, self.cache = _head(
-            self.graph, self.params, jnp.asarray(tokens), jnp.asarray(states), inputs, self.cache
-        )
+        if only_last:
+            width, self.width, self.num_computed = self.width, 1, position + count - 1
+            index = _int32(0, place[-1])  # of row 0 anything, it is padding
+            row, place = self._inputs(0, 1, prefill=False)
+            asked, self.width = Asked(index, row), width
+        operands = jnp.asarray(tokens), jnp.asarray(states), inputs, self.cache, asked
+        out, logits, self.cache = _head(self.graph, self.params, *operands)
         return np.asarray(out)[place], np.asarray(logits)[place]
 
 

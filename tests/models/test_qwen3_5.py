@@ -112,6 +112,25 @@ def test_the_draft_head_recurses_to_the_reference_drafts(loaded, single_request)
         out, logits = request.draft([draft], out[-1:], len(prompt) + step, prefill=False)
 
 
+@pytest.mark.parametrize("prefill", [True, False], ids=["prompt", "verify"])
+def test_the_draft_head_does_the_same_for_a_token_that_alone_is_asked_for(
+    loaded, single_request, prefill
+):
+    model, expected = loaded
+    hidden, tokens = expected["hidden_final"], expected["prompt_ids"]
+    seen = []
+    for only_last in (False, True):
+        request = single_request(model)
+        request.draft(tokens[1:9], hidden[:8], 0, prefill=True, only_last=only_last)
+        out, logits = request.draft(
+            tokens[9:12], hidden[8:11], 8, prefill=prefill, only_last=only_last
+        )
+        seen.append((out[-1:], logits[-1:], request.cache.kv))
+        assert len(out) == (1 if only_last else 3)
+    for of_all, of_last in zip(*seen, strict=True):
+        assert_close(of_last, of_all, 1e-5)
+
+
 def test_a_width_of_one_decodes_alike(fixture_folder, reference, single_request):
     model, expected = load_model(fixture_folder("qwen3_5"), jnp.float32), reference("qwen3_5")
     request = single_request(model)

@@ -50,7 +50,7 @@ def propose(monkeypatch):
         if lost is not None:
             hidden[lost, 0] = np.nan
 
-        def draft_hidden(self, tokens, hidden, inputs, cache):
+        def draft_hidden(self, tokens, hidden, inputs, cache, asked=None):
             seen.append(next_hidden(np.asarray(tokens), np.asarray(hidden)))
             return jnp.asarray(seen[-1]), cache
 

@@ -90,6 +90,14 @@ class Attention(nnx.Module):
 
         `layer` is the index among the cache's attention layers.
         """
+        queries, cache = self.write(projected, inputs, angles, cache, layer)
+        return self.read(queries, projected, inputs, cache, layer), cache
+
+    def write(
+        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
+        layer: int,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], HybridCache]:  # fmt: skip
+        """The first half: the tokens' queries, and the cache with their keys and values."""
         config = self.config
         queries, kv = attention_inputs(
             projected,
@@ -103,10 +111,16 @@ class Attention(nnx.Module):
             eps=config.rms_norm_eps,
             zero_centred=self.zero_centred,
         )
+        return queries, dataclasses.replace(cache, kv=kv)
+
+    def read(
+        self, queries: Float[Array, "tokens heads head_dim"], projected: _Projected,
+        inputs: ModelInputs, cache: HybridCache, layer: int,
+    ) -> Delta:  # fmt: skip
+        """The second half, also of some of the tokens: what attention adds to their stream."""
         gate = OutputGate(projected) if self.gated else None
-        attended = attend(queries, kv, layer, inputs, gate)
-        delta = self.out.delta(attended.reshape(projected.shape[0], -1))
-        return delta, dataclasses.replace(cache, kv=kv)
+        attended = attend(queries, cache.kv, layer, inputs, gate)
+        return self.out.delta(attended.reshape(projected.shape[0], -1))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""
