@@ -26,6 +26,7 @@ from pathlib import Path
 import dummy_llm
 import floor
 import jax
+import power
 from dummy_llm import Figures, Prompts, complete, num_pages
 from kernel_times import kernel_times
 from model_shapes import SHAPES
@@ -72,7 +73,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
-    """The speed of `generate`, prompts and output."""
+    """The speed of `generate`, prompts and output; the GPU's clock and power while all decode."""
     complete(llm, prompts, min(8, case.tokens))
     shorts, wholes = [], []
     for _ in range(repeats):
@@ -83,7 +84,11 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
     middle = statistics.median(times)
     steps = statistics.median(run.steps for run in wholes) - shorts[0].steps
     requests = [request for run in wholes for request in run.requests]
+    with power.sampled() as samples:  # of a run that is not timed
+        run = complete(llm, prompts, case.tokens + 1)
+    all_decode = max(request.first_token_time or 0.0 for request in run.requests)
     return {
+        **power.summary(samples, since=all_decode),
         "ms_per_token": 1000 * middle,
         "ms_per_token_least": 1000 * min(times),
         "ms_per_token_most": 1000 * max(times),

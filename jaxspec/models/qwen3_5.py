@@ -94,6 +94,7 @@ class DraftHead(nnx.Module):
         both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         (x,) = self.fc(both)
         layer, mixer = self.layer, self.layer.mixer
+        assert isinstance(mixer, GatedAttention)
         x, projected = layer.input_norm.matmul(x, None, mixer.projection)
         queries, cache = mixer.write(projected, inputs, angles, cache, layer.cache_layer)
         if asked is not None:

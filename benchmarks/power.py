@@ -1,0 +1,68 @@
+"""What holds a GPU back while it works: its clock, its power, and whether that is at the limit."""
+
+import contextlib
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FIELDS = "clocks.sm", "power.draw.instant", "clocks_event_reasons.active"
+POWER_LIMIT = 0x4  # of the reasons: "SW Power Cap"
+EVERY_MS = 50
+
+
+class Sample(NamedTuple):
+    """What `nvidia-smi` said at a time."""
+
+    time: float  # of `time.monotonic`
+    sm_clock_mhz: float
+    watts: float
+    is_at_limit: bool
+
+
+@contextlib.contextmanager
+def sampled() -> Iterator[list[Sample]]:
+    """Samples of the first GPU while the block runs; none where there is no `nvidia-smi`."""
+    samples: list[Sample] = []
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        yield samples
+        return
+    options = f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", "--id=0"
+    sampler = subprocess.Popen(
+        [command, *options, f"--loop-ms={EVERY_MS}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    reader = threading.Thread(target=_read, args=(sampler.stdout, samples))
+    reader.start()
+    try:
+        yield samples
+    finally:
+        with sampler:
+            sampler.terminate()
+            reader.join()
+
+
+def _read(lines, samples):
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a GPU that does not tell, or a line that was cut
+            clock, watts, reasons = line.split(", ")
+            is_at_limit = int(reasons, 16) & POWER_LIMIT > 0
+            samples.append(Sample(time.monotonic(), float(clock), float(watts), is_at_limit))
+
+
+def summary(samples: list[Sample], since: float) -> dict[str, float]:
+    """Medians, and the share of the samples `at_power_limit`, from `since` on; or nothing."""
+    samples = [sample for sample in samples if sample.time >= since]
+    if not samples:
+        return {}
+    return {
+        "sm_clock_mhz": statistics.median(sample.sm_clock_mhz for sample in samples),
+        "power_watts": statistics.median(sample.watts for sample in samples),
+        "at_power_limit": statistics.mean(sample.is_at_limit for sample in samples),
+    }
