@@ -12,7 +12,7 @@ The gap: while all rows decode, the engine's time a step, over that of steps whi
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
-measures one shape: most of its time it compiles, two to eight programs a case.
+measures one shape: most of its time it compiles, two to ten programs a case.
 """
 
 import argparse
@@ -86,9 +86,12 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
     requests = [request for run in wholes for request in run.requests]
     with power.sampled() as samples:  # of a run that is not timed
         run = complete(llm, prompts, case.tokens + 1)
-    all_decode = max(request.first_token_time or 0.0 for request in run.requests)
+    firsts, lasts = (
+        [getattr(request, name) for request in run.requests]
+        for name in ("first_token_time", "last_token_time")
+    )
     return {
-        **power.summary(samples, since=all_decode),
+        **power.summary(samples, max(firsts), min(lasts)),
         "ms_per_token": 1000 * middle,
         "ms_per_token_least": 1000 * min(times),
         "ms_per_token_most": 1000 * max(times),

@@ -1,6 +1,7 @@
 """What holds a GPU back while it works: its clock, its power, and whether that is at the limit."""
 
 import contextlib
+import os
 import shutil
 import statistics
 import subprocess
@@ -25,15 +26,16 @@ class Sample(NamedTuple):
 
 @contextlib.contextmanager
 def sampled() -> Iterator[list[Sample]]:
-    """Samples of the first GPU while the block runs; none where there is no `nvidia-smi`."""
+    """Samples of JAX's first GPU while the block runs; none where there is no `nvidia-smi`."""
     samples: list[Sample] = []
     command = shutil.which("nvidia-smi")
     if command is None:
         yield samples
         return
-    options = f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", "--id=0"
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    options = f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"
     sampler = subprocess.Popen(
-        [command, *options, f"--loop-ms={EVERY_MS}"],
+        [command, *options, f"--id={gpu}", f"--loop-ms={EVERY_MS}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -56,9 +58,9 @@ def _read(lines, samples):
             samples.append(Sample(time.monotonic(), float(clock), float(watts), is_at_limit))
 
 
-def summary(samples: list[Sample], since: float) -> dict[str, float]:
-    """Medians, and the share of the samples `at_power_limit`, from `since` on; or nothing."""
-    samples = [sample for sample in samples if sample.time >= since]
+def summary(samples: list[Sample], since: float, until: float) -> dict[str, float]:
+    """Medians of the samples between, and the share `at_power_limit`; nothing, if there is none."""
+    samples = [sample for sample in samples if since <= sample.time <= until]
     if not samples:
         return {}
     return {

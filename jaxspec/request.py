@@ -220,6 +220,7 @@ class Request:
         return min(len(self.tokens) + self.in_flight_bound, self.max_len)
 
     @property
-    def may_be_over(self) -> bool:
-        """Whether the steps in flight end it, should every draft stand."""
-        return not self.is_prefilling and self.tokens_bound == self.max_len
+    def is_likely_over(self) -> bool:
+        """Whether the steps in flight end it, should as many drafts stand as have so far."""
+        expected = len(self.tokens) + self.in_flight * self.metrics.mean_acceptance_length
+        return not self.is_prefilling and expected >= self.max_len

@@ -47,25 +47,24 @@ def test_a_record_says_where_it_was_measured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_power_is_what_the_gpu_says_meanwhile(is_there, monkeypatch, tmp_path):
-    """Of four lines one tells nothing, and one comes before the time that is asked for."""
-    lines = ["1980, 300.5, 0x0000000000000000", "1455, 690.0, 0x0000000000000004"]
-    lines += ["[N/A], [N/A], 0x0000000000000000", "1485, 710.0, 0x0000000000000005"]
+    """Of five lines one tells nothing, and one comes before the time that is asked for."""
+    said = ["1980, 300.5, 0x4", "1455, 690.0, 0x4", "[N/A], [N/A], 0x0", "1485, 710.0, 0x5"]
+    said.append("1500, 720.0, 0x1")
     command = tmp_path / "nvidia-smi"
-    command.write_text(
-        f"#!{sys.executable}\nimport time\n"
-        + "\n".join(f"print({line!r}, flush=True); time.sleep(0.2)" for line in lines)
-    )
+    lines = (f"print({line!r}, flush=True); time.sleep(0.1)" for line in said)
+    command.write_text("\n".join([f"#!{sys.executable}", "import time", *lines]))
     command.chmod(0o755 if is_there else 0o644)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.syspath_prepend(BENCHMARKS)
     power = importlib.import_module("power")
     with power.sampled() as samples:
         deadline = time.monotonic() + 60
-        while is_there and len(samples) < 3 and time.monotonic() < deadline:
+        while is_there and len(samples) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
     since = samples[1].time if is_there else 0.0
-    told = {"sm_clock_mhz": 1470.0, "power_watts": 700.0, "at_power_limit": 1.0}
-    assert power.summary(samples, since) == (told if is_there else {})
+    told = {"sm_clock_mhz": 1485.0, "power_watts": 710.0, "at_power_limit": 2 / 3}
+    assert power.summary(samples, since, math.inf) == (told if is_there else {})
+    assert power.summary(samples, 0.0, since - 1e-9) != told
 
 
 @pytest.fixture

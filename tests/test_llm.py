@@ -71,6 +71,29 @@ def test_the_embedded_model_drafts_well(embedded, embedded_plain):
     assert total.mean_acceptance_length > 2.0
 
 
+def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embedded, monkeypatch):
+    """However many of the last drafts stood: the head goes on from the last token that does."""
+    monkeypatch.setattr(embedded._engine, "max_in_flight", 0)
+
+    def steps(prompt):
+        """After each step, what was emitted and what is drafted next."""
+        groups = embedded._prepare([{"prompt_token_ids": prompt}], [GREEDY])
+        embedded._submit(groups)
+        request, seen = groups[0][0].request, []
+        while not request.finish:
+            embedded._step()
+            drafts = embedded._runner.state.rows.drafts[0].tolist()
+            seen.append((list(request.output), drafts))
+        embedded._forget(groups)
+        return seen
+
+    prompt = embedded.tokenizer.encode(PROMPTS[0])
+    after_prompt, *after_verifies = steps(prompt)[:6]
+    assert len(after_verifies[-1][0]) > 2 * len(after_verifies)  # drafts do stand
+    for output, drafts in after_verifies:
+        assert steps(prompt + output[:-1])[0] == (output[-1:], drafts)
+
+
 def check_held_out_prompts(llm):
     """The gate of bundling: at least 2.0 tokens a verify step over held-out prompts."""
     data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())

@@ -43,14 +43,18 @@ class DecoderLayer(nnx.Module):
         inputs: ModelInputs,
         angles: Rotation,
         cache: HybridCache,
+        asked: Asked | None = None,
     ) -> tuple[_Hidden, Delta, HybridCache]:
         """The residual stream, what is still to be added to it, and the cache with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
+        `asked`, of a layer of attention: the tokens whose stream goes on.
         """
         x, projected = self.input_norm.matmul(x, delta, self.mixer.projection)
-        delta, cache = self.mixer(projected, inputs, angles, cache, self.cache_layer)
+        some = {} if asked is None else {"asked": asked}
+        delta, cache = self.mixer(projected, inputs, angles, cache, self.cache_layer, **some)
+        x = x if asked is None else x[asked.index]
         x, delta = self.mlp(x, delta, self.mlp_norm)
         return x, delta, cache
 
@@ -93,15 +97,7 @@ class DraftHead(nnx.Module):
         """
         both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         (x,) = self.fc(both)
-        layer, mixer = self.layer, self.layer.mixer
-        assert isinstance(mixer, GatedAttention)
-        x, projected = layer.input_norm.matmul(x, None, mixer.projection)
-        queries, cache = mixer.write(projected, inputs, angles, cache, layer.cache_layer)
-        if asked is not None:
-            x, projected, queries = (y[asked.index] for y in (x, projected, queries))
-            inputs = asked.inputs
-        delta = mixer.read(queries, projected, inputs, cache, layer.cache_layer)
-        x, delta = layer.mlp(x, delta, layer.mlp_norm)
+        x, delta, cache = self.layer(x, None, inputs, angles, cache, asked)
         _, hidden = self.norm.add(x, delta)
         return hidden, cache
 

@@ -19,9 +19,9 @@ class MTPProposer(Proposer):
 
     The first pass takes all tokens of the step, with the trunk's output and the tokens shifted by
     one, so the head's keys and values of accepted tokens always come from the trunk; those of
-    rejected drafts are overwritten before they are read. All else it makes of a row's last token
-    alone, which the draft follows. K - 1 passes of one token a row come after it, each on the last
-    one's own output.
+    rejected drafts are overwritten before they are read. It attends, and feeds forward, for each
+    row's last token alone, which the draft follows. K - 1 passes of one token a row come after it,
+    each on the last one's own output.
 
     With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
     head: most of what a draft reads is that head (FR-Spec, arXiv 2502.14856).

@@ -2,7 +2,7 @@
 
 It never waits for the device. Prompts advance by exact counts; for decoding rows it plans with an
 upper bound, every draft in flight accepted, and learns some dispatches late what really happened.
-The bound only sizes page reservations: positions, counts and slots are the device's own.
+The bound sizes page reservations and dispatches: positions, counts and slots are the device's own.
 """
 
 import time
@@ -78,8 +78,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
-        if not (self.waiting and self._free_slots) and all(r.may_be_over for r in self.running):
-            return None  # perhaps nobody needs it: a wait costs less than a step
+        if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
+            return None  # whoever does need it waits less for the host than for the step
         budget = self._prompt_budget()
         step = NextStep(budget, self._num_steps(budget))
         index = 0

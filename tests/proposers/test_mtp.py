@@ -51,6 +51,12 @@ def propose(monkeypatch):
             hidden[lost, 0] = np.nan
 
         def draft_hidden(self, tokens, hidden, inputs, cache, asked=None):
+            assert (asked is None) == bool(seen), "the first pass alone is of all tokens"
+            if asked is not None:  # the token before each row's newest
+                decode = asked.inputs.decode
+                np.testing.assert_array_equal(asked.index, ints)
+                np.testing.assert_array_equal(decode.num_computed, ints + 2)
+                np.testing.assert_array_equal(decode.query_len, ints != 1)
             seen.append(next_hidden(np.asarray(tokens), np.asarray(hidden)))
             return jnp.asarray(seen[-1]), cache
 

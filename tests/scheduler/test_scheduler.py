@@ -215,38 +215,38 @@ def test_at_depth_zero_no_step_is_wasted_on_a_request_that_met_its_stop_id():
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
-def test_a_row_on_its_own_is_not_dispatched_past_its_end(accuracy, depth, num_drafts):
-    """Whatever stands of the drafts in flight. That of a stop id nobody knows before."""
+@pytest.mark.parametrize("accuracy", [0.0, 1.0])
+def test_a_row_whose_drafts_all_stand_or_all_fall_is_not_dispatched_past_its_end(
+    accuracy, depth, num_drafts
+):
+    """What stood so far says how many tokens are in flight."""
     loop = Loop(depth=depth, num_drafts=num_drafts, accuracy=accuracy)
-    loop.add(make_group(1, 6, 20))
+    loop.add(make_group(1, 6, 30))
     loop.run()
     assert loop.device.num_wasted == 0
 
 
-def test_rows_ride_along_past_their_end_while_another_needs_the_step():
-    loop = Loop(depth=3, num_drafts=3, accuracy=1.0)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("accuracy", [0.6, 1.0])
+def test_rows_ride_along_past_their_end_while_another_surely_needs_the_step(accuracy, seed):
+    loop = Loop(depth=3, num_drafts=3, accuracy=accuracy, seed=seed)
     loop.add(make_group(1, 6, 6), make_group(2, 6, 30))
-    loop.run()
-    alone = Loop(depth=3, num_drafts=3, accuracy=1.0)
-    alone.add(make_group(2, 6, 30))
-    alone.run()
-    assert loop.num_steps == alone.num_steps and loop.device.num_wasted > 0
+    _, longer = loop.requests.values()
+    while loop.scheduler.has_work:
+        needs_it = not longer.finish and longer.tokens_bound < longer.max_len
+        assert loop.turn() is not None or not needs_it
+    assert loop.device.num_wasted > 0
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("accuracy", [0.0, 1.0])
-def test_the_device_waits_only_where_what_is_in_flight_may_end_every_row(
-    accuracy, depth, num_drafts
-):
-    loop = Loop(depth=depth, num_drafts=num_drafts, accuracy=accuracy)
-    loop.add(make_group(1, 6, 20), make_group(2, 6, 12))
-    requests = loop.requests.values()
-    while loop.scheduler.has_work:
-        is_due = any(x.tokens_bound < x.max_len for x in requests if not x.finish)
-        assert (loop.turn() is not None) == is_due
-    assert num_drafts or loop.num_steps == 20
+def test_the_device_never_waits_while_a_step_is_surely_due(depth, num_drafts):
+    """With every draft rejected each step gives one token, and all are planned without a gap."""
+    loop = Loop(depth=depth, num_drafts=num_drafts, accuracy=0.0)
+    loop.add(make_group(1, 6, 20))
+    assert all(loop.turn() is not None for _ in range(20))
+    loop.run()
+    assert loop.num_steps == 20
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.base import ModelInputs
+from jaxspec.models.base import Asked, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
@@ -84,20 +84,13 @@ class Attention(nnx.Module):
 
     def __call__(
         self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
-        layer: int,
+        layer: int, asked: Asked | None = None,
     ) -> tuple[Delta, HybridCache]:  # fmt: skip
         """What is to be added to the residual stream, given what `projection` makes of it.
 
-        `layer` is the index among the cache's attention layers.
+        `layer` is the index among the cache's attention layers. `asked`: of which tokens; of all
+        others keys and values are written, and no more.
         """
-        queries, cache = self.write(projected, inputs, angles, cache, layer)
-        return self.read(queries, projected, inputs, cache, layer), cache
-
-    def write(
-        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
-        layer: int,
-    ) -> tuple[Float[Array, "tokens heads head_dim"], HybridCache]:  # fmt: skip
-        """The first half: the tokens' queries, and the cache with their keys and values."""
         config = self.config
         queries, kv = attention_inputs(
             projected,
@@ -111,16 +104,12 @@ class Attention(nnx.Module):
             eps=config.rms_norm_eps,
             zero_centred=self.zero_centred,
         )
-        return queries, dataclasses.replace(cache, kv=kv)
-
-    def read(
-        self, queries: Float[Array, "tokens heads head_dim"], projected: _Projected,
-        inputs: ModelInputs, cache: HybridCache, layer: int,
-    ) -> Delta:  # fmt: skip
-        """The second half, also of some of the tokens: what attention adds to their stream."""
+        if asked is not None:
+            queries, projected, inputs = queries[asked.index], projected[asked.index], asked.inputs
         gate = OutputGate(projected) if self.gated else None
-        attended = attend(queries, cache.kv, layer, inputs, gate)
-        return self.out.delta(attended.reshape(projected.shape[0], -1))
+        attended = attend(queries, kv, layer, inputs, gate)
+        delta = self.out.delta(attended.reshape(projected.shape[0], -1))
+        return delta, dataclasses.replace(cache, kv=kv)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""
