@@ -1,6 +1,9 @@
 """The greedy token of each row: the output head and the search for its best score, in one."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas import dispatch, products
@@ -8,6 +11,7 @@ from jaxspec.pallas.products import matmul
 
 _FEWEST_ROWS = 8
 NOTHING = -1  # `sampling.NO_TOKEN`
+NO_COLUMN = 2**30  # behind all columns
 
 
 def argmax_matmul(
@@ -37,7 +41,34 @@ def argmax_matmul(
 def argmax_matmul_reference(x, weight, forbidden):
     """The specification of `argmax_matmul`."""
     scores = without(matmul(x, weight, jnp.float32), forbidden)
-    return pick(scores, is_sound(scores))
+    columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return best_of((scores, columns, -jnp.abs(scores)), axis=1)
+
+
+def best_of(
+    found: Sequence[Float[Array, "..."] | Int[Array, "..."]], axis: int
+) -> Int[Array, " rows"]:
+    """The column (int32) of the best score along an axis, of equals the lowest; -1 if none is.
+
+    `found`: the best of some scores, its column, and the largest `-abs(score)` of these, which is
+    NaN if a score is, and -inf if none is finite.
+    """
+
+    def better(one, other):
+        ((score, column, nearest), (score2, column2, nearest2)) = one, other
+        wins = (score > score2) | ((score == score2) & (column < column2))
+        # XLA's maximum on a CPU may lose a NaN.
+        is_nearer = (nearest > nearest2) | jnp.isnan(nearest)
+        return (
+            jnp.where(wins, score, score2),
+            jnp.where(wins, column, column2),
+            jnp.where(is_nearer, nearest, nearest2),
+        )
+
+    # One reduction: of a maximum each XLA would make as many kernels, of few rows twice.
+    nothing = -jnp.inf, jnp.int32(NO_COLUMN), -jnp.inf
+    _, column, nearest = lax.reduce(tuple(found), nothing, better, (axis,))
+    return jnp.where(nearest > -jnp.inf, column, NOTHING)
 
 
 def without(

@@ -19,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import mosaic, wgmma
-from jaxspec.pallas.argmax_matmul import NOTHING
+from jaxspec.pallas.argmax_matmul import NO_COLUMN, NOTHING, best_of
 from jaxspec.pallas.wgmma import CHUNK
 
 _COLUMNS = 128  # of a tile
 _REGISTERS = 232, 40  # of a thread that multiplies, where two warpgroups do, and of one that copies
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-_NO_COLUMN = 2**30
 
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
@@ -57,7 +56,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return _best_of(kernel(x, weight, *_asked(forbidden, ids, sizes.padded)))[:rows]
+    return best_of(kernel(x, weight, *_asked(forbidden, ids, sizes.padded)), axis=0)[:rows]
 
 
 def _asked(forbidden, ids, rows):
@@ -72,24 +71,6 @@ def _asked(forbidden, ids, rows):
     low = jnp.min(jnp.where(is_column, never, ids))
     high = jnp.max(jnp.where(is_column, never, NOTHING))
     return never, low[None], high[None]
-
-
-def _best_of(found):
-    """Each row's best column, given what the blocks found; `NOTHING` if none is."""
-
-    def better(one, other):
-        ((score, column, nearest), (score2, column2, nearest2)) = one, other
-        wins = (score > score2) | ((score == score2) & (column < column2))
-        return (
-            jnp.where(wins, score, score2),
-            jnp.where(wins, column, column2),
-            jnp.maximum(nearest, nearest2),
-        )
-
-    # One reduction: of a maximum each XLA would make as many kernels.
-    nothing = -jnp.inf, jnp.int32(_NO_COLUMN), -jnp.inf
-    _, column, nearest = lax.reduce(tuple(found), nothing, better, (0,))
-    return jnp.where(nearest > -jnp.inf, column, NOTHING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +243,7 @@ def _better(so_far, scores, start):
     best, best_at, nearest = so_far
     score = jnp.max(scores, axis=1)
     is_best = scores == _spread(score, scores)
-    at = start - jnp.max(jnp.where(is_best, -_places(scores), -_NO_COLUMN), axis=1)
+    at = start - jnp.max(jnp.where(is_best, -_places(scores), -NO_COLUMN), axis=1)
     wins = score > best  # of equals the first
     return (
         jnp.where(wins, score, best),
