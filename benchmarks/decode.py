@@ -74,7 +74,12 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
 
 def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
     """The speed of `generate`, prompts and output; the GPU's clock and power while all decode."""
-    complete(llm, prompts, min(8, case.tokens))
+    with power.sampled() as samples:  # a run that is not timed, and the next ones find all warm
+        sampled = complete(llm, prompts, case.tokens + 1).requests
+    all_decode = (
+        max(request.first_token_time for request in sampled),
+        min(request.last_token_time for request in sampled),
+    )
     shorts, wholes = [], []
     for _ in range(repeats):
         shorts.append(complete(llm, prompts, 1))
@@ -84,14 +89,8 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
     middle = statistics.median(times)
     steps = statistics.median(run.steps for run in wholes) - shorts[0].steps
     requests = [request for run in wholes for request in run.requests]
-    with power.sampled() as samples:  # of a run that is not timed
-        run = complete(llm, prompts, case.tokens + 1)
-    firsts, lasts = (
-        [getattr(request, name) for request in run.requests]
-        for name in ("first_token_time", "last_token_time")
-    )
     return {
-        **power.summary(samples, max(firsts), min(lasts)),
+        **power.summary(samples, *all_decode),
         "ms_per_token": 1000 * middle,
         "ms_per_token_least": 1000 * min(times),
         "ms_per_token_most": 1000 * max(times),

@@ -41,6 +41,12 @@ def _ring_rows(rng, rows, width, in_ring):
     return tuple(x.astype(np.int32) for x in (slots, computed, length, np.full(rows, width)))
 
 
+def _folding(length, width, in_ring):
+    """How many rows fold, and what the results say of rings so full."""
+    folds = int(np.sum(must_fold(length, width, in_ring)))
+    return folds, {"ring": float(length.mean()), "folds": round(folds / len(length), 3)}
+
+
 def gdn_replay_cases() -> Iterator[Case]:
     """Rings as full as chance would have them; the results say how many rows fold."""
     yield from _gdn_cases(_gdn_replay_case)
@@ -78,22 +84,14 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
         out, *pool = op(q, k, v, g, beta, *pool, layer, *index)
         return out, tuple(pool)
 
-    folds = int(np.sum(must_fold(length, width, in_ring)))
+    folds, of_ring = _folding(length, width, in_ring)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
     token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
     ring_bytes = int(length.sum() + rows * width) * token_bytes
     return Case(
         op="gdn_replay",
-        about=about(
-            model,
-            shape,
-            dtype,
-            rows=rows,
-            width=width,
-            ring=float(length.mean()),
-            folds=round(folds / rows, 3),
-        ),
+        about=about(model, shape, dtype, rows=rows, width=width, **of_ring),
         run=functools.partial(run, gdn_replay),
         reference=functools.partial(run, gdn_replay_reference),
         pool=pool,
@@ -172,23 +170,14 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
         out, *pool = op(x, dt, a, b, c, d, *pool, layer, *index)
         return out, tuple(pool)
 
-    folds = int(np.sum(must_fold(length, width, in_ring)))
+    folds, of_ring = _folding(length, width, in_ring)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = math.prod(state[:2]) + shape.groups * shape.state_dim
     token_bytes = factors * dtype.itemsize + 4 * shape.heads
     ring_bytes = int(length.sum() + rows * width) * token_bytes
     return Case(
         op="mamba2_replay",
-        about=about(
-            model,
-            shape,
-            dtype,
-            rows=rows,
-            width=width,
-            window=window,
-            ring=float(length.mean()),
-            folds=round(folds / rows, 3),
-        ),
+        about=about(model, shape, dtype, rows=rows, width=width, window=window, **of_ring),
         run=functools.partial(run, mamba2_replay),
         reference=functools.partial(run, mamba2_replay_reference),
         pool=pool,

@@ -88,7 +88,7 @@ def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embed
         return seen
 
     prompt = embedded.tokenizer.encode(PROMPTS[0])
-    after_prompt, *after_verifies = steps(prompt)[:6]
+    _, *after_verifies = steps(prompt)[:6]
     assert len(after_verifies[-1][0]) > 2 * len(after_verifies)  # drafts do stand
     for output, drafts in after_verifies:
         assert steps(prompt + output[:-1])[0] == (output[-1:], drafts)
