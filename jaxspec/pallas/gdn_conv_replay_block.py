@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import gdn_gates, mosaic
 from jaxspec.pallas.conv_update import convolved
 from jaxspec.pallas.gdn_inputs import EPS, GdnHeads, gates_column
-from jaxspec.pallas.gdn_replay_block import Block, pieces_of
+from jaxspec.pallas.gdn_replay_block import Block
 
 
 class _Inputs(NamedTuple):
@@ -69,7 +69,7 @@ class ConvBlock(Block):
             self.load(x.at[pl.ds(start, count), pl.ds(column, 1)], _a_lane_each(count))
             if count > 1
             else x[start, column]
-            for start, count in pieces_of(self.sizes.width)
+            for start, count in mosaic.pieces_of(self.sizes.width)
         ]
 
     def in_ring(self, after, channels):
@@ -119,7 +119,7 @@ class ConvBlock(Block):
         # A head in one warp, whose sum needs no other; of fewer than 4 tokens in several, alike.
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
-            for start, count in pieces_of(width):
+            for start, count in mosaic.pieces_of(width):
                 layout = mosaic.piece_layout(plgpu, count, key_dim, itemsize=4)
                 rows = refs.tokens.at[pl.ds(first + start, count)]
                 pieces.append((first, start, count, scale, self.load(rows, layout), layout))
@@ -137,7 +137,9 @@ class ConvBlock(Block):
     def put_gates(self):
         """Log decay and strength of each token behind the gates of the ring."""
         of_decay = [self.refs.decay[self.head, column] for column in range(2)]
-        for (start, count), b, a in zip(pieces_of(self.sizes.width), *self.of_gates, strict=True):
+        for (start, count), b, a in zip(
+            mosaic.pieces_of(self.sizes.width), *self.of_gates, strict=True
+        ):
             pair = gdn_gates.in_kernel(b.astype(jnp.float32), a.astype(jnp.float32), *of_decay)
             for i, gate in enumerate(pair):
                 first = self.sizes.square + i * self.sizes.width + start

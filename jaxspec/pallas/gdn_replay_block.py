@@ -204,7 +204,7 @@ class Block(Products):
         refs, (first, _) = self.refs, self.sizes.norm
         columns = pl.ds(first + self.head * self.sizes.values, self.sizes.values)
         pieces = []
-        for start, count in pieces_of(self.sizes.width):
+        for start, count in mosaic.pieces_of(self.sizes.width):
             layout = mosaic.piece_layout(plgpu, count, self.sizes.values, itemsize=4)
             tokens = pl.ds(self.row * self.sizes.width + start, count)
             gate = self.load(refs.norm_gates.at[tokens, columns], layout)
@@ -216,7 +216,7 @@ class Block(Products):
         refs, sizes = self.refs, self.sizes
         self.meet()
         for (start, count), (gate, weight, layout) in zip(
-            pieces_of(sizes.width), pieces, strict=True
+            mosaic.pieces_of(sizes.width), pieces, strict=True
         ):
             tokens = pl.ds(start, count)
             read, out = refs.read.at[tokens], refs.out.at[self.row, tokens, self.head]
@@ -253,12 +253,3 @@ class Block(Products):
         for i in range(4):
             place, part = self.quarter(i)
             plgpu.copy_smem_to_gmem(part, place)
-
-
-def pieces_of(width):
-    """Where in so many tokens powers of two of them begin, and how many these are."""
-    start = 0
-    while start < width:
-        count = 1 << ((width - start).bit_length() - 1)
-        yield start, count
-        start += count

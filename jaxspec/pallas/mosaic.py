@@ -4,13 +4,14 @@ They are handed the module `plgpu`, because importing it takes 0.2 s and not eve
 for a CPU can.
 """
 
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
 THREADS = 128  # of a block: Mosaic's warpgroup
 MULTIPROCESSORS = 132  # of an H200
 _SHARED_MEMORY = 227 * 1024  # bytes that a block may have
-_RESERVED = 1024  # of a block, by the GPU; as much for barriers
+RESERVED = 1024  # bytes of a block, by the GPU; as much for barriers
 
 
 def room(blocks: int) -> int:
@@ -19,14 +20,23 @@ def room(blocks: int) -> int:
     Where there are more than multiprocessors, two fit on one, or some would wait for others to end.
     """
     if blocks <= MULTIPROCESSORS:
-        return _SHARED_MEMORY - _RESERVED
-    return _SHARED_MEMORY // 2 - 2 * _RESERVED
+        return _SHARED_MEMORY - RESERVED
+    return _SHARED_MEMORY // 2 - 2 * RESERVED
 
 
 def parts(blocks: int, units: int) -> int:
     """Into how many equal parts the units are cut, for as many times `blocks` to run at once."""
     most = max(1, MULTIPROCESSORS // blocks)
     return max(count for count in range(1, most + 1) if units % count == 0)
+
+
+def pieces_of(count: int) -> Iterator[tuple[int, int]]:
+    """Where in so many rows powers of two of them begin, and how many these are: (0, 4), (4, 2)."""
+    start = 0
+    while start < count:
+        size = 1 << ((count - start).bit_length() - 1)
+        yield start, size
+        start += size
 
 
 def load(plgpu, ref, layout) -> Any:

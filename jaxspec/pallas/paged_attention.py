@@ -155,9 +155,22 @@ def paged_attention_reference(queries, kv, layer, page_tables, slots, num_comput
     return out.reshape(queries.shape).astype(queries.dtype)
 
 
+def query_rows(dtype: jnp.dtype, head_dim: int) -> int:
+    """Queries of a tile of the kernel over a pool of `dtype`.
+
+    Of bfloat16 what tensor cores take, of others as many as have their sums in registers.
+    """
+    if dtype == jnp.bfloat16:
+        return 64
+    if dtype == jnp.float8_e4m3fn:
+        return {64: 64, 128: 48, 256: 32}[head_dim]
+    return 8 if head_dim == 256 else 16
+
+
 def _unsupported(queries, kv):
     """Why the kernel does not take these operands, or None."""
     width, page_size, head_dim = queries.shape[1], kv.shape[3], kv.shape[5]
+    group = queries.shape[2] // kv.shape[4]
     if width > 9:
         return f"{width} tokens a row, more than 9"
     taken = [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32")]
@@ -165,6 +178,8 @@ def _unsupported(queries, kv):
         return f"queries in {queries.dtype} over {kv.dtype}, which no kernel takes"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
+    if group > query_rows(kv.dtype, head_dim):
+        return f"{group} heads that share a key head, more than a tile has rows"
     if page_size < 16 or page_size % 8:
         return f"pages of {page_size}, no multiple of 8 from 16 on"
     return None

@@ -10,20 +10,12 @@ from jaxspec.pallas import flash, mosaic, wgmma
 _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 
 
-def query_rows(dtype, head_dim):
-    """Queries of a tile; but for bfloat16 their sums must fit into the registers."""
-    if dtype == jnp.bfloat16:
-        return flash.ROWS
-    if dtype == jnp.float8_e4m3fn:
-        return {64: 64, 128: 48, 256: 32}[head_dim]
-    return 8 if head_dim == 256 else 16
-
-
 def scratch(sizes, interpreted):
     """Shared memory and barriers of `bfloat16`."""
     plan, dim = sizes.plan, sizes.pages.head_dim
     ring = wgmma.tile(plan.stages, plan.keys, dim)
     scratch = {
+        "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
         "tile": wgmma.tile(flash.ROWS, dim),
         "keys": ring,
         "values": ring,
@@ -35,14 +27,28 @@ def scratch(sizes, interpreted):
     return scratch
 
 
-def bfloat16(sizes, share, out, sums_out, tile, keys, values, arrived, sums, weights=None):
+def lay_out(sizes, source, target):
+    """Rows of queries, or what these attended to, from one form in shared memory to the other.
+
+    As they lie side by side, and swizzled, as tensor cores want them.
+    """
+    layout = mosaic.piece_layout(plgpu, 8, sizes.pages.head_dim, itemsize=2)
+    for rows in sizes.eights():
+        piece = mosaic.load(plgpu, source.at[rows], layout)
+        if source.dtype != target.dtype:
+            most = 65280.0  # bfloat16's largest below that of float16
+            piece = jnp.clip(piece.astype(jnp.float32), -most, most).astype(target.dtype)
+        mosaic.store(plgpu, target.at[rows], piece)
+    plgpu.commit_smem()
+
+
+def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=None):
     """One block in bfloat16: scores and sums by the tensor cores, in float32."""
     plan, dim = sizes.plan, sizes.pages.head_dim
-    token = lax.div(flash.iota(plan.keys, 0) + share.part * flash.ROWS, jnp.int32(sizes.group))
-    sees = jnp.where(token < share.tokens, share.start + token, -1)  # newest position a row sees
-    place = flash.iota(plan.keys, 1)
+    sees, place = share.sees(sizes, flash.iota(plan.keys, 0)), flash.iota(plan.keys, 1)
     here, keys_here, values_here = arrived
     plgpu.barrier_wait(here)
+    lay_out(sizes, asked, tile)
 
     def step(j, carry):
         state, pages = carry
@@ -65,8 +71,14 @@ def bfloat16(sizes, share, out, sums_out, tile, keys, values, arrived, sums, wei
     state, _ = lax.fori_loop(0, share.count, step, carry)
     _, peak, total = state
     tile[...] = flash.result(state).astype(tile.dtype)
+    if plan.splits == 1:
+        plgpu.commit_smem()
+        lay_out(sizes, tile, asked)
+        share.put_out(sizes, asked)
+        return
     sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * flash.LOG2E
     plgpu.commit_smem()
+    out, sums_out = share.outputs
     plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, sizes.height)], out)
     plgpu.copy_smem_to_gmem(sums, sums_out)
     plgpu.wait_smem_to_gmem(0)
@@ -75,11 +87,11 @@ def bfloat16(sizes, share, out, sums_out, tile, keys, values, arrived, sums, wei
 def scratch32(sizes):
     """Shared memory and barriers of `float32`."""
     ring = plgpu.SMEM((sizes.plan.stages, sizes.plan.keys, sizes.pages.head_dim), jnp.float32)
-    tile = plgpu.SMEM((sizes.height, sizes.pages.head_dim), jnp.float32)
-    return {"tile": tile, "keys": ring, "values": ring, "arrived": sizes.barriers()}
+    asked = plgpu.SMEM((sizes.height, sizes.pages.head_dim), jnp.float32)
+    return {"asked": asked, "keys": ring, "values": ring, "arrived": sizes.barriers()}
 
 
-def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
+def float32(sizes, share, asked, keys, values, arrived):
     """One block in float32, which tensor cores would round to 10 bits.
 
     Positions are taken `_AT_ONCE`, each by 16 lanes. A position's place among them keeps a softmax
@@ -89,10 +101,7 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
     layout = mosaic.row_layout(plgpu, dim, 4)
     here, keys_here, values_here = arrived
     within = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=layout.reduce(1))
-    tokens = [
-        lax.div(share.part * sizes.height + r, jnp.int32(sizes.group)) for r in range(sizes.height)
-    ]
-    sees = [jnp.where(token < share.tokens, share.start + token, -1) for token in tokens]
+    sees = [share.sees(sizes, jnp.int32(r)) for r in range(sizes.height)]
     plgpu.barrier_wait(here)
 
     def some(i, carry, stage, base):
@@ -103,7 +112,7 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
         value = jnp.where(lax.broadcast_in_dim(place, value.shape, (0,)) < share.length, value, 0.0)
         new = []
         for r, state in enumerate(carry):
-            query = mosaic.load(plgpu, tile.at[r], layout.reduce(0))
+            query = mosaic.load(plgpu, asked.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
             score = jnp.where(place <= sees[r], score * (dim**-0.5 * flash.LOG2E), -jnp.inf)
             new.append(_softmax_add(state, score, value))
@@ -137,8 +146,16 @@ def float32(sizes, share, out, sums_out, tile, keys, values, arrived):
         0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
     )
     for r, state in enumerate(states):
-        result, sums_out[r] = _over_places(*state)
-        mosaic.store(plgpu, out.at[r], result)
+        result, log_sum = _over_places(*state)
+        if plan.splits == 1:
+            mosaic.store(plgpu, asked.at[r], result)
+        else:
+            out, sums_out = share.outputs
+            sums_out[r] = log_sum
+            mosaic.store(plgpu, out.at[r], result)
+    if plan.splits == 1:
+        plgpu.commit_smem()
+        share.put_out(sizes, asked)
 
 
 def _over_places(acc, peak, total):

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas import flash, mosaic, wgmma
 from jaxspec.pallas.page_tiles import float8_tile
+from jaxspec.pallas.paged_attention_blocks import lay_out
 
 _ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one value a query
 
@@ -24,6 +25,7 @@ def scratch(sizes, interpreted):
     plan, dim = sizes.plan, sizes.pages.head_dim
     ring = float8_tile(plan.stages, plan.keys, dim)
     scratch = {
+        "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
         "tile": wgmma.tile(sizes.height, dim, dtype=jnp.float16),
         "weights": wgmma.tile(sizes.height, plan.keys, dtype=jnp.float16),
         "keys": ring,
@@ -37,21 +39,19 @@ def scratch(sizes, interpreted):
     return scratch
 
 
-def float8(
-    sizes, share, out, sums_out, tile, keys, values, arrived, weights, sums, left=(None, None)
-):
+def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left=(None, None)):
     """One block, in float16, which has every number of float8_e4m3fn; sums in float32.
 
-    Queries come in float16 too, and so does the result. Barriers are all written out.
+    What a share of several attended is float16 too. Barriers are all written out.
     """
     plan, dim = sizes.plan, sizes.pages.head_dim
     shape, some = (plan.keys, sizes.height), min(128, dim)
     parts = [pl.ds(column, some) for column in range(0, dim, some)]  # registers bound them
     place, query = (_iota(shape, i) for i in range(2))
-    token = lax.div(query + share.part * sizes.height, jnp.int32(sizes.group))
-    sees = jnp.where(token < share.tokens, share.start + token, -1)  # newest position it sees
+    sees = share.sees(sizes, query)
     here, keys_here, values_here = arrived
     plgpu.barrier_wait(here)
+    lay_out(sizes, asked, tile)
 
     def refill(which, tile, stage, pages):
         @plgpu.warp_map  # one warp alone: a copy a page is a fifth of all instructions
@@ -94,6 +94,11 @@ def float8(
     )
     state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
     _store(state, parts, tile, sums)
+    if plan.splits == 1:
+        lay_out(sizes, tile, asked)
+        share.put_out(sizes, asked)
+        return
+    out, sums_out = share.outputs
     plgpu.copy_smem_to_gmem(tile, out)
     plgpu.copy_smem_to_gmem(sums, sums_out)
     plgpu.wait_smem_to_gmem(0)

@@ -7,6 +7,7 @@ come through a ring in shared memory, one TMA copy a page, the page numbers read
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from jaxspec.pallas import flash, mosaic
 from jaxspec.pallas import paged_attention_blocks as blocks
 from jaxspec.pallas import paged_attention_float8 as blocks8
 from jaxspec.pallas.page_tiles import PageTiles
+from jaxspec.pallas.paged_attention import query_rows
 from jaxspec.pallas.paged_attention_tiles import Plan, Sizes, begin
 
 
-def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
-    """The plan for so many blocks a share, from measurements on an H200.
+def plan_for(blocks: int, context: int, head_dim: int, itemsize: int, queries: int) -> Plan:
+    """The plan for so many blocks a share, of tiles of so many queries; measured on an H200.
 
     Two blocks on a multiprocessor hide each other's waits better than a longer ring does, so where
     there may be two, rings of heads of 256 are one tile long; in 8 bits one more fits. Shares merge
@@ -32,8 +34,11 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int) -> Plan:
     keys = 32 if itemsize == 4 else 128 if head_dim == 64 else 64
     most = max(8 * (context // (8 * keys)), context // 256)
     splits = max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64))
+    # Queries as they come, eights of them, and as tensor cores want them; keys and values.
+    of_one = 2 * head_dim * (-(-queries // 8) * 8 + flash.ROWS + 2 * keys)
+    fits_twice = of_one + mosaic.RESERVED <= mosaic.room(splits * blocks)
     may_be_two = head_dim == 256 and itemsize == 2 and splits * blocks > mosaic.MULTIPROCESSORS
-    return Plan(keys, 1 if may_be_two else 2, splits)
+    return Plan(keys, 1 if may_be_two and fits_twice else 2, splits)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -43,49 +48,49 @@ def attend(
 ):  # fmt: skip
     """`paged_attention` with `layer` on the device, so that all layers share one kernel.
 
-    Where shares merge, that kernel gates. `interpret`: parameters of Mosaic's interpreter.
+    The last kernel gates, be it the one that merges shares. `interpret`: parameters of Mosaic's
+    interpreter.
     """
     rows, width, heads, head_dim = queries.shape
     layers, _, num_pages, page_size, kv_heads, _ = kv.shape
     group = heads // kv_heads
-    packed = width * group
-    most = blocks.query_rows(kv.dtype, head_dim)
-    tiles = -(-packed // most)
-    height = most if tiles > 1 else -(-packed // 8) * 8
+    tokens = min(width, query_rows(kv.dtype, head_dim) // group)
     if plan is None:
-        context = page_tables.shape[1] * page_size
-        plan = plan_for(rows * kv_heads * tiles, context, head_dim, kv.dtype.itemsize)
+        count, context = rows * kv_heads * -(-width // tokens), page_tables.shape[1] * page_size
+        plan = plan_for(count, context, head_dim, kv.dtype.itemsize, tokens * group)
     pages = PageTiles(plan.keys, head_dim, num_pages, page_size, *page_tables.shape)
-    sizes = Sizes(plan, height, width, group, pages)
-    tile = queries.reshape(rows, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    tile = tile.reshape(rows, kv_heads, packed, head_dim)
-    tile = jnp.pad(tile, ((0, 0), (0, 0), (0, tiles * height - packed), (0, 0)))
-    if kv.dtype == jnp.float8_e4m3fn:  # to float16, whose largest is 65504
-        most = 65280  # bfloat16's largest below
-        tile = jnp.clip(tile, -most, most).astype(jnp.float16)
-    pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
-    indices = (layer[None], page_tables, slots, num_computed, query_len)
+    sizes = Sizes(plan, width, group, tokens, pages)
+    operands = {
+        "queries": queries.reshape(-1, heads, head_dim),
+        "pool": kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim),
+        "layer": layer[None],
+        "tables": page_tables,
+        "slots": slots,
+        "num_computed": num_computed,
+        "query_len": query_len,
+    }
     params = {} if interpret is None else {"interpret": interpret}
-    out, sums = _launch(sizes, tile, pool, indices, params)
+    # As heads with a gate behind the query, or four neighbouring gates of a thread.
+    unit = 2 * head_dim if plan.splits == 1 else 4
+    inside, gate = (None, gate) if gate and gate.projected.shape[1] % unit else (gate, None)
+    if inside and plan.splits == 1:
+        operands["gates"] = inside.projected.reshape(rows * width, -1, unit)
+    launched = _launch(sizes, operands, kv_heads, params)
     if plan.splits > 1:
-        # Threads of that kernel load four neighbouring gates at once.
-        inside, gate = (None, gate) if gate and gate.projected.shape[1] % 4 else (gate, None)
-        out = _merge(out, sums, inside, queries, plan.splits, params)
+        shares, sums = launched
+        out = _merge(sizes, shares, sums, inside, queries, params)
     else:
-        out = out[0, :, :, :packed].reshape(rows, kv_heads, width, group, head_dim)
-        out = out.transpose(0, 2, 1, 3, 4).astype(queries.dtype)
+        (out,) = launched
     out = out.reshape(-1, heads, head_dim)
     return (out if gate is None else gate(out)).reshape(queries.shape)
 
 
-def _launch(sizes, tile, pool, indices, params):
-    """Every share's output, and log2 of the sum of its weights."""
-    rows, kv_heads, packed, dim = tile.shape
-    splits, tiles = sizes.plan.splits, packed // sizes.height
-    if splits > 1:
-        splits = -(-splits // 8) * 8  # what `_merge` reads at once
-    in_8_bits = pool.dtype == jnp.float8_e4m3fn
-    tensor_cores, reductions = tile.dtype != jnp.float32, 2048
+def _launch(sizes, operands, kv_heads, params):
+    """The output, or every share's, and log2 of the sum of its weights."""
+    queries, pool = operands["queries"], operands["pool"]
+    rows, dim = len(operands["slots"]), sizes.pages.head_dim
+    tiles, in_8_bits = sizes.tiles, pool.dtype == jnp.float8_e4m3fn
+    tensor_cores, reductions = queries.dtype != jnp.float32, 2048
     if in_8_bits:
         block, scratch, padded = blocks8.float8, blocks8.scratch(sizes, bool(params)), sizes.height
         reductions = 128 * sizes.height  # all queries at once
@@ -95,13 +100,24 @@ def _launch(sizes, tile, pool, indices, params):
         reductions = 0
     else:
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
-    out, sums = plgpu.kernel(
-        functools.partial(begin, sizes, block),
+    names, out_type = ["out"], [jax.ShapeDtypeStruct(queries.shape, queries.dtype)]
+    if sizes.plan.splits > 1:
+        shares = -(-sizes.plan.splits // 8) * 8, rows, kv_heads  # `_merge` reads eight at once
+        dtype = jnp.float16 if in_8_bits else queries.dtype
+        names.append("sums")
+        out_type = [
+            jax.ShapeDtypeStruct((*shares, tiles * sizes.height, dim), dtype),
+            jax.ShapeDtypeStruct((*shares, tiles, padded), jnp.float32),
+        ]
+
+    def body(*refs, **scratch):
+        refs = dict(zip([*operands, *names], refs, strict=True))
+        begin(sizes, block, types.SimpleNamespace(**{"gates": None, **refs}), **scratch)
+
+    return plgpu.kernel(
+        body,
         kernel_name="paged_attention",
-        out_type=[
-            jax.ShapeDtypeStruct((splits, rows, kv_heads, packed, dim), tile.dtype),
-            jax.ShapeDtypeStruct((splits, rows, kv_heads, tiles, padded), jnp.float32),
-        ],
+        out_type=out_type,
         scratch_types=scratch,
         grid=(tiles, sizes.plan.splits, kv_heads, rows),
         grid_names=("tile", "split", "head", "row"),
@@ -112,26 +128,28 @@ def _launch(sizes, tile, pool, indices, params):
             reduction_scratch_bytes=reductions,
         ),
         **params,
-    )(tile, pool, *indices)
-    return out, sums.reshape(splits, rows, kv_heads, tiles * padded)
+    )(*operands.values())
 
 
-def _merge(out, sums, gate, queries, splits, params):
-    """One output from those of the shares, `[splits and more, rows, kv_heads, packed, head_dim]`.
+def _merge(sizes, out, sums, gate, queries, params):
+    """One output from those of the shares, `[splits and more, rows, kv_heads, in tiles, head_dim]`.
 
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
     _, width, heads, dim = queries.shape
-    group = heads // out.shape[2]
+    group, splits = sizes.group, sizes.plan.splits
     layout = mosaic.row_layout(plgpu, dim, 4)  # sums across warps want vectors of 4
     along = layout.reduce(0)
 
     def body(out, sums, *rest):
         *gates, merged = rest
         row, token, head = (lax.axis_index(name) for name in ("row", "token", "head"))
-        at = (slice(None), row, lax.div(head, group), token * group + lax.rem(head, group))
-        parts = mosaic.load(plgpu, out.at[at], layout).astype(jnp.float32)
-        sum_of = mosaic.load(plgpu, sums.at[at], layout.reduce(1))
+        at = (slice(None), row, lax.div(head, group))
+        tile, place = lax.div(token, sizes.tokens), lax.rem(token, sizes.tokens) * group
+        place += lax.rem(head, group)
+        parts = mosaic.load(plgpu, out.at[*at, tile * sizes.height + place], layout)
+        parts = parts.astype(jnp.float32)
+        sum_of = mosaic.load(plgpu, sums.at[*at, tile, place], layout.reduce(1))
         columns = pl.ds((2 * head + 1) * dim, dim)
         gates = [mosaic.load(plgpu, x.at[row * width + token, columns], along) for x in gates]
         share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))

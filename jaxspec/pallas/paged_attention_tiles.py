@@ -1,7 +1,9 @@
-"""What the blocks of `paged_attention_kernel` share: sizes, and their part of the work."""
+"""What the blocks of `paged_attention_kernel` share: sizes, their part of the work, output."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas import mosaic
 from jaxspec.pallas.page_tiles import PageTiles
+
+_AT_ONCE = 4  # tokens put out: the loads of all before the first is stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,48 +31,102 @@ class Sizes:
     """Static sizes a block knows."""
 
     plan: Plan
-    height: int  # of a tile of queries, without its padding
-    width: int
-    group: int
+    width: int  # tokens of a row
+    group: int  # heads that share a key head
+    tokens: int  # of a tile of queries, each with all heads of the group
     pages: PageTiles
+
+    @property
+    def tiles(self) -> int:
+        """Of queries, for a row."""
+        return -(-self.width // self.tokens)
+
+    @property
+    def height(self) -> int:
+        """Of a tile of queries, whose rows are heads by token; a multiple of 8."""
+        return -(-self.tokens * self.group // 8) * 8
 
     def barriers(self):
         """For the tile of queries, and for each tile of the rings of keys and of values."""
         ring = self.pages.barriers(self.plan.stages)
-        return plgpu.Barrier(), ring, ring
+        return plgpu.Barrier(num_arrivals=self.tokens), ring, ring
+
+    def eights(self):
+        """Rows of a tile of queries, eight at a time, as its swizzled form has them."""
+        return [pl.ds(start, 8) for start in range(0, self.height, 8)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What one block does: values on the device, and how it gets its tiles."""
 
-    part: jax.Array  # which tile of queries
+    row: jax.Array
+    head: jax.Array  # of keys
+    token: jax.Array  # of the row, the first of the tile of queries
     first: jax.Array  # tile of positions
     count: jax.Array  # of those tiles
     start: jax.Array  # position of the row's first token
     length: jax.Array  # of the row, with its tokens
-    tokens: jax.Array
+    tokens: jax.Array  # of the row
     find: Callable  # (tile of the share) -> its pages
     fetch: Callable  # (keys or values, tile of the share, stage, pages): starts the copies
+    outputs: tuple  # where what it attended goes; of several shares, where its sums go too
+    gates: Any  # of all tokens `[tokens, heads, gate behind query]`, or None
+
+    def sees(self, sizes, row):
+        """The newest position that a row of the tile of queries sees."""
+        token = self.token + lax.div(row, jnp.int32(sizes.group))
+        return jnp.where(token < self.tokens, self.start + token, -1)
+
+    def put_out(self, sizes, attended):
+        """The only share's output, gated, from plain shared memory."""
+        width, group, dim = sizes.width, sizes.group, sizes.pages.head_dim
+        (out,) = self.outputs
+
+        def put(t, token):
+            for start, count in mosaic.pieces_of(group):
+                heads = pl.ds(self.head * group + start, count)
+                layout = mosaic.piece_layout(plgpu, count, dim, out.dtype.itemsize)
+                piece = attended.at[pl.ds(t * group + start, count)]
+                piece = mosaic.load(plgpu, piece, layout)
+                if self.gates is not None:
+                    gate = self.gates.at[token, heads, pl.ds(dim, dim)]
+                    gate = mosaic.load(plgpu, gate, layout).astype(jnp.float32)
+                    piece = (piece.astype(jnp.float32) / (1.0 + jnp.exp(-gate))).astype(out.dtype)
+                mosaic.store(plgpu, out.at[token, heads], piece)
+
+        def put_some(i, _, count=_AT_ONCE):
+            for t in (i * _AT_ONCE + j for j in range(count)):
+                token = self.token + t
+                put_one = functools.partial(put, t, self.row * width + token)
+                put_one() if sizes.tiles == 1 else pl.when(token < width)(put_one)
+
+        whole, rest = divmod(sizes.tokens, _AT_ONCE)
+        lax.fori_loop(0, whole, put_some, None)
+        put_some(whole, None, rest)
 
 
-def begin(
-    sizes, block, queries, pool, layer, tables, slots, num_computed, query_len, out, sums_out,
-    *, tile, keys, values, arrived, **scratch
-):  # fmt: skip
-    """Find what this block does, start filling its ring, and run it."""
+def begin(sizes, block, refs, *, asked, keys, values, arrived, **scratch):
+    """Find what this block does, start filling its ring, and run it.
+
+    `refs`: operands and outputs, by name.
+    """
     part, split, head, row = (lax.axis_index(name) for name in ("tile", "split", "head", "row"))
-    rows = pl.ds(part * sizes.height, sizes.height)
-    plgpu.copy_gmem_to_smem(
-        queries.at[row, head, rows], tile.at[pl.ds(0, sizes.height)], arrived[0]
-    )
+    heads = pl.ds(head * sizes.group, sizes.group)
+    for t in range(sizes.tokens):
+        token = jnp.minimum(part * sizes.tokens + t, sizes.width - 1)
+        query, to = (
+            refs.queries.at[row * sizes.width + token, heads],
+            pl.ds(t * sizes.group, sizes.group),
+        )
+        plgpu.copy_gmem_to_smem(query, asked.at[to], arrived[0])
 
-    plan, pages = sizes.plan, sizes.pages
+    plan, pages, slots = sizes.plan, sizes.pages, refs.slots
     slot = slots[row]
     live = (slot > 0) & (slot < pages.num_slots)
     # Clamped: a row's position is not trusted either, and must not overflow.
-    start = jnp.clip(num_computed[row], -sizes.width, pages.context)
-    tokens = jnp.where(live, jnp.clip(query_len[row], 0, sizes.width), 0)
+    start = jnp.clip(refs.num_computed[row], -sizes.width, pages.context)
+    tokens = jnp.where(live, jnp.clip(refs.query_len[row], 0, sizes.width), 0)
     length = jnp.where(tokens > 0, jnp.clip(start + tokens, 0, pages.context), 0)
     in_row = lax.div(length + plan.keys - 1, plan.keys)
     in_share = lax.div(in_row + plan.splits - 1, plan.splits)
@@ -75,12 +134,13 @@ def begin(
     count = jnp.clip(in_row - first, 0, in_share)
 
     def find(j):
-        return pages.find(tables, slot, first + j)
+        return pages.find(refs.tables, slot, first + j)
 
     def fetch(which, j, stage, found):
         ring, barriers = (keys, values)[which], arrived[1 + which]
         pages.fetch(
-            *(pool, layer[0], head, which, first + j, found, ring.at[stage], barriers.at[stage])
+            *(refs.pool, refs.layer[0], head, which),
+            *(first + j, found, ring.at[stage], barriers.at[stage]),
         )
 
     for stage in range(plan.stages):
@@ -91,6 +151,12 @@ def begin(
             fetch(0, stage, stage, found)
             fetch(1, stage, stage, found)
 
-    share = Share(part, first, count, start, length, tokens, find, fetch)
-    outputs = out.at[split, row, head, rows], sums_out.at[split, row, head, part]
-    block(sizes, share, *outputs, tile, keys, values, arrived, **scratch)
+    outputs = (refs.out,)
+    if plan.splits > 1:
+        rows = pl.ds(part * sizes.height, sizes.height)
+        outputs = refs.out.at[split, row, head, rows], refs.sums.at[split, row, head, part]
+    share = Share(
+        *(row, head, part * sizes.tokens, first, count, start, length, tokens, find, fetch),
+        *(outputs, refs.gates),
+    )
+    block(sizes, share, asked, keys, values, arrived, **scratch)

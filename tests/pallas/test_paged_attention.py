@@ -8,7 +8,12 @@ from shapes import ATTENTION, AttentionShape
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.output_gate import OutputGate
-from jaxspec.pallas.paged_attention import kv_write, paged_attention, paged_attention_reference
+from jaxspec.pallas.paged_attention import (
+    _unsupported,
+    kv_write,
+    paged_attention,
+    paged_attention_reference,
+)
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, DIM = 2, 12, 4, 2, 6, 8
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
@@ -35,7 +40,7 @@ def normal(rng, *shape):
 def gate_of(rng, shape, dtype=jnp.float32):
     """A gate for heads of this shape, with columns behind it that are none."""
     rows, width, heads, dim = shape
-    return OutputGate(jnp.asarray(2 * normal(rng, rows * width, 2 * heads * dim + 8), dtype))
+    return OutputGate(jnp.asarray(2 * normal(rng, rows * width, 2 * (heads + 1) * dim), dtype))
 
 
 def store(rng, kv, layer, pages, length):
@@ -233,6 +238,7 @@ def interpreted(*plan, **params):
         (jnp.float8_e4m3fn, 4, 2, 64, 4, 16, 14, 1),
         (jnp.float8_e4m3fn, 6, 1, 128, 3, 24, 9, 2),
         (jnp.float8_e4m3fn, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
+        (jnp.float8_e4m3fn, 6, 1, 256, 6, 16, 9, 1),  # the last of them with fewer tokens
         (jnp.float8_e4m3fn, 2, 1, 256, 2, 544, 1, 7),
         (jnp.float32, 4, 2, 64, 3, 16, 9, 1),
         (jnp.float32, 2, 1, 128, 9, 24, 4, 2),  # several tiles of queries
@@ -250,9 +256,8 @@ def test_the_kernel_equals_its_reference_without_races(
     case = kernel_case(shape, dtype, width, page_size, table)
     check(run, *case)
     assert not get_races().races_found
-    if splits > 1:  # where shares merge; XLA gates what is whole
-        check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
-        assert not get_races().races_found
+    check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
+    assert not get_races().races_found
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
@@ -266,36 +271,51 @@ def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "context", "head_dim", "itemsize", "plan"),
+    ("blocks", "context", "head_dim", "itemsize", "queries", "plan"),
     [
-        (16, 1312, 256, 2, (64, 2, 8)),
-        (32, 1312, 256, 2, (64, 2, 4)),
-        (2, 511, 256, 2, (64, 2, 1)),
-        (2, 1312, 256, 2, (64, 2, 16)),
-        (4, 32768, 256, 2, (64, 2, 33)),
-        (256, 1312, 256, 2, (64, 1, 1)),  # two blocks on a multiprocessor
-        (256, 1312, 256, 1, (64, 2, 1)),
-        (256, 1312, 256, 4, (32, 2, 1)),
-        (64, 8192, 128, 2, (64, 2, 4)),
-        (8, 800, 64, 2, (128, 2, 3)),
+        (16, 1312, 256, 2, 16, (64, 2, 8)),
+        (32, 1312, 256, 2, 16, (64, 2, 4)),
+        (2, 511, 256, 2, 16, (64, 2, 1)),
+        (2, 1312, 256, 2, 16, (64, 2, 16)),
+        (4, 32768, 256, 2, 16, (64, 2, 33)),
+        (256, 1312, 256, 2, 16, (64, 1, 1)),  # two blocks on a multiprocessor
+        (256, 1312, 256, 2, 24, (64, 1, 1)),
+        (256, 1312, 256, 2, 25, (64, 2, 1)),  # their queries leave no room for a second block
+        (256, 1312, 256, 1, 16, (64, 2, 1)),
+        (256, 1312, 256, 4, 8, (32, 2, 1)),
+        (64, 8192, 128, 2, 16, (64, 2, 4)),
+        (8, 800, 64, 2, 16, (128, 2, 3)),
     ],
 )
 def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(
-    blocks, context, head_dim, itemsize, plan
+    blocks, context, head_dim, itemsize, queries, plan
 ):
     from jaxspec.pallas.paged_attention_kernel import plan_for
     from jaxspec.pallas.paged_attention_tiles import Plan
 
-    assert plan_for(blocks, context, head_dim, itemsize) == Plan(*plan)
+    assert plan_for(blocks, context, head_dim, itemsize, queries) == Plan(*plan)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
-def test_gates_that_are_not_in_fours_are_taken_too():
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gates_that_no_thread_could_load_are_taken_too(splits):
     """By XLA: rows of a projection with 5 columns more begin where no thread could load four."""
     queries, kv, indices = kernel_case(AttentionShape(2, 1, 64), jnp.bfloat16, 2, 16, 9)
     gate = gate_of(np.random.default_rng(0), queries.shape, jnp.bfloat16)
     gate = OutputGate(jnp.pad(gate.projected, ((0, 0), (0, 5))))
-    check(interpreted(64, 2, 2), queries, kv, indices, gate)
+    check(interpreted(64, 2, splits), queries, kv, indices, gate)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "most"),
+    [(jnp.bfloat16, 256, 64), (jnp.float8_e4m3fn, 256, 32), (jnp.float32, 256, 8)],
+)
+def test_heads_that_share_a_key_head_fit_in_a_tile(dtype, dim, most):
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    kv = jax.ShapeDtypeStruct((1, 2, 4, 16, 1, dim), dtype)
+    queries = [jax.ShapeDtypeStruct((1, 1, heads, dim), wide) for heads in (most, most + 1)]
+    assert _unsupported(queries[0], kv) is None
+    assert f"{most + 1} heads that share a key head" in _unsupported(queries[1], kv)
 
 
 @pytest.mark.gpu
