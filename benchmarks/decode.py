@@ -55,8 +55,8 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one.
-    quarters = [case.rows * i // 4 for i in range(1, 4)]
-    ends = quarters if case.drafts and case.rows >= 4 else []
+    count = 8 if case.rows >= 32 else 4 if case.rows >= 4 else 1
+    ends = [case.rows * i // count for i in range(1, count)] if case.drafts else []
     return dummy_llm.make_llm(
         case,
         folder,

@@ -159,11 +159,12 @@ def _scratch(sizes, interpreted):
         "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "met": plgpu.Barrier(),
         "state_came": plgpu.Barrier(num_arrivals=1 if sizes.on_tensor_cores else 4),
-        "tokens_came": plgpu.Barrier(num_arrivals=2 if sizes.on_tensor_cores else 3),
         "ring_came": plgpu.Barrier(
             num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
         ),
     }
+    if not sizes.makes_tokens:
+        scratch["tokens_came"] = plgpu.Barrier(num_arrivals=2 if sizes.on_tensor_cores else 3)
     if sizes.norm or sizes.makes_tokens:
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
