@@ -54,7 +54,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     """An engine for so many rows, all prompts of which come at once."""
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
-    # With drafts rows end one by one.
+    # With drafts rows end one by one, and a step computes the smallest bucket that holds the rest.
     count = 8 if case.rows >= 32 else 4 if case.rows >= 4 else 1
     ends = [case.rows * i // count for i in range(1, count)] if case.drafts else []
     return dummy_llm.make_llm(

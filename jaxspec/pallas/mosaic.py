@@ -11,7 +11,7 @@ from typing import Any
 THREADS = 128  # of a block: Mosaic's warpgroup
 MULTIPROCESSORS = 132  # of an H200
 _SHARED_MEMORY = 227 * 1024  # bytes that a block may have
-RESERVED = 1024  # bytes of a block, by the GPU; as much for barriers
+_RESERVED = 1024  # bytes of a block, by the GPU; as much for barriers
 
 
 def room(blocks: int) -> int:
@@ -20,8 +20,8 @@ def room(blocks: int) -> int:
     Where there are more than multiprocessors, two fit on one, or some would wait for others to end.
     """
     if blocks <= MULTIPROCESSORS:
-        return _SHARED_MEMORY - RESERVED
-    return _SHARED_MEMORY // 2 - 2 * RESERVED
+        return _SHARED_MEMORY - _RESERVED
+    return _SHARED_MEMORY // 2 - 2 * _RESERVED
 
 
 def parts(blocks: int, units: int) -> int:

@@ -178,8 +178,9 @@ def _unsupported(queries, kv):
         return f"queries in {queries.dtype} over {kv.dtype}, which no kernel takes"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
-    if group > query_rows(kv.dtype, head_dim):
-        return f"{group} heads that share a key head, more than a tile has rows"
+    most = query_rows(kv.dtype, head_dim)
+    if group > most:
+        return f"{group} heads that share a key head, more than {most}"
     if page_size < 16 or page_size % 8:
         return f"pages of {page_size}, no multiple of 8 from 16 on"
     return None

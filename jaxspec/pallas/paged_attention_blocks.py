@@ -145,15 +145,20 @@ def float32(sizes, share, asked, keys, values, arrived):
     states, _ = lax.fori_loop(
         0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
     )
+    _put_out32(sizes, share, asked, states)
+
+
+def _put_out32(sizes, share, asked, states):
+    """What each query attended, of an only share by way of where the queries lay."""
     for r, state in enumerate(states):
         result, log_sum = _over_places(*state)
-        if plan.splits == 1:
+        if sizes.plan.splits == 1:
             mosaic.store(plgpu, asked.at[r], result)
         else:
             out, sums_out = share.outputs
             sums_out[r] = log_sum
             mosaic.store(plgpu, out.at[r], result)
-    if plan.splits == 1:
+    if sizes.plan.splits == 1:
         plgpu.commit_smem()
         share.put_out(sizes, asked)
 

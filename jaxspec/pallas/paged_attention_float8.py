@@ -42,7 +42,8 @@ def scratch(sizes, interpreted):
 def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left=(None, None)):
     """One block, in float16, which has every number of float8_e4m3fn; sums in float32.
 
-    What a share of several attended is float16 too. Barriers are all written out.
+    What was attended is float16 too, until the only share is put out, or several have merged.
+    Barriers are all written out.
     """
     plan, dim = sizes.plan, sizes.pages.head_dim
     shape, some = (plan.keys, sizes.height), min(128, dim)
@@ -94,7 +95,12 @@ def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left
     )
     state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
     _store(state, parts, tile, sums)
-    if plan.splits == 1:
+    _put_out(sizes, share, asked, tile, sums)
+
+
+def _put_out(sizes, share, asked, tile, sums):
+    """What was attended, of an only share by way of where the queries lay."""
+    if sizes.plan.splits == 1:
         lay_out(sizes, tile, asked)
         share.put_out(sizes, asked)
         return

@@ -1,9 +1,10 @@
 """`paged_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
 A block has one key head of one row, and of its positions one share (several shares then merge, as
-in Flash-Decoding; Dao et al. 2023). The queries of all tokens and of all heads that share the key
-head are the rows of one tile, so that keys and values are read once for all of them. Their tiles
-come through a ring in shared memory, one TMA copy a page, the page numbers read a tile ahead.
+in Flash-Decoding; Dao et al. 2023). The queries of all heads that share the key head, and
+of as many tokens as there is room for, are the rows of one tile, so that keys and values are read
+once for all of them. Their tiles come through a ring in shared memory, one TMA copy a page, the
+page numbers read a tile ahead.
 """
 
 import functools
@@ -36,7 +37,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int, queries: i
     splits = max(1, min(fit * mosaic.MULTIPROCESSORS // blocks, most, 64))
     # Queries as they come, eights of them, and as tensor cores want them; keys and values.
     of_one = 2 * head_dim * (-(-queries // 8) * 8 + flash.ROWS + 2 * keys)
-    fits_twice = of_one + mosaic.RESERVED <= mosaic.room(splits * blocks)
+    fits_twice = of_one <= mosaic.room(splits * blocks)
     may_be_two = head_dim == 256 and itemsize == 2 and splits * blocks > mosaic.MULTIPROCESSORS
     return Plan(keys, 1 if may_be_two and fits_twice else 2, splits)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.pallas import mosaic
 from jaxspec.pallas.page_tiles import PageTiles
 
-_AT_ONCE = 4  # tokens put out: the loads of all before the first is stored
+_AT_ONCE = 4  # tokens put out in one turn of a loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Share:
 
     row: jax.Array
     head: jax.Array  # of keys
-    token: jax.Array  # of the row, the first of the tile of queries
+    first_token: jax.Array  # of the row, in the tile of queries
     first: jax.Array  # tile of positions
     count: jax.Array  # of those tiles
     start: jax.Array  # position of the row's first token
     length: jax.Array  # of the row, with its tokens
-    tokens: jax.Array  # of the row
+    query_len: jax.Array  # tokens of the row
     find: Callable  # (tile of the share) -> its pages
     fetch: Callable  # (keys or values, tile of the share, stage, pages): starts the copies
     outputs: tuple  # where what it attended goes; of several shares, where its sums go too
@@ -75,8 +75,8 @@ class Share:
 
     def sees(self, sizes, row):
         """The newest position that a row of the tile of queries sees."""
-        token = self.token + lax.div(row, jnp.int32(sizes.group))
-        return jnp.where(token < self.tokens, self.start + token, -1)
+        token = self.first_token + lax.div(row, jnp.int32(sizes.group))
+        return jnp.where(token < self.query_len, self.start + token, -1)
 
     def put_out(self, sizes, attended):
         """The only share's output, gated, from plain shared memory."""
@@ -97,7 +97,7 @@ class Share:
 
         def put_some(i, _, count=_AT_ONCE):
             for t in (i * _AT_ONCE + j for j in range(count)):
-                token = self.token + t
+                token = self.first_token + t
                 put_one = functools.partial(put, t, self.row * width + token)
                 put_one() if sizes.tiles == 1 else pl.when(token < width)(put_one)
 
@@ -112,22 +112,15 @@ def begin(sizes, block, refs, *, asked, keys, values, arrived, **scratch):
     `refs`: operands and outputs, by name.
     """
     part, split, head, row = (lax.axis_index(name) for name in ("tile", "split", "head", "row"))
-    heads = pl.ds(head * sizes.group, sizes.group)
-    for t in range(sizes.tokens):
-        token = jnp.minimum(part * sizes.tokens + t, sizes.width - 1)
-        query, to = (
-            refs.queries.at[row * sizes.width + token, heads],
-            pl.ds(t * sizes.group, sizes.group),
-        )
-        plgpu.copy_gmem_to_smem(query, asked.at[to], arrived[0])
-
+    first_token = part * sizes.tokens
+    _fetch_queries(sizes, refs, row, head, first_token, asked, arrived[0])
     plan, pages, slots = sizes.plan, sizes.pages, refs.slots
     slot = slots[row]
     live = (slot > 0) & (slot < pages.num_slots)
     # Clamped: a row's position is not trusted either, and must not overflow.
     start = jnp.clip(refs.num_computed[row], -sizes.width, pages.context)
-    tokens = jnp.where(live, jnp.clip(refs.query_len[row], 0, sizes.width), 0)
-    length = jnp.where(tokens > 0, jnp.clip(start + tokens, 0, pages.context), 0)
+    query_len = jnp.where(live, jnp.clip(refs.query_len[row], 0, sizes.width), 0)
+    length = jnp.where(query_len > 0, jnp.clip(start + query_len, 0, pages.context), 0)
     in_row = lax.div(length + plan.keys - 1, plan.keys)
     in_share = lax.div(in_row + plan.splits - 1, plan.splits)
     first = split * in_share
@@ -156,7 +149,26 @@ def begin(sizes, block, refs, *, asked, keys, values, arrived, **scratch):
         rows = pl.ds(part * sizes.height, sizes.height)
         outputs = refs.out.at[split, row, head, rows], refs.sums.at[split, row, head, part]
     share = Share(
-        *(row, head, part * sizes.tokens, first, count, start, length, tokens, find, fetch),
-        *(outputs, refs.gates),
+        row=row,
+        head=head,
+        first_token=first_token,
+        first=first,
+        count=count,
+        start=start,
+        length=length,
+        query_len=query_len,
+        find=find,
+        fetch=fetch,
+        outputs=outputs,
+        gates=refs.gates,
     )
     block(sizes, share, asked, keys, values, arrived, **scratch)
+
+
+def _fetch_queries(sizes, refs, row, head, first_token, asked, arrived):
+    """Start their copies, side by side; of a tile with fewer tokens the row's last again."""
+    heads = pl.ds(head * sizes.group, sizes.group)
+    for t in range(sizes.tokens):
+        token = row * sizes.width + jnp.minimum(first_token + t, sizes.width - 1)
+        to = asked.at[pl.ds(t * sizes.group, sizes.group)]
+        plgpu.copy_gmem_to_smem(refs.queries.at[token, heads], to, arrived)

@@ -77,9 +77,22 @@ class BatchState:
         return BatchState(self.fields.at[index].set(rows.fields, mode="drop"))
 
     def with_fields(self, **fields: Array) -> "BatchState":
-        """This state with some columns, of integers, replaced."""
+        """This state with some columns, of integers, replaced.
+
+        Raises:
+            KeyError: there is no such column.
+            ValueError: a column is not int32, or not as many rows.
+        """
         # One concatenation is one kernel; an update of a slice would be one for each field.
-        columns = self.layout.unpack(self.fields) | fields
+        columns = self.layout.unpack(self.fields)
+        for name, value in fields.items():
+            here = columns[name]
+            if (value.dtype, value.shape) != (here.dtype, here.shape):
+                raise ValueError(
+                    f"The column {name} must be {here.dtype} {list(here.shape)}, got {value.dtype} "
+                    f"{list(value.shape)}. Give a value for each row, floats by their bits."
+                )
+            columns[name] = value
         shape = len(self.fields), -1
         return BatchState(jnp.concatenate([x.reshape(shape) for x in columns.values()], axis=1))
 

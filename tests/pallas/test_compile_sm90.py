@@ -238,7 +238,7 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
         (jnp.float32, 1, 9),
     ],
 )
-@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+@pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(14, 2, 128)], ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
     from jaxspec.pallas.paged_attention import query_rows
     from jaxspec.pallas.paged_attention_kernel import attend, plan_for
@@ -733,6 +733,7 @@ LAYERS = [  # kind, rows, width, kernels, other fusions
     ("GatedDeltaNet", 64, 4, [*_MORE[0], *_GATED_DELTA_NET, *_MORE[1]], 3),
     ("GatedAttention", 1, 1, [*_FEW[0], "attention_inputs", "attend", "split_matmul", *_FEW[0]], 0),
     ("GatedAttention", 1, 4, [*_FEW[1], "attention_inputs", "attend", "split_matmul", *_FEW[1]], 0),
+    ("GatedAttention", 64, 4, [*_MORE[0], "attention_inputs", "attend", *_MORE[1]], 0),
 ]
 
 

@@ -235,10 +235,12 @@ def interpreted(*plan, **params):
         (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 3),
         (jnp.bfloat16, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
         (jnp.bfloat16, 2, 1, 256, 2, 544, 1, 7),
+        (jnp.bfloat16, 3, 1, 64, 2, 16, 9, 1),  # heads in pieces of two and of one
         (jnp.float8_e4m3fn, 4, 2, 64, 4, 16, 14, 1),
         (jnp.float8_e4m3fn, 6, 1, 128, 3, 24, 9, 2),
         (jnp.float8_e4m3fn, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
         (jnp.float8_e4m3fn, 6, 1, 256, 6, 16, 9, 1),  # the last of them with fewer tokens
+        (jnp.float8_e4m3fn, 6, 1, 256, 6, 16, 9, 2),  # tiles that are not full, to be merged
         (jnp.float8_e4m3fn, 2, 1, 256, 2, 544, 1, 7),
         (jnp.float32, 4, 2, 64, 3, 16, 9, 1),
         (jnp.float32, 2, 1, 128, 9, 24, 4, 2),  # several tiles of queries
@@ -297,12 +299,12 @@ def test_a_row_is_shared_as_far_as_there_are_multiprocessors_and_positions(
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
-@pytest.mark.parametrize("splits", [1, 2])
-def test_gates_that_no_thread_could_load_are_taken_too(splits):
-    """By XLA: rows of a projection with 5 columns more begin where no thread could load four."""
+@pytest.mark.parametrize(("more", "splits"), [(4, 1), (4, 2), (5, 2)])
+def test_gates_of_any_projection_are_taken(more, splits):
+    """By XLA, where columns behind them are no whole heads; of shares, no whole fours."""
     queries, kv, indices = kernel_case(AttentionShape(2, 1, 64), jnp.bfloat16, 2, 16, 9)
     gate = gate_of(np.random.default_rng(0), queries.shape, jnp.bfloat16)
-    gate = OutputGate(jnp.pad(gate.projected, ((0, 0), (0, 5))))
+    gate = OutputGate(jnp.pad(gate.projected, ((0, 0), (0, more))))
     check(interpreted(64, 2, splits), queries, kv, indices, gate)
 
 
@@ -336,6 +338,12 @@ def test_heads_that_share_a_key_head_fit_in_a_tile(dtype, dim, most):
         ("qwen3-8b", jnp.float32, 16, 40, 4),
         ("qwen3.5-9b", jnp.float32, 544, 3, 9),
         ("llama-3.2-1b", jnp.float32, 64, 9, 1),
+        # As short as that, a row is one block's, which gates and puts out itself.
+        ("qwen3.5-9b", jnp.bfloat16, 16, 15, 4),
+        ("qwen3.5-27b", jnp.bfloat16, 16, 15, 9),
+        ("llama-3.2-1b", jnp.bfloat16, 16, 15, 4),
+        ("qwen3.5-27b", jnp.float8_e4m3fn, 16, 15, 9),
+        ("qwen3-8b", jnp.float8_e4m3fn, 16, 15, 4),
     ],
 )
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(

@@ -140,3 +140,17 @@ def test_replacing_columns_leaves_all_others(make_rows):
     others = set(batch_row_layout(2).shapes) - {"drafts", "num_computed"}
     for name in others | {"temperature", "top_p"}:
         np.testing.assert_array_equal(getattr(changed, name), getattr(state, name), name)
+
+
+@pytest.mark.parametrize(
+    ("column", "error"),
+    [
+        ({"finsh": jnp.zeros(3, jnp.int32)}, KeyError),
+        ({"temperature": jnp.zeros(3, jnp.float32)}, ValueError),
+        ({"drafts": jnp.zeros((3, 4), jnp.int32)}, ValueError),
+        ({"seed": jnp.zeros(2, jnp.int32)}, ValueError),
+    ],
+)
+def test_what_is_no_column_of_these_rows_replaces_none(column, error):
+    with pytest.raises(error, match=next(iter(column))):
+        empty_rows(3, num_drafts=2).with_fields(**column)
