@@ -119,13 +119,14 @@ def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
     positions = inputs.num_computed + draft - 1
     live = inputs.wants & (positions < inputs.max_len)
     tables = inputs.model.page_tables
+    slots = jnp.where(live, inputs.slots, 0)  # no slice of the rows: see `runner.prepare`
     return ModelInputs(
         tokens=jnp.zeros_like(positions),  # not read by the head
         positions=positions,
-        kv_slots=slot_mapping(tables, inputs.slots, positions, live, page_size=inputs.page_size),
+        kv_slots=slot_mapping(tables, slots, positions, live, page_size=inputs.page_size),
         page_tables=tables,
         decode=DecodeRegion(
-            slots=inputs.slots,
+            slots=slots,
             num_computed=positions,
             query_len=jnp.where(live, 1, 0),
             state_offset=jnp.zeros_like(positions),  # the head has no recurrent layer

@@ -109,9 +109,11 @@ def _decode_region(active: BatchState, num_rows: int):
     query_len = jnp.where(rows.is_live, 1 + num_verified, 0)
     tokens = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)
     place = jnp.arange(tokens.shape[1])[None, :]
+    # Padding where a row has ended. A column as it is would come to a kernel as a slice, which XLA
+    # makes a graph inside the step's graph.
     region = DecodeRegion(
-        slots=rows.slot,
-        num_computed=rows.num_computed,
+        slots=jnp.where(rows.is_live, rows.slot, 0),
+        num_computed=jnp.where(rows.is_live, rows.num_computed, 0),
         query_len=query_len,
         state_offset=rows.state_offset,
         ring_length=rows.ring_length,
