@@ -83,7 +83,6 @@ class BatchState:
             KeyError: there is no such column.
             ValueError: a column is not int32, or not as many rows.
         """
-        # One concatenation is one kernel; an update of a slice would be one for each field.
         columns = self.layout.unpack(self.fields)
         for name, value in fields.items():
             here = columns[name]
@@ -93,6 +92,7 @@ class BatchState:
                     f"{list(value.shape)}. Give a value for each row, floats by their bits."
                 )
             columns[name] = value
+        # One concatenation is one kernel; an update of a slice would be one for each field.
         shape = len(self.fields), -1
         return BatchState(jnp.concatenate([x.reshape(shape) for x in columns.values()], axis=1))
 
