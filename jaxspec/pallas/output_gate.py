@@ -1,5 +1,7 @@
 """The output gate of attention: each head multiplied by the sigmoid of a part of the projection."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -45,3 +47,8 @@ class OutputGate:
         pairs = self.projected[:, : 2 * heads * head_dim].reshape(tokens, heads, 2, head_dim)
         gate = jax.nn.sigmoid(pairs[:, :, 1].astype(jnp.float32))
         return (attended.astype(jnp.float32) * gate).astype(attended.dtype)
+
+
+def in_kernel(attended: Any, gate: Any) -> Any:
+    """The product in float32, in a kernel: `gate` in any dtype, as many as `attended`."""
+    return attended.astype(jnp.float32) / (1.0 + jnp.exp(-gate.astype(jnp.float32)))

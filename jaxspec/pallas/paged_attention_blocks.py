@@ -30,10 +30,10 @@ def scratch(sizes, interpreted):
 def lay_out(sizes, source, target):
     """Rows of queries, or what these attended to, from one form in shared memory to the other.
 
-    As they lie side by side, and swizzled, as tensor cores want them.
+    As they lie side by side, and swizzled in tiles of eight rows, as tensor cores want them.
     """
     layout = mosaic.piece_layout(plgpu, 8, sizes.pages.head_dim, itemsize=2)
-    for rows in sizes.eights():
+    for rows in (pl.ds(start, 8) for start in range(0, sizes.height, 8)):
         piece = mosaic.load(plgpu, source.at[rows], layout)
         if source.dtype != target.dtype:
             most = 65280.0  # bfloat16's largest below that of float16

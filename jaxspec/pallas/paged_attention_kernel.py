@@ -1,10 +1,10 @@
 """`paged_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
 A block has one key head of one row, and of its positions one share (several shares then merge, as
-in Flash-Decoding; Dao et al. 2023). The queries of all heads that share the key head, and
-of as many tokens as there is room for, are the rows of one tile, so that keys and values are read
-once for all of them. Their tiles come through a ring in shared memory, one TMA copy a page, the
-page numbers read a tile ahead.
+in Flash-Decoding; Dao et al. 2023). The queries of all heads that share the key head, and of as
+many tokens as there is room for, are the rows of one tile, so that keys and values are read once
+for all of them. Their tiles come through a ring in shared memory, one TMA copy a page, the page
+numbers read a tile ahead.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import flash, mosaic
+from jaxspec.pallas import flash, mosaic, output_gate
 from jaxspec.pallas import paged_attention_blocks as blocks
 from jaxspec.pallas import paged_attention_float8 as blocks8
 from jaxspec.pallas.page_tiles import PageTiles
@@ -133,7 +133,7 @@ def _launch(sizes, operands, kv_heads, params):
 
 
 def _merge(sizes, out, sums, gate, queries, params):
-    """One output from those of the shares, `[splits and more, rows, kv_heads, in tiles, head_dim]`.
+    """One output of the shares', `[splits and more, rows, kv_heads, tiles of queries, head_dim]`.
 
     Its own kernel, since XLA makes three of it, and a launch is a tenth of a long row's time.
     """
@@ -163,7 +163,7 @@ def _merge(sizes, out, sums, gate, queries, params):
         result = jnp.sum(parts * lax.broadcast_in_dim(weight, parts.shape, (0,)), axis=0)
         result = result / jnp.where(total == 0, 1.0, total)
         for x in gates:
-            result = result / (1.0 + jnp.exp(-x.astype(jnp.float32)))
+            result = output_gate.in_kernel(result, x)
         mosaic.store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas import mosaic
+from jaxspec.pallas import mosaic, output_gate
 from jaxspec.pallas.page_tiles import PageTiles
 
 _AT_ONCE = 4  # tokens put out in one turn of a loop
@@ -51,10 +51,6 @@ class Sizes:
         ring = self.pages.barriers(self.plan.stages)
         return plgpu.Barrier(num_arrivals=self.tokens), ring, ring
 
-    def eights(self):
-        """Rows of a tile of queries, eight at a time, as its swizzled form has them."""
-        return [pl.ds(start, 8) for start in range(0, self.height, 8)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -91,8 +87,8 @@ class Share:
                 piece = mosaic.load(plgpu, piece, layout)
                 if self.gates is not None:
                     gate = self.gates.at[token, heads, pl.ds(dim, dim)]
-                    gate = mosaic.load(plgpu, gate, layout).astype(jnp.float32)
-                    piece = (piece.astype(jnp.float32) / (1.0 + jnp.exp(-gate))).astype(out.dtype)
+                    gate = mosaic.load(plgpu, gate, layout)
+                    piece = output_gate.in_kernel(piece, gate).astype(out.dtype)
                 mosaic.store(plgpu, out.at[token, heads], piece)
 
         def put_some(i, _, count=_AT_ONCE):
@@ -114,8 +110,7 @@ def begin(sizes, block, refs, *, asked, keys, values, arrived, **scratch):
     part, split, head, row = (lax.axis_index(name) for name in ("tile", "split", "head", "row"))
     first_token = part * sizes.tokens
     _fetch_queries(sizes, refs, row, head, first_token, asked, arrived[0])
-    plan, pages, slots = sizes.plan, sizes.pages, refs.slots
-    slot = slots[row]
+    plan, pages, slot = sizes.plan, sizes.pages, refs.slots[row]
     live = (slot > 0) & (slot < pages.num_slots)
     # Clamped: a row's position is not trusted either, and must not overflow.
     start = jnp.clip(refs.num_computed[row], -sizes.width, pages.context)
