@@ -101,6 +101,7 @@ def _launch(sizes, operands, kv_heads, params):
         reductions = 0
     else:
         block, scratch, padded = blocks.float32, blocks.scratch32(sizes), sizes.height
+    semantics = plgpu.LoweringSemantics
     names, out_type = ["out"], [jax.ShapeDtypeStruct(queries.shape, queries.dtype)]
     if sizes.plan.splits > 1:
         shares = -(-sizes.plan.splits // 8) * 8, rows, kv_heads  # `_merge` reads eight at once
@@ -127,6 +128,9 @@ def _launch(sizes, operands, kv_heads, params):
             # float32: shared memory is written by copies alone. 8 bits: barriers are written out.
             unsafe_no_auto_barriers=in_8_bits or not tensor_cores,
             reduction_scratch_bytes=reductions,
+            # With layouts inferred, jax 0.11.2 swizzles queries that lie side by side, too, and
+            # then reads those of one token, fewer than eight rows, from the wrong places.
+            lowering_semantics=semantics.Lane if tensor_cores else semantics.Warpgroup,
         ),
         **params,
     )(*operands.values())
