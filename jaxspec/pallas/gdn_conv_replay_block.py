@@ -103,7 +103,7 @@ class ConvBlock(Block):
         refs = self.refs
         for first, inputs in zip((0, self.sizes.width), self.inputs, strict=True):
             for t, out in enumerate(self.convolve(inputs)):
-                self.store(refs.tokens.at[first + t], out)
+                self.store(self.tokens.at[first + t], out)
         for t, out in enumerate(self.convolve(self.of_values)):
             self.store(refs.read.at[t], out)
         self.put_gates()
@@ -115,13 +115,13 @@ class ConvBlock(Block):
 
     def normalise(self):
         """Queries and keys in place, and keys as the ring will hold them, there too."""
-        refs, width, key_dim = self.refs, self.sizes.width, self.sizes.key_dim
+        width, key_dim = self.sizes.width, self.sizes.key_dim
         # A head in one warp, whose sum needs no other; of fewer than 4 tokens in several, alike.
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
             for start, count in mosaic.pieces_of(width):
                 layout = mosaic.piece_layout(plgpu, count, key_dim, itemsize=4)
-                rows = refs.tokens.at[pl.ds(first + start, count)]
+                rows = self.tokens.at[pl.ds(first + start, count)]
                 pieces.append((first, start, count, scale, self.load(rows, layout), layout))
         if width % 4:
             self.meet()  # all of those have read what one of them overwrites
@@ -132,7 +132,7 @@ class ConvBlock(Block):
                 kept = heads.astype(self.sizes.dtype)
                 self.store(self.keys.at[pl.ds(start, count)], kept)
                 heads = kept.astype(jnp.float32)
-            self.store(refs.tokens.at[pl.ds(first + start, count)], heads)
+            self.store(self.tokens.at[pl.ds(first + start, count)], heads)
 
     def put_gates(self):
         """Log decay and strength of each token behind the gates of the ring."""

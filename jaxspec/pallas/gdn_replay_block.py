@@ -35,8 +35,10 @@ class Block(Products):
         new = self.load_values()
         gates, betas = self.load_gates()
         gated = self.sizes.norm and self.fetch_gates()
-        self.multiply_tokens(refs.tokens)
-        self.meet()
+        if self.sizes.on_tensor_cores:
+            self.put_factors()
+        self.multiply_tokens(self.tokens)
+        (plgpu.commit_smem if self.sizes.on_tensor_cores else self.meet)()
 
         @pl.when(jnp.logical_not(self.folds))
         def _():
@@ -55,7 +57,7 @@ class Block(Products):
     def token_copies(self):
         """From where to where queries and keys are copied; float32 keys twice."""
         refs, width = self.refs, self.sizes.width
-        targets = [(refs.q, refs.tokens, 0), (refs.k, refs.tokens, width)]
+        targets = [(refs.q, self.tokens, 0), (refs.k, self.tokens, width)]
         if not self.sizes.on_tensor_cores:
             targets.append((refs.k, self.keys, 0))
         return [
@@ -68,7 +70,7 @@ class Block(Products):
         refs, sizes = self.refs, self.sizes
         plgpu.barrier_wait(refs.tokens_came)
         if sizes.on_tensor_cores:
-            rows = [refs.tokens.at[sizes.width + t] for t in range(sizes.width)]
+            rows = [self.tokens.at[sizes.width + t] for t in range(sizes.width)]
             keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
             for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
                 self.store(row, key.astype(jnp.float32))

@@ -21,9 +21,10 @@ What lies in shared memory, in the order of its use:
                      since each of the ring's tokens, 0 for none
     overlap          keys times queries and keys, a row a key as in `keys`
     read             values, if the block makes them; of a norm what each token reads of the state
-    products         the state's. In float32 each warp's own, where `keys` were. In 16 bits there
-                     were the keys of a fold, then queries and keys and what rounding takes from
-                     them, until tensor cores have read them
+    factors          in 16 bits: the keys of a fold, then queries and keys for tensor cores, and
+                     what rounding takes from them
+    products         the state's: in float32 each warp's own, where `keys` were; in 16 bits where
+                     `tokens` were
 
 `met` lies between what threads write and what others read; where tensor cores or a copy read,
 `commit_smem`.
@@ -152,7 +153,6 @@ def _can_norm(norm):
 def _scratch(sizes, interpreted):
     """A block's shared memory and barriers."""
     scratch = {
-        "tokens": plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32),
         "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
         "gates": plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32),
         "since": plgpu.SMEM((sizes.square,), jnp.float32),
@@ -167,17 +167,19 @@ def _scratch(sizes, interpreted):
         scratch["tokens_came"] = plgpu.Barrier(num_arrivals=2 if sizes.on_tensor_cores else 3)
     if sizes.norm or sizes.makes_tokens:
         scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
+    tokens = plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32)
     keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
     if sizes.on_tensor_cores:
         scratch["state"] = wgmma.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype)
         scratch["keys"] = keys
-        factors = wgmma.tile(2 * sizes.padded, sizes.key_dim, dtype=sizes.dtype)
+        factors = wgmma.tile(2 * sizes.columns, sizes.key_dim, dtype=sizes.dtype)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
         fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
-        products = plgpu.SMEM((sizes.values, sizes.padded), jnp.float32)
-        # A fold is over before there are factors, and they have been read when products come.
-        scratch["products"] = plgpu.RefUnion(factors, products, fold_keys)
+        products = plgpu.SMEM((sizes.values, sizes.columns), jnp.float32)
+        # Tokens have been read when products come; a fold is over before there are factors.
+        scratch["tokens"] = plgpu.RefUnion(tokens, products)
+        scratch["factors"] = plgpu.RefUnion(factors, fold_keys)
         if interpreted:
             scratch["spare"] = plgpu.SMEM((64, 16), sizes.dtype)
     else:
@@ -186,7 +188,7 @@ def _scratch(sizes, interpreted):
         state = (4, sizes.values, quarter)
         scratch["state"] = plgpu.SMEM(state, jnp.float32, transforms=transforms)
         products = plgpu.SMEM((sizes.at_once, 4, sizes.values), jnp.float32)
-        scratch["keys"] = plgpu.RefUnion(keys, products)
+        scratch["tokens"], scratch["keys"] = tokens, plgpu.RefUnion(keys, products)
         if interpreted:
             scratch["spare"] = plgpu.SMEM((4, quarter), jnp.float32)
     return scratch
@@ -214,14 +216,14 @@ class _Sizes(ReplaySizes):
         return 2 * self.width
 
     @property
-    def padded(self) -> int:
-        """Columns of products that tensor cores make."""
-        return max(8, self.columns)
+    def columns(self) -> int:
+        """Of products: tensor cores make eight at least."""
+        return max(8 if self.on_tensor_cores else 4, super().columns)
 
     @property
     def tokens(self) -> int:
         """Rows of queries and of keys, in full groups of 4."""
-        most = max(self.factors, self.padded) if self.on_tensor_cores else self.factors
+        most = max(self.factors, self.columns) if self.on_tensor_cores else self.factors
         return -(-most // 4) * 4
 
     @property

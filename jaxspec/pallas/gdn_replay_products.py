@@ -30,8 +30,11 @@ class Products(ReplayBlock):
         self.updates, self.weights = refs.updates, refs.since
         if sizes.on_tensor_cores:
             self.keys = refs.keys
-            self.factors, self.products, self.fold_keys = refs.products
+            self.tokens, self.products = refs.tokens
+            self.factors, self.fold_keys = refs.factors
+            self.by_product = plgpu.Layout.WGMMA  # as tensor cores put them out
         else:
+            self.tokens = refs.tokens
             self.keys, self.products = refs.keys
             self.by_quarter = quarters_layout()
         # Of tokens: 16 lanes each, which read 256 bytes in one piece.
@@ -43,12 +46,7 @@ class Products(ReplayBlock):
         """The state before this step times each query and key, a line of values each."""
         if not self.sizes.on_tensor_cores:
             return self.replay_lines(self.multiply_state(decay))
-        products = self.multiply_by_tensor_cores()
-        self.meet()  # all have read the factors, where these go
-        self.store(self.products, products)
-        self.meet()
-        columns = pl.ds(0, self.sizes.columns)
-        return self.replay(decay, self.products.at[:, columns], self.meet)
+        return self.replay(decay, self.multiply_by_tensor_cores(), self.products, self.meet)
 
     def multiply_state(self, decay):
         """The decayed checkpoint times each query and key, a line of values each.
@@ -65,7 +63,7 @@ class Products(ReplayBlock):
 
             def some(i, _, first=first):
                 places = [i * FACTORS + x for x in range(FACTORS)]
-                factors = [self.quarters(self.refs.tokens.at[first + x]) for x in places]
+                factors = [self.quarters(self.tokens.at[first + x]) for x in places]
                 products = [jnp.sum(state * factor, axis=2) for factor in factors]
                 for x, product in zip(places, products, strict=True):
                     self.store(self.products.at[x], product)
@@ -101,27 +99,21 @@ class Products(ReplayBlock):
 
         return lax.fori_loop(0, self.left, group, lines)
 
-    def multiply_by_tensor_cores(self):
-        """The checkpoint's, values by factors; what 16 bits lose of a factor is another one."""
-        refs, sizes = self.refs, self.sizes
-        padded = sizes.padded
-        for start in range(0, padded, 8):
-            exact = self.load(refs.tokens.at[pl.ds(start, 8)], self.by_eight)
+    def put_factors(self):
+        """Queries and keys in 16 bits, for tensor cores, and behind all what that loses of each."""
+        sizes = self.sizes
+        for start in range(0, sizes.columns, 8):
+            exact = self.load(self.tokens.at[pl.ds(start, 8)], self.by_eight)
             most = exact.astype(sizes.dtype)
             rest = (exact - most.astype(jnp.float32)).astype(sizes.dtype)
             self.store(self.factors.at[pl.ds(start, 8)], most)
-            self.store(self.factors.at[pl.ds(padded + start, 8)], rest)
-        plgpu.commit_smem()
+            self.store(self.factors.at[pl.ds(sizes.columns + start, 8)], rest)
 
-        def multiply(sums):
-            for start in (0, padded):
-                factors = self.factors.at[pl.ds(start, padded)]
-                plgpu.wgmma(sums, refs.state, factors.transpose((1, 0)))
-            return sums[...]
-
-        return pl.run_scoped(
-            multiply, plgpu.WGMMAAccumulatorRef((sizes.values, padded), jnp.float32)
-        )
+    def multiply_by_tensor_cores(self):
+        """The checkpoint's, values by factors: both parts at once, so that it is read once."""
+        columns = self.sizes.columns
+        sums = wgmma.product(self.refs.state, self.factors.transpose((1, 0)))
+        return sums[:, :columns] + sums[:, columns:]
 
     def fold_some(self, i, state):
         """`FOLDED` tokens of the ring added to a state; one too many weighs 0."""

@@ -31,7 +31,8 @@ class Head(Products):
         new = [self.load(refs.x.at[self.row, t, self.head], self.by_value) for t in range(width)]
         gaps = [refs.dt[self.row, t, self.head] for t in range(width)]
         self.meet()
-        read = self.replay(jnp.where(self.folds, 1.0, kept), self.products, plgpu.commit_smem)
+        sums = self.load(self.products, self.by_product)
+        read = self.replay(jnp.where(self.folds, 1.0, kept), sums, self.products, plgpu.commit_smem)
         self.put_out(decay, read, new, gaps)
         self.append(new, gaps)
 

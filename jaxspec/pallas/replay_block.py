@@ -211,24 +211,24 @@ class ReplayBlock:
         eights = lax.div(width + self.left * TOGETHER + 7, 8)
         lax.fori_loop(0, lax.div(eights + turns - 1 - turn, turns), some, None)
 
-    def replay(self, decay, products, meet):
+    def replay(self, decay, sums, products, meet):
         """The state before this step times each factor, a line of values each.
 
-        `products`: the checkpoint's. `meet`: waits until the warpgroup's threads have written.
+        `sums`: the checkpoint's, in registers. `products`: where there is room for them. `meet`:
+        waits until the warpgroup's threads have written.
         """
         width, layout = self.sizes.width, self.by_product
 
         def group(i, sums):
             for j in range(TOGETHER):
                 j = i * TOGETHER + j
-                update = self.load(self.updates.at[j], self.by_value).astype(jnp.float32)
+                update = self.load(self.updates.at[j], layout.reduce(1)).astype(jnp.float32)
                 overlap = self.load(self.refs.overlap.at[width + j], layout.reduce(0))
                 update = self.spread(update * self.weights[j], sums.shape, 0, layout)
                 sums += update * self.spread(overlap, sums.shape, 1, layout)
             return sums
 
-        sums = decay * self.load(products, layout)
-        self.store(products, lax.fori_loop(0, self.left, group, sums))
+        self.store(products, lax.fori_loop(0, self.left, group, decay * sums))
         meet()
         columns = (products.at[:, pl.ds(x, 1)] for x in range(self.sizes.factors))
         return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
