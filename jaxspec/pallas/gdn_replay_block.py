@@ -38,6 +38,7 @@ class Block(Products):
         if self.sizes.on_tensor_cores:
             self.put_factors()
         self.multiply_tokens(self.tokens)
+        # Factors and overlap are there, and nobody reads the tokens any more, where products go.
         (plgpu.commit_smem if self.sizes.on_tensor_cores else self.meet)()
 
         @pl.when(jnp.logical_not(self.folds))

@@ -218,13 +218,12 @@ class _Sizes(ReplaySizes):
     @property
     def columns(self) -> int:
         """Of products: tensor cores make eight at least."""
-        return max(8 if self.on_tensor_cores else 4, super().columns)
+        return max(8, super().columns) if self.on_tensor_cores else super().columns
 
     @property
     def tokens(self) -> int:
-        """Rows of queries and of keys, in full groups of 4."""
-        most = max(self.factors, self.columns) if self.on_tensor_cores else self.factors
-        return -(-most // 4) * 4
+        """Rows of queries and of keys: full groups of 4, for tensor cores a row a column."""
+        return self.columns if self.on_tensor_cores else -(-self.factors // 4) * 4
 
     @property
     def at_once(self) -> int:

@@ -46,7 +46,7 @@ class Products(ReplayBlock):
         """The state before this step times each query and key, a line of values each."""
         if not self.sizes.on_tensor_cores:
             return self.replay_lines(self.multiply_state(decay))
-        return self.replay(decay, self.multiply_by_tensor_cores(), self.products, self.meet)
+        return self.replay(decay, self.multiply_by_tensor_cores(), self.meet)
 
     def multiply_state(self, decay):
         """The decayed checkpoint times each query and key, a line of values each.
@@ -110,7 +110,7 @@ class Products(ReplayBlock):
             self.store(self.factors.at[pl.ds(sizes.columns + start, 8)], rest)
 
     def multiply_by_tensor_cores(self):
-        """The checkpoint's, values by factors: both parts at once, so that it is read once."""
+        """The checkpoint's, values by factors, read once for what 16 bits keep of them and lose."""
         columns = self.sizes.columns
         sums = wgmma.product(self.refs.state, self.factors.transpose((1, 0)))
         return sums[:, :columns] + sums[:, columns:]

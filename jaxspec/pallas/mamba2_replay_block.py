@@ -32,7 +32,7 @@ class Head(Products):
         gaps = [refs.dt[self.row, t, self.head] for t in range(width)]
         self.meet()
         sums = self.load(self.products, self.by_product)
-        read = self.replay(jnp.where(self.folds, 1.0, kept), sums, self.products, plgpu.commit_smem)
+        read = self.replay(jnp.where(self.folds, 1.0, kept), sums, plgpu.commit_smem)
         self.put_out(decay, read, new, gaps)
         self.append(new, gaps)
 

@@ -128,8 +128,9 @@ def _launch(sizes, operands, kv_heads, params):
             # float32: shared memory is written by copies alone. 8 bits: barriers are written out.
             unsafe_no_auto_barriers=in_8_bits or not tensor_cores,
             reduction_scratch_bytes=reductions,
-            # With layouts inferred, jax 0.11.2 swizzles queries that lie side by side, too, and
-            # then reads those of one token, fewer than eight rows, from the wrong places.
+            # Where layouts are inferred, jax 0.11.2 swizzles what lies side by side, too, and
+            # `put_out` read a token's heads of 64, fewer than eight rows, from the wrong places.
+            # In float32 all views are of one row, which keeps it plain.
             lowering_semantics=semantics.Lane if tensor_cores else semantics.Warpgroup,
         ),
         **params,

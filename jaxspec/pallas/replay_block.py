@@ -96,6 +96,7 @@ class ReplayBlock:
     """
 
     keys: Any  # this step's, behind them the ring's
+    products: Any  # the checkpoint's, values by factors
     updates: Any  # the ring's
     weights: Any  # of these, float32: how much of each is left by now
 
@@ -113,8 +114,9 @@ class ReplayBlock:
         self.folds = must_fold(self.length, sizes.width, sizes.rows)
         self.left = jnp.where(self.folds, 0, self.groups)  # beside the checkpoint
         lanes = mosaic.THREADS // sizes.values
-        self.by_product = rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
-        self.by_value = self.by_product.reduce(1)
+        rows = rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
+        self.by_product: Any = rows
+        self.by_value = rows.reduce(1)
         # Vectors as matrices of one column, since with a stride Mosaic takes none.
         self.by_column = rows_layout(sizes.values, lanes, 1, columns=1)
         self.by_key = rows_layout(sizes.key_dim, mosaic.THREADS // sizes.key_dim, 1).reduce(1)
@@ -211,11 +213,11 @@ class ReplayBlock:
         eights = lax.div(width + self.left * TOGETHER + 7, 8)
         lax.fori_loop(0, lax.div(eights + turns - 1 - turn, turns), some, None)
 
-    def replay(self, decay, sums, products, meet):
+    def replay(self, decay, sums, meet):
         """The state before this step times each factor, a line of values each.
 
-        `sums`: the checkpoint's, in registers. `products`: where there is room for them. `meet`:
-        waits until the warpgroup's threads have written.
+        `sums`: the checkpoint's products, in registers. `meet`: waits until the warpgroup's threads
+        have written.
         """
         width, layout = self.sizes.width, self.by_product
 
@@ -228,7 +230,7 @@ class ReplayBlock:
                 sums += update * self.spread(overlap, sums.shape, 1, layout)
             return sums
 
-        self.store(products, lax.fori_loop(0, self.left, group, decay * sums))
+        self.store(self.products, lax.fori_loop(0, self.left, group, decay * sums))
         meet()
-        columns = (products.at[:, pl.ds(x, 1)] for x in range(self.sizes.factors))
+        columns = (self.products.at[:, pl.ds(x, 1)] for x in range(self.sizes.factors))
         return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]

@@ -342,6 +342,7 @@ def test_heads_that_share_a_key_head_fit_in_a_tile(dtype, dim, most):
         ("qwen3.5-9b", jnp.bfloat16, 16, 15, 4),
         ("qwen3.5-27b", jnp.bfloat16, 16, 15, 9),
         ("llama-3.2-1b", jnp.bfloat16, 16, 15, 4),
+        ("llama-3.2-1b", jnp.float32, 16, 15, 4),
         ("qwen3.5-27b", jnp.float8_e4m3fn, 16, 15, 9),
         ("qwen3-8b", jnp.float8_e4m3fn, 16, 15, 4),
     ],
