@@ -173,8 +173,7 @@ def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, fre
     """
     axes = ("part",) if sizes.cluster > 1 else None
 
-    @pl.loop(0, count * sizes.chunks)
-    def _(j):
+    def fetch(j):
         stage = lax.rem(j, sizes.stages)
         chunk = pl.ds(lax.rem(j, sizes.chunks) * CHUNK, CHUNK)
         columns = pl.ds(column(lax.div(j, sizes.chunks)), _COLUMNS)
@@ -182,6 +181,10 @@ def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, fre
         plgpu.copy_gmem_to_smem(weight.at[chunk, columns], ring.at[stage], arrived.at[stage])
         part, to = x.at[pl.ds(first_row, sizes.copied), chunk], tokens.at[stage, : sizes.copied]
         plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], collective_axes=axes)
+
+    @plgpu.warp_map  # one warp alone: others would take issue slots from those that multiply
+    def _(warp):
+        pl.when(warp == 0)(lambda: pl.loop(0, count * sizes.chunks)(fetch))
 
 
 def _multiply(sizes, count, tokens, ring, arrived, free, tile):

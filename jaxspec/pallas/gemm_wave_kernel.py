@@ -100,8 +100,7 @@ class _Block:
                 [column + i * self.step + piece * self.apart for piece in range(wave.pieces)]
                 for i in range(wave.warpgroups)
             ]
-            axes = ("row",) if self.cluster > 1 else None
-            feature = part * self.rings.chunks * CHUNK
+            axes, feature = ("row",) if self.cluster > 1 else None, part * self.rings.chunks * CHUNK
             _copy(self.rings, x, weight, token, feature, columns, axes, **buffers)
 
         @pl.when(warpgroup < wave.warpgroups)
@@ -122,9 +121,7 @@ class _Block:
 
         There is one "pair" of rows' blocks, or where they are no cluster each is one.
         """
-        part, block, pair, row = (
-            lax.axis_index(axis) for axis in ("part", "column", "pair", "row")
-        )
+        part, block, pair, row = (lax.axis_index(x) for x in ("part", "column", "pair", "row"))
         token = (pair * self.cluster + row) * self.wave.rows
         return part, token, block * self.wave.warpgroups * self.step
 
@@ -159,8 +156,8 @@ class _Rings:
         if is_piecewise:
             # Rows wait for their last piece: one place more than there are whole chunks.
             pairs = [(n, min(chunks, (n + 1) // 2 + 1)) for n in range(2 * chunks, 0, -1)]
-            fitting = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
-            slots, stages = next(fitting, (0, 0))
+            fits = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
+            slots, stages = next(fits, (0, 0))
         else:
             slots = stages = min(chunks, room // (rows + wave.pieces * piece))
         if slots < min(2, chunks * (1 + is_piecewise)) or stages < min(2, chunks):
@@ -175,6 +172,21 @@ class _Rings:
         """The pieces that come together."""
         size = 1 if self.is_piecewise else self.wave.pieces
         return [range(first, first + size) for first in range(0, self.wave.pieces, size)]
+
+    def for_each_chunk(self, do: Callable) -> None:
+        """`do(chunk, stage, slots)`: where its rows are, and each group of its pieces.
+
+        Both are carried from chunk to chunk, since a remainder costs a product of 64 bits.
+        """
+
+        def step(j, at):
+            stage, slots = at[0], [at[1]]
+            for _ in self.groups:
+                slots.append(jnp.where(slots[-1] == self.slots - 1, 0, slots[-1] + 1))
+            do(j, stage, slots[:-1])
+            return jnp.where(stage == self.stages - 1, 0, stage + 1), slots[-1]
+
+        lax.fori_loop(0, self.chunks, step, (jnp.int32(0), jnp.int32(0)))
 
     def scratch(self, dtype) -> dict[str, Any]:
         """Shared memory, as tensor cores want it, and its barriers."""
@@ -208,17 +220,15 @@ def _copy(
     come to all blocks of a cluster's `axes`.
     """
 
-    @pl.loop(0, rings.chunks)
-    def _(j):
-        chunk, stage = pl.ds(feature + j * CHUNK, CHUNK), lax.rem(j, rings.stages)
+    def fetch(j, stage, slots):
+        chunk = pl.ds(feature + j * CHUNK, CHUNK)
         rows, to_rows = x.at[pl.ds(token, rings.wave.rows), chunk], tokens.at[stage]
         if rings.is_piecewise:
             pl.when(j >= rings.stages)(lambda: plgpu.barrier_wait(rows_free.at[stage]))
             plgpu.copy_gmem_to_smem(rows, to_rows, rows_arrived.at[stage])
-        for turn, group in enumerate(rings.groups):
-            n = j * len(rings.groups) + turn
-            slot = lax.rem(n, rings.slots)
-            pl.when(n >= rings.slots)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
+        for turn, (group, slot) in enumerate(zip(rings.groups, slots, strict=True)):
+            again = j * len(rings.groups) + turn >= rings.slots
+            pl.when(again)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
             for i, pieces in enumerate(columns):
                 for place, piece in enumerate(group):
                     part = weight.at[chunk, pl.ds(pieces[piece], COLUMNS)]
@@ -227,38 +237,40 @@ def _copy(
             if not rings.is_piecewise:
                 plgpu.copy_gmem_to_smem(rows, to_rows, arrived.at[slot])
 
+    @plgpu.warp_map  # one warp alone: others would take issue slots from those that multiply
+    def _(warp):
+        pl.when(warp == 0)(lambda: rings.for_each_chunk(fetch))
+
 
 def _multiply(
     rings, warpgroup,
     *, tokens, ring, arrived, free, rows_arrived: Any = None, rows_free: Any = None,
 ):  # fmt: skip
     """A warpgroup's products, transposed: `[COLUMNS, rows]` float32 for each piece."""
-    groups = rings.groups
 
-    def release(barrier, n, places, end):
-        """Of `n`, if another comes in its place."""
-        again = (n >= 0) & (n + places < end)
-        pl.when(again)(lambda: plgpu.barrier_arrive(barrier.at[lax.rem(n, places)]))
+    def release(barrier, n, place, places, end):
+        """Of the one before `n`, which is at `place`, if another comes in its place."""
+        before = jnp.where(place == 0, places, place) - 1
+        again = (n > 0) & (n - 1 + places < end)
+        pl.when(again)(lambda: plgpu.barrier_arrive(barrier.at[before]))
 
     def all_chunks(*sums):
-        @pl.loop(0, rings.chunks)
-        def _(j):
-            stage = lax.rem(j, rings.stages)
+        def multiply(j, stage, slots):
             rows = tokens.at[stage].transpose((1, 0))
             if rings.is_piecewise:
                 plgpu.barrier_wait(rows_arrived.at[stage])
-            for turn, group in enumerate(groups):
-                n = j * len(groups) + turn
-                slot = lax.rem(n, rings.slots)
+            for turn, (group, slot) in enumerate(zip(rings.groups, slots, strict=True)):
+                n = j * len(rings.groups) + turn
                 plgpu.barrier_wait(arrived.at[slot])
                 for place, piece in enumerate(group):
                     part = ring.at[slot, warpgroup, place].transpose((1, 0))
                     plgpu.wgmma(sums[piece], part, rows)
                 plgpu.wgmma_wait(len(group))  # those before these are done with
-                release(free, n - 1, rings.slots, len(groups) * rings.chunks)
+                release(free, n, slot, rings.slots, len(rings.groups) * rings.chunks)
                 if rings.is_piecewise and turn == 0:
-                    release(rows_free, j - 1, rings.stages, rings.chunks)
+                    release(rows_free, j, stage, rings.stages, rings.chunks)
 
+        rings.for_each_chunk(multiply)
         return [sum_[...] for sum_ in sums]
 
     sum_ = plgpu.WGMMAAccumulatorRef((COLUMNS, rings.wave.rows), jnp.float32)
