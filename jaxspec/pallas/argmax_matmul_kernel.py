@@ -1,8 +1,8 @@
 """`argmax_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
 A block scores 128 columns at a time for up to 256 rows, and keeps the best so far of each row. A
-warpgroup copies chunks of rows and weight into a ring, one or two others multiply, half of the
-rows each; a row's scores lie in four threads, so the best of them takes two exchanges. Of
+warp copies chunks of rows and weight into a ring, one or two warpgroups multiply, half of the rows
+each; a row's scores lie in four threads, so the best of them takes two exchanges. Of
 more than 128 rows two neighbouring blocks, a cluster, have the same ones, which are read again for
 every tile of columns: each copies half of a chunk's to both, or it would be more than the L2 cache
 gives.
@@ -167,7 +167,7 @@ def _block(
 
 
 def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free):
-    """The warpgroup that fills the ring, as soon as all that multiply are done with a chunk.
+    """Fill the ring, as soon as all that multiply are done with a chunk.
 
     In a cluster those of both blocks, for whom half of the rows are.
     """
@@ -182,7 +182,7 @@ def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, fre
         part, to = x.at[pl.ds(first_row, sizes.copied), chunk], tokens.at[stage, : sizes.copied]
         plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], collective_axes=axes)
 
-    @plgpu.warp_map  # one warp alone: others would take issue slots from those that multiply
+    @plgpu.warp_map  # one warp: arrivals count once, and the others would run the same
     def _(warp):
         pl.when(warp == 0)(lambda: pl.loop(0, count * sizes.chunks)(fetch))
 

@@ -1,9 +1,9 @@
 """Products of more than 64 rows of wide models on a Hopper GPU; import only where kernels run.
 
 What bounds them is how much a multiprocessor's shared memory can take and give, so a block is as
-large as its registers allow, and all blocks are one wave (`gemm.Wave`). A warpgroup copies chunks
-of the features, rows and weight, into rings; the others multiply, each its own columns of the
-weight, transposed, as in `gemm_kernel`. Where two blocks share the rows, those with the same
+large as its registers allow, and all blocks are one wave (`gemm.Wave`). A warp copies chunks of the
+features, rows and weight, into rings; warpgroups multiply, each its own columns of the weight,
+transposed, as in `gemm_kernel`. Where two blocks share the rows, those with the same
 columns are a cluster: each copies half of a chunk's weight to both.
 """
 
@@ -100,7 +100,8 @@ class _Block:
                 [column + i * self.step + piece * self.apart for piece in range(wave.pieces)]
                 for i in range(wave.warpgroups)
             ]
-            axes, feature = ("row",) if self.cluster > 1 else None, part * self.rings.chunks * CHUNK
+            axes = ("row",) if self.cluster > 1 else None
+            feature = part * self.rings.chunks * CHUNK
             _copy(self.rings, x, weight, token, feature, columns, axes, **buffers)
 
         @pl.when(warpgroup < wave.warpgroups)
@@ -121,7 +122,7 @@ class _Block:
 
         There is one "pair" of rows' blocks, or where they are no cluster each is one.
         """
-        part, block, pair, row = (lax.axis_index(x) for x in ("part", "column", "pair", "row"))
+        part, block, pair, row = map(lax.axis_index, ("part", "column", "pair", "row"))
         token = (pair * self.cluster + row) * self.wave.rows
         return part, token, block * self.wave.warpgroups * self.step
 
@@ -156,8 +157,8 @@ class _Rings:
         if is_piecewise:
             # Rows wait for their last piece: one place more than there are whole chunks.
             pairs = [(n, min(chunks, (n + 1) // 2 + 1)) for n in range(2 * chunks, 0, -1)]
-            fits = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
-            slots, stages = next(fits, (0, 0))
+            fitting = ((n, m) for n, m in pairs if n * piece + m * rows <= room)
+            slots, stages = next(fitting, (0, 0))
         else:
             slots = stages = min(chunks, room // (rows + wave.pieces * piece))
         if slots < min(2, chunks * (1 + is_piecewise)) or stages < min(2, chunks):
@@ -174,17 +175,15 @@ class _Rings:
         return [range(first, first + size) for first in range(0, self.wave.pieces, size)]
 
     def for_each_chunk(self, do: Callable) -> None:
-        """`do(chunk, stage, slots)`: where its rows are, and each group of its pieces.
-
-        Both are carried from chunk to chunk, since a remainder costs a product of 64 bits.
-        """
+        """`do(j, stage, slots)`: where the rows of chunk `j` and its groups of pieces lie."""
 
         def step(j, at):
-            stage, slots = at[0], [at[1]]
+            (stage, slot), slots = at, []
             for _ in self.groups:
-                slots.append(jnp.where(slots[-1] == self.slots - 1, 0, slots[-1] + 1))
-            do(j, stage, slots[:-1])
-            return jnp.where(stage == self.stages - 1, 0, stage + 1), slots[-1]
+                slots.append(slot)
+                slot = mosaic.next_place(slot, self.slots)
+            do(j, stage, slots)
+            return mosaic.next_place(stage, self.stages), slot
 
         lax.fori_loop(0, self.chunks, step, (jnp.int32(0), jnp.int32(0)))
 
@@ -214,7 +213,7 @@ def _copy(
     rings, x, weight, token, feature, columns, axes,
     *, tokens, ring, arrived, free, rows_arrived: Any = None, rows_free: Any = None,
 ):  # fmt: skip
-    """The warpgroup that fills the rings, as soon as those that multiply are done with the last.
+    """Fill the rings, each place as soon as those that multiply are done with it.
 
     From this token and feature on, and these columns, `[warpgroups][pieces]`; the weight's pieces
     come to all blocks of a cluster's `axes`.
@@ -237,7 +236,7 @@ def _copy(
             if not rings.is_piecewise:
                 plgpu.copy_gmem_to_smem(rows, to_rows, arrived.at[slot])
 
-    @plgpu.warp_map  # one warp alone: others would take issue slots from those that multiply
+    @plgpu.warp_map  # one warp: arrivals count once, and the others would run the same
     def _(warp):
         pl.when(warp == 0)(lambda: rings.for_each_chunk(fetch))
 
@@ -248,9 +247,9 @@ def _multiply(
 ):  # fmt: skip
     """A warpgroup's products, transposed: `[COLUMNS, rows]` float32 for each piece."""
 
-    def release(barrier, n, place, places, end):
-        """Of the one before `n`, which is at `place`, if another comes in its place."""
-        before = jnp.where(place == 0, places, place) - 1
+    def release(barrier, n, at, places, end):
+        """Free the place before `at`, which is `n`'s, if it is to be filled again."""
+        before = jnp.where(at == 0, places, at) - 1
         again = (n > 0) & (n - 1 + places < end)
         pl.when(again)(lambda: plgpu.barrier_arrive(barrier.at[before]))
 

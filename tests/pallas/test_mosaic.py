@@ -44,3 +44,11 @@ def test_what_is_loaded_is_stored(dtype, shape, layout):
 
 def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
     assert mosaic.room(132) > 2 * mosaic.room(133) and mosaic.room(133) > 108 * 1024
+
+
+@pytest.mark.parametrize("places", [1, 2, 6, 7])
+def test_the_next_place_of_a_ring_is_the_remainder(places):
+    place = jnp.int32(0)
+    for n in range(1, 3 * places):
+        place = mosaic.next_place(place, places)
+        assert place == n % places
