@@ -140,18 +140,14 @@ class StepOutput:
         ends = emitted.sum(axis=1).cumsum().tolist()
         flat = tuple(tokens[emitted].tolist())
         stood = self.num_accepted[:, :, None] > np.arange(num_drafts)
-        return [
-            RowOutput(flat[begin:end], *others)
-            for begin, end, *others in zip(
-                [0, *ends[:-1]],
-                ends,
-                self.finish[-1].tolist(),
-                np.count_nonzero(self.num_drafts, axis=0).tolist(),
-                self.num_drafts.sum(axis=0).tolist(),
-                stood.sum(axis=0).tolist(),
-                strict=True,
-            )
-        ]
+        fields = (
+            [flat[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)],
+            self.finish[-1].tolist(),
+            np.count_nonzero(self.num_drafts, axis=0).tolist(),
+            self.num_drafts.sum(axis=0).tolist(),
+            stood.sum(axis=0).tolist(),
+        )
+        return list(map(RowOutput, *fields))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import itertools
 import numbers
 import time
 from collections.abc import Sequence
@@ -130,8 +129,10 @@ class RequestMetrics:
         self.num_drafts += num_verifies
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += sum(accepted)
-        both = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
-        self.accepted_per_position = [before + now for before, now in both]
+        counts = self.accepted_per_position
+        counts += [0] * (len(accepted) - len(counts))
+        for position, count in enumerate(accepted):
+            counts[position] += count
 
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":

@@ -139,14 +139,13 @@ class Scheduler:
         """Several where no prompt waits, a row needs them all even if every draft stands, and there
         are pages for them: nobody has to go who could stay for one step.
         """
-        several, running = self.buckets.num_steps(budget)[-1], self.running
-        left = max((request.max_len - request.tokens_bound for request in running), default=0)
+        several = self.buckets.num_steps(budget)[-1]
+        bounds = [(request.tokens_bound, request) for request in self.running]
+        left = max((request.max_len - bound for bound, request in bounds), default=0)
         if several == 1 or left < several * self.buckets.width:
             return 1
-        pages = sum(
-            self._pages_for(self.buckets.reach(r.tokens_bound, several), r) for r in running
-        )
-        held = sum(len(request.pages) for request in running)
+        pages = sum(self._pages_for(self.buckets.reach(bound, several), r) for bound, r in bounds)
+        held = sum(len(request.pages) for request in self.running)
         return several if pages - held <= self.pages.num_free else 1
 
     def _takes_decode_row(self, request: Request) -> bool:
