@@ -10,7 +10,7 @@ of the repeats: the definition that vLLM was measured by (`peer_h200.json`). The
 
 The gap: while all rows decode, the engine's time a step, over that of steps which are planned
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps; where the
-driver's queue is full (256 rows with drafts), the dispatch waits in it for room.
+driver's queue is full (256 rows with drafts, 16 steps a dispatch), the dispatch waits for room.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
 measures one shape: most of its time it compiles, two to ten programs a case.
