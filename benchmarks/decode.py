@@ -104,22 +104,27 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
     }
 
 
+def calls_per_round(case: Case, steps: int) -> int:
+    """Dispatches of so many steps, but at least 3: of one alone nothing could overlap."""
+    return max(3, steps // case.steps_per_dispatch)
+
+
 def steady_tokens(case: Case, steps: int) -> int:
     """The most a row can get in `steady_steps`, and some behind it: no row may end."""
+    a_round = calls_per_round(case, steps) * case.steps_per_dispatch
     unknown = (3 + case.max_in_flight) * case.steps_per_dispatch  # to the scheduler
-    return (2 * ROUNDS * steps + PROFILED + 8 + unknown) * (1 + case.drafts)
+    return (2 * ROUNDS * a_round + PROFILED + 8 + unknown) * (1 + case.drafts)
 
 
 def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespace) -> Figures:
     """Milliseconds a step while all rows decode, by the engine and without it."""
-    steps, profile = args.steps, args.profile
     engine = llm._engine
-    tokens = steady_tokens(case, steps)
+    tokens = steady_tokens(case, args.steps)
     groups = llm._prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
     llm._submit(groups)
     while not all(sample.token_ids for (sample,) in groups):
         llm._step()
-    rounds, calls = [], max(1, steps // case.steps_per_dispatch)
+    rounds, calls = [], calls_per_round(case, args.steps)
     steps = calls * case.steps_per_dispatch
     for _ in range(ROUNDS):
         engine.drain()
@@ -133,7 +138,7 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     profiled = -(-PROFILED // case.steps_per_dispatch)
     kernels = (
         kernel_times(lambda: back_to_back(llm, profiled), profiled * case.steps_per_dispatch)
-        if profile
+        if args.profile
         else {}
     )
     llm._forget(groups)
@@ -141,7 +146,7 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     gap = statistics.median(times["engine"] / times["back_to_back"] for times in rounds) - 1
     milliseconds = {f"{name}_ms": 1000 * seconds for name, seconds in middle.items()}
     milliseconds["host_ms"] = 1000 * sum(middle[name] for name in HOST)
-    return {**milliseconds, "gap": gap, **kernels}
+    return {**milliseconds, "gap": gap, "steps_per_round": steps, **kernels}
 
 
 def back_to_back(llm: LLM, calls: int) -> float:

@@ -156,15 +156,15 @@ def decode(figures: Figures) -> str:
 
     Without drafts and with 3.
     """
-    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
+    by_case: dict[tuple[float, int, str, int], dict[int, Figures]] = {}
     for case in _decode_cases(figures):
         if case["prompt"] == DECODE_PROMPT:
-            name = case["shape"].removeprefix("qwen3.5-"), case["rows"], case["state_dtype"]
-            name = *name, case["steps_per_dispatch"]
+            billions = float(case["shape"].removeprefix("qwen3.5-").removesuffix("b"))
+            name = billions, case["rows"], case["state_dtype"], case["steps_per_dispatch"]
             by_case.setdefault(name, {})[case["drafts"]] = case
     lines = []
-    for (shape, rows, dtype, steps), by_drafts in sorted(by_case.items()):
-        line = [f"{shape.upper()}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
+    for (billions, rows, dtype, steps), by_drafts in sorted(by_case.items()):
+        line = [f"{billions:g}B, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
         for drafts in (0, 3):
             case = by_drafts.get(drafts)
             if case is None:

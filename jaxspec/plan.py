@@ -6,6 +6,7 @@ rows, the device unpacks them. No JAX here; `PackedLayout.unpack` slices NumPy a
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ class StepOutput:
         return StepOutput(**output_layout(packed.shape[-1] - output_layout(0).size).unpack(packed))
 
     def by_row(self) -> list[RowOutput]:
-        """The steps joined, row by row. NumPy does the counting: Python's would be seen."""
+        """The steps joined, row by row. NumPy counts, of all at once: the next plan waits for it."""
         num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
         emitted = tokens != -1
@@ -147,7 +148,7 @@ class StepOutput:
             self.num_drafts.sum(axis=0).tolist(),
             stood.sum(axis=0).tolist(),
         )
-        return list(map(RowOutput, *fields))
+        return list(itertools.starmap(RowOutput, zip(*fields, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 import numbers
 import time
 from collections.abc import Sequence
@@ -129,10 +130,9 @@ class RequestMetrics:
         self.num_drafts += num_verifies
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += sum(accepted)
-        counts = self.accepted_per_position
-        counts += [0] * (len(accepted) - len(counts))
-        for position, count in enumerate(accepted):
-            counts[position] += count
+        # A new list: copies of these metrics keep theirs.
+        sums = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
+        self.accepted_per_position = [before + count for before, count in sums]
 
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -89,8 +90,10 @@ def test_the_variant_is_the_least_that_can_serve_the_request(changes, variant):
 )
 def test_acceptance_statistics_equal_the_table(steps, totals, per_position):
     metrics = RequestMetrics()
+    before = dataclasses.replace(metrics)
     for step in steps:
         metrics.record(*step)
+    assert before.accepted_per_position == [], "a copy keeps its own"
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == totals
     assert metrics.accepted_per_position == per_position
     mean = 1 + totals[2] / totals[0] if totals[0] else 1.0

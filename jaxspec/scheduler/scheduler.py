@@ -140,11 +140,13 @@ class Scheduler:
         are pages for them: nobody has to go who could stay for one step.
         """
         several = self.buckets.num_steps(budget)[-1]
-        bounds = [(request.tokens_bound, request) for request in self.running]
-        left = max((request.max_len - bound for bound, request in bounds), default=0)
-        if several == 1 or left < several * self.buckets.width:
+        if several == 1:
             return 1
-        pages = sum(self._pages_for(self.buckets.reach(bound, several), r) for bound, r in bounds)
+        bounds = [(r, r.tokens_bound) for r in self.running]
+        left = max((r.max_len - bound for r, bound in bounds), default=0)
+        if left < several * self.buckets.width:
+            return 1
+        pages = sum(self._pages_for(self.buckets.reach(bound, several), r) for r, bound in bounds)
         held = sum(len(request.pages) for request in self.running)
         return several if pages - held <= self.pages.num_free else 1
 
@@ -160,9 +162,8 @@ class Scheduler:
 
     def _advance(self, request: Request, step: NextStep) -> None:
         if self._takes_decode_row(request):
-            if self._reserve(
-                request, self.buckets.reach(request.tokens_bound, step.num_steps), step
-            ):
+            upto = self.buckets.reach(request.tokens_bound, step.num_steps)
+            if self._reserve(request, upto, step):
                 step.decodes.append(request)
         elif request.is_prefilling:
             self._advance_prefill(request, step)
