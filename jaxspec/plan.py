@@ -134,7 +134,7 @@ class StepOutput:
         return StepOutput(**output_layout(packed.shape[-1] - output_layout(0).size).unpack(packed))
 
     def by_row(self) -> list[RowOutput]:
-        """The steps joined, row by row. NumPy counts, of all at once: the next plan waits for it."""
+        """The steps joined, row by row. NumPy counts, of all at once: the next plan waits."""
         num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
         emitted = tokens != -1
