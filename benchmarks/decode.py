@@ -10,7 +10,8 @@ of the repeats: the definition that vLLM was measured by (`peer_h200.json`). The
 
 The gap: while all rows decode, the engine's time a step, over that of steps which are planned
 beforehand and enqueued back to back; minus 1. The host's times are of the engine's steps; where the
-driver's queue is full (256 rows with drafts, 16 steps a dispatch), the dispatch waits for room.
+driver's queue is full (as with 256 rows, drafts and 16 steps a dispatch), the dispatch waits for
+room.
 
 A line is printed when a case is done, and a FILE keeps what it says of other cases. A process
 measures one shape: most of its time it compiles, two to ten programs a case.
@@ -105,7 +106,7 @@ def generation(llm: LLM, case: Case, prompts: Prompts, repeats: int) -> Figures:
 
 
 def calls_per_round(case: Case, steps: int) -> int:
-    """Dispatches of so many steps, but at least 3: of one alone nothing could overlap."""
+    """Dispatches in a round of `steps` steps, but at least 3: one alone could overlap nothing."""
     return max(3, steps // case.steps_per_dispatch)
 
 
@@ -221,7 +222,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--tokens", type=int, default=256, help="new ones (default 256)")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")
-    parser.add_argument("--steps", type=int, default=24, help="of a round for the gap")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="of a round for the gap, at least 3 dispatches"
+    )
     parser.add_argument("--profile", action="store_true", help="the kernels' times, too")
     parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
     args = parser.parse_args()

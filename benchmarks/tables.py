@@ -18,6 +18,7 @@ from typing import Any
 
 import prefill_tables
 from markdown_table import markdown
+from model_shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
@@ -156,15 +157,16 @@ def decode(figures: Figures) -> str:
 
     Without drafts and with 3.
     """
-    by_case: dict[tuple[float, int, str, int], dict[int, Figures]] = {}
+    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
     for case in _decode_cases(figures):
         if case["prompt"] == DECODE_PROMPT:
-            billions = float(case["shape"].removeprefix("qwen3.5-").removesuffix("b"))
-            name = billions, case["rows"], case["state_dtype"], case["steps_per_dispatch"]
+            name = case["shape"], case["rows"], case["state_dtype"], case["steps_per_dispatch"]
             by_case.setdefault(name, {})[case["drafts"]] = case
     lines = []
-    for (billions, rows, dtype, steps), by_drafts in sorted(by_case.items()):
-        line = [f"{billions:g}B, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
+    for name in sorted(by_case, key=lambda name: (list(SHAPES).index(name[0]), *name[1:])):
+        (shape, rows, dtype, steps), by_drafts = name, by_case[name]
+        size = shape.removeprefix("qwen3.5-").upper()
+        line = [f"{size}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
         for drafts in (0, 3):
             case = by_drafts.get(drafts)
             if case is None:

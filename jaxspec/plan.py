@@ -6,7 +6,6 @@ rows, the device unpacks them. No JAX here; `PackedLayout.unpack` slices NumPy a
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -134,7 +133,10 @@ class StepOutput:
         return StepOutput(**output_layout(packed.shape[-1] - output_layout(0).size).unpack(packed))
 
     def by_row(self) -> list[RowOutput]:
-        """The steps joined, row by row. NumPy counts, of all at once: the next plan waits."""
+        """The steps joined, row by row.
+
+        Counted by NumPy for all rows at once: meanwhile the host cannot plan the next step.
+        """
         num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
         emitted = tokens != -1
@@ -148,7 +150,7 @@ class StepOutput:
             self.num_drafts.sum(axis=0).tolist(),
             stood.sum(axis=0).tolist(),
         )
-        return list(itertools.starmap(RowOutput, zip(*fields, strict=True)))
+        return [RowOutput(*row) for row in zip(*fields, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
