@@ -22,8 +22,13 @@ def pack_step(
 
     Rows the device has are found by where the last plan put them (`Request.row`). `grown` were
     given pages, which are marked as known there.
+
+    Raises:
+        ValueError: two rows have the same slot, or come from the same row: both would write there.
     """
     prev_positions = [request.row for request in rows]
+    _refuse_repeated("slot", [request.slot for request in rows])
+    _refuse_repeated("row of the last plan", [row for row in prev_positions if row >= 0])
     new_rows = [row for row, before in enumerate(prev_positions) if before < 0]
     entries = np.zeros((len(new_rows), batch_row_layout(buckets.num_drafts).size), np.int32)
     for entry, row in zip(entries, new_rows, strict=True):
@@ -43,6 +48,14 @@ def pack_step(
             **_appends(grown),
         },
     )
+
+
+def _refuse_repeated(what: str, places: Sequence[int]) -> None:
+    if len(set(places)) < len(places):
+        raise ValueError(
+            f"Each row of a plan must have its own {what}, but these were planned: {list(places)}. "
+            "This is a bug in jaxspec."
+        )
 
 
 def _token_after(request: Request, end: int) -> int:

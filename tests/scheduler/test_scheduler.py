@@ -476,3 +476,15 @@ def test_a_request_that_can_never_run_is_refused():
     with pytest.raises(ValueError, match="21 tokens need 6 pages of 4, the pool has 5"):
         scheduler.check([*make_group(1, 2, 2), *make_group(2, 11, 10)])
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("fact, what", [("slot", "slot"), ("row", "row of the last plan")])
+def test_a_plan_of_two_rows_in_one_place_is_refused(fact, what):
+    """Kernels write a row's slot without a look at the others'."""
+    loop = Loop()
+    loop.add(make_group(0, 5, 9), make_group(1, 5, 9))
+    loop.turn()
+    one, other = loop.requests.values()
+    setattr(other, fact, getattr(one, fact))
+    with pytest.raises(ValueError, match=f"Each row of a plan must have its own {what}"):
+        loop.turn()
