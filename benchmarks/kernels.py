@@ -165,18 +165,16 @@ def main() -> None:
     about = {**record.machine(), "runtime": jax.devices()[0].client.platform_version}
     known = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     results = known.get("results", [])
-    copies = [copy_bandwidth()]
+    copy = 0.0
     for op in args.ops:
-        measured = []
+        measured, copy = [], max(copy, copy_bandwidth())
         for case in OPS[op]():
-            measured.append(measure(case, args.reference, args.public))
-            print(json.dumps(measured[-1]), flush=True)
-        copies.append(copy_bandwidth())
-        copy = max(copies[-2:])
-        for result in measured:
+            result = measure(case, args.reference, args.public)
             result["of_copy"] = round(result["tb_per_s"] * 1e12 / copy, 3)
             result["copy_tb_per_s"] = round(copy / 1e12, 3)
             result["commit"] = about["commit"]
+            measured.append(result)
+            print(json.dumps(result), flush=True)
         results = [x for x in results if x["op"] != op] + measured
         about["implementations"] = known.get("implementations", {}) | dispatch.implementations()
         record.write(args.json, {**about, "results": results})

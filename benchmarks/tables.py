@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
+MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
 DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
 
@@ -119,7 +120,8 @@ def step_gap(figures: Figures) -> str:
 def kernels(figures: Figures) -> str:
     """The shapes of one model, at two batch sizes and two widths; the file has the others.
 
-    Of a prefill: prompts, and tokens of each. Of products: another model's, at all sizes.
+    Of a prefill: prompts, and tokens of each. Of products: another model's, at all sizes. Of
+    Mamba2: a third one's.
     """
     rows = []
     for case in figures["results"]:
@@ -130,12 +132,16 @@ def kernels(figures: Figures) -> str:
         op, model = f"`{case['op']}`", MODEL
         if "product" in case:
             op, model, shown = f"{op} ({case['product']} of the 0.8B)", SMALL, True
+        if case["op"].startswith("mamba2"):
+            model = MAMBA2
         if case.get("model", model) != model or not shown:
             continue
         name = f"{op}, {case.get('dtype', 'int32')}, {number} x {width}"
         if "context" in case:
             name += f", context {case['context']}"
-        reference = f"{case['reference_us']:.0f}" if "reference_us" in case else "–"
+        if "window" in case:
+            name += f", ring of {case['window']}"
+        reference = f"{case['reference_us']:.1f}" if "reference_us" in case else "–"
         public = f"{case['public_us']:.1f}" if "public_us" in case else "–"
         rate = f"{case['of_copy']:.0%}" if "of_copy" in case else f"{case['tb_per_s']:.1f} TB/s"
         if "tflop_per_s" in case:

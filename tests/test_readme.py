@@ -52,7 +52,7 @@ def test_a_public_kernel_stands_beside_ours(tables):
     beside = ours | {"reference_us": 50.0, "public_us": 19.94, "public": "package 1.0 function"}
     _, _, alone, both = tables.kernels({"results": [ours, beside]}).splitlines()
     assert alone == "| `gdn_step`, float32, 64 x 4 | 10.0 | – | – | 90% |"
-    assert both == "| `gdn_step`, float32, 64 x 4 | 10.0 | 50 | 19.9 | 90% |"
+    assert both == "| `gdn_step`, float32, 64 x 4 | 10.0 | 50.0 | 19.9 | 90% |"
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
