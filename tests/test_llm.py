@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from harness import FIXTURES
+from shapes import ATTENTION, GDN, HIDDEN
 
 import jaxspec
 from jaxspec import LLM, SamplingParams
@@ -112,57 +113,112 @@ def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
     check_held_out_prompts(embedded)
 
 
-def check_laws(llm, monkeypatch, steps=1):
-    """Neighbours, rows, chunks, depth of flight and preemption change no token, drawn or greedy.
+def check_laws(llm, plain, prompts, monkeypatch, steps=1):
+    """Drafts, neighbours, rows, samples and depth of flight change no token, drawn or greedy.
 
     `test_laws.py` has these of the reference; here they are of whatever `llm` runs, `steps` in a
-    dispatch. Half of the requests draw, each with its own seed.
+    dispatch, and of its prompts alone in `plain`, which does not draft. Every other request draws,
+    each with its own seed, and one twice. What was asked and given is returned.
     """
-    data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
-    prompts = [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), max_tokens=72, seed=i, ignore_eos=True)
+        SamplingParams(
+            temperature=0.8 * (i % 2), max_tokens=72, seed=i, ignore_eos=True, n=2 if i == 3 else 1
+        )
         for i in range(len(prompts))
     ]
-
-    def ids(prompts, params):
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-
-    want = [ids([prompt], [own])[0] for prompt, own in zip(prompts, params, strict=True)]
+    want = [ids(plain, [prompt], [own])[0] for prompt, own in zip(prompts, params, strict=True)]
     for depth in (0, 1, 3):
         monkeypatch.setattr(llm._engine, "max_in_flight", depth)
         with llm.trace() as dispatches:
-            assert ids(prompts, params) == want, depth
+            assert ids(llm, prompts, params) == want, depth
         whole = [dispatch for dispatch in dispatches if dispatch.program.num_steps == steps]
         early = [after.dispatch_start < d.wait_start for d, after in itertools.pairwise(whole)]
         assert any(early) == (depth > 0)
+    return params, want
+
+
+def ids(llm, prompts, params):
+    """Of each prompt those of each sample."""
+    return [[s.token_ids for s in output.outputs] for output in llm.generate(prompts, params)]
+
+
+def check_preemption(llm, prompts, params, want):
+    """Requests that had to go, and start again in other chunks, get the same tokens."""
     pages, before = llm._scheduler.pages, llm.metrics()["num_preemptions"]
     held = pages.allocate(pages.num_free - 14)  # 2 rows' prompts, and not what comes behind them
     try:
-        assert ids(prompts, params) == want
+        assert ids(llm, prompts, params) == want
     finally:
         pages.release(held)
     assert llm.metrics()["num_preemptions"] > before
 
 
-def test_how_prompts_run_changes_no_token(embedded, monkeypatch):
-    check_laws(embedded, monkeypatch)
+@pytest.fixture(scope="module")
+def some_prompts():
+    data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
+    return [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
+
+
+def test_how_requests_run_changes_no_token(embedded, embedded_plain, some_prompts, monkeypatch):
+    asked_and_given = check_laws(embedded, embedded_plain, some_prompts, monkeypatch)
+    check_preemption(embedded, some_prompts, *asked_and_given)
+
+
+RECURRENCES = {"snapshot": "gdn_step", "replay": "gdn_conv_replay"}
+SIZES = {"max_num_seqs": 16, "decode_buckets": [16]}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy, steps", [("snapshot", 1), ("replay", 1), ("replay", 4)])
-def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, monkeypatch):
+def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, some_prompts, monkeypatch):
     """In float32, where ties are rare: prompts run as XLA, for their kernels take 16 bits."""
     monkeypatch.setattr(dispatch, "_chosen", {})
-    sizes = {"max_num_seqs": 16, "decode_buckets": [16], "prefill_buckets": [256]}
-    llm = LLM(**OPTIONS | sizes, state_policy=policy, steps_per_dispatch=steps)
+    options = OPTIONS | SIZES | {"prefill_buckets": [256]}
+    llm = LLM(**options, state_policy=policy, steps_per_dispatch=steps)
     check_held_out_prompts(llm)
-    check_laws(llm, monkeypatch, steps)
+    plain = LLM(**options, speculative_config=None)
+    asked_and_given = check_laws(llm, plain, some_prompts, monkeypatch, steps)
+    check_preemption(llm, some_prompts, *asked_and_given)
     ran = llm.metrics()["implementations"]
-    recurrence = {"snapshot": "gdn_step", "replay": "gdn_conv_replay"}[policy]
     # Not `gdn_inputs`: this model has too few channels for its kernel.
-    for op in ("slot_mapping", "attention_inputs", "paged_attention", recurrence):
+    for op in ("slot_mapping", "attention_inputs", "paged_attention", RECURRENCES[policy]):
         assert ran[op] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["snapshot", "replay"])
+def test_on_a_gpu_all_ops_of_a_published_size_run_their_kernels(policy, tmp_path, monkeypatch):
+    """Four layers as Qwen3.5-0.8B has them, in bfloat16 and with random weights, at any depth."""
+    gdn, attention, hidden = GDN["qwen3.5-0.8b"], ATTENTION["qwen3.5-0.8b"], HIDDEN["qwen3.5-0.8b"]
+    config = json.loads((FIXTURES / "qwen3_5_tied" / "config.json").read_text()) | {
+        "vocab_size": 4096,
+        "hidden_size": hidden,
+        "intermediate_size": 3584,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "linear_num_key_heads": gdn.key_heads,
+        "linear_num_value_heads": gdn.value_heads,
+        "linear_key_head_dim": gdn.key_dim,
+        "linear_value_head_dim": gdn.value_dim,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    options = SIZES | {"prefill_buckets": [1024], "max_model_len": 256, "load_format": "dummy"}
+    llm = LLM(tmp_path, dtype="bfloat16", state_policy=policy, **options)
+    prompts = [{"prompt_token_ids": list(range(i, 150 - 9 * i))} for i in range(6)]
+    want = None
+    for depth in (0, 1, 3):
+        monkeypatch.setattr(llm._engine, "max_in_flight", depth)
+        given = ids(llm, prompts, [GREEDY] * len(prompts))
+        want = want or given
+        assert given == want
+    ran = llm.metrics()["implementations"]
+    prompts_too = {"slot_mapping", "attention_inputs", "prefill_attention", "gdn_prefill"}
+    for op in prompts_too | {"paged_attention", RECURRENCES[policy]}:
+        assert ran[op] == ("kernel",)
+    # Products of a prompt's tokens, more than 256, are XLA's, and some are kernels of few rows.
+    assert {op for op, how in ran.items() if "kernel" not in how} <= {"gated_norm_matmul"}, ran
 
 
 def test_a_stream_joined_is_what_generate_gives(drafted):
