@@ -205,7 +205,12 @@ def test_a_pool_is_written_in_place_by_several_steps_too(h200, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "states_dtype"),
-    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.float16), (jnp.float16, jnp.float32)],
+    [
+        (jnp.bfloat16, jnp.float32),
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, jnp.float16),
+        (jnp.float16, jnp.float32),
+    ],
 )
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
@@ -291,7 +296,12 @@ REPLAY_CASES = [  # shape, dtype, width, rows; of 1, 2 and 16 rows a head takes 
     (GDN["qwen3.5-9b"], jnp.bfloat16, 4, 16),
     (GDN["qwen3.5-9b"], jnp.float32, 4, 2),
     *((GdnShape(2, 4, 64, 64), dtype, 4, 64) for dtype in (jnp.float32, jnp.float16)),
-    *((shape, jnp.float32, 4, 16) for shape in GDN.values() if shape != GDN["qwen3.5-9b"]),
+    *(
+        (shape, dtype, 4, 16)
+        for shape in GDN.values()
+        if shape != GDN["qwen3.5-9b"]
+        for dtype in (jnp.float32, jnp.float16)
+    ),
 ]
 
 
@@ -378,7 +388,7 @@ MAMBA2_CASES = [  # shape, dtypes of states and of tokens, width
     )
     for width in (1, 4, 8)
 ] + [
-    (MAMBA2["nemotron-h-8b"], jnp.float32, jnp.bfloat16, 4),
+    *((MAMBA2["nemotron-h-8b"], jnp.float32, jnp.bfloat16, width) for width in (1, 4, 8)),
     (Mamba2Shape(4, 2, 128, 64), jnp.float32, jnp.bfloat16, 8),
     (Mamba2Shape(4, 2, 128, 64), jnp.float16, jnp.float32, 1),
 ]

@@ -170,6 +170,7 @@ def check(operands, start, run, alike=False):
     ("dtype", "states_dtype", "value_dim", "key_dim", "alike", "multiprocessors"),
     [
         (jnp.bfloat16, jnp.float32, 64, 128, False, 132),
+        (jnp.bfloat16, jnp.float32, 128, 128, False, 132),
         (jnp.bfloat16, jnp.bfloat16, 128, 64, False, 132),
         (jnp.float16, jnp.float16, 64, 64, False, 4),  # two blocks on each
         (jnp.bfloat16, jnp.float32, 64, 64, True, 132),

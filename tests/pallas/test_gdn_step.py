@@ -156,6 +156,8 @@ def check(tokens, states, run):
     ("dtype", "value_dim", "key_dim", "width"),
     [
         (jnp.float32, 64, 128, 3),
+        (jnp.float32, 128, 128, 4),
+        (jnp.bfloat16, 128, 128, 5),
         (jnp.float32, 128, 64, 1),
         (jnp.float32, 64, 64, 8),
         (jnp.bfloat16, 64, 128, 4),
@@ -179,7 +181,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):

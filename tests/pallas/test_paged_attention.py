@@ -235,6 +235,8 @@ def interpreted(*plan, **params):
         (jnp.bfloat16, 2, 1, 128, 1, 64, 4, 3),
         (jnp.bfloat16, 16, 1, 64, 9, 16, 9, 1),  # several tiles of queries
         (jnp.bfloat16, 2, 1, 256, 2, 544, 1, 7),
+        (jnp.bfloat16, 4, 1, 256, 4, 16, 9, 2),
+        (jnp.bfloat16, 6, 1, 256, 4, 16, 9, 1),
         (jnp.bfloat16, 3, 1, 64, 2, 16, 9, 1),  # heads in pieces of two and of one
         (jnp.float8_e4m3fn, 4, 2, 64, 4, 16, 14, 1),
         (jnp.float8_e4m3fn, 6, 1, 128, 3, 24, 9, 2),
@@ -260,6 +262,20 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
     check(run, *case, gate_of(np.random.default_rng(1), case[0].shape, case[0].dtype))
     assert not get_races().races_found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize("computed", GARBAGE)
+def test_a_live_row_out_of_range_harms_no_other(dtype, computed):
+    """It stands where no table reaches, with more tokens than there are."""
+    queries, kv, indices = kernel_case(AttentionShape(2, 1, 64), dtype, 2, 16, 4)
+    run = interpreted(32 if dtype == jnp.float32 else 64, 2, 2)
+    want = run(queries, kv, 1, *indices)
+    *tables_and_slots, num_computed, query_len = indices
+    wild = num_computed.at[7].set(computed), query_len.at[7].set(2**31 - 1)
+    out = run(queries, kv, 1, *tables_and_slots, *wild)
+    np.testing.assert_array_equal(out[:7].astype(jnp.float32), want[:7].astype(jnp.float32))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
