@@ -38,6 +38,24 @@ def oracle(state, q, k, v, g, beta):
     return np.array(outputs), np.array(states)
 
 
+def assert_rounding_does_not_add_up(outs, tokens, kept, error):
+    """Outputs `[steps, width, value_heads, value_dim]` of a row, from no state, against float64.
+
+    `tokens`: of each step, q, k, v, g and beta `[steps, 1, width, ...]`, of which the first `kept`
+    stand. The relative error is less in each quarter, and hardly more in the last than the first.
+    """
+    heads, value_dim = outs.shape[2:]
+    exact, wrong, right = np.zeros((heads, value_dim, tokens[1].shape[-1])), [], []
+    for out, *x, stand in zip(np.asarray(outs, np.float64), *tokens, kept, strict=True):
+        expected, after = oracle(exact, *(y[0] for y in x))
+        wrong.append(np.linalg.norm(out - expected))
+        right.append(np.linalg.norm(expected))
+        exact = after[stand - 1]
+    quarters = [np.sqrt(np.mean(np.square(x))) for x in np.array_split(wrong, 4)]
+    assert max(quarters) < error * np.sqrt(np.mean(np.square(right)))
+    assert quarters[-1] < 1.5 * quarters[0]
+
+
 def gated_norm(heads, norm):
     """What `GatedNorm` makes of heads: in float64, rounded at last."""
     x, weight = (np.asarray(a, np.float64) for a in (heads, norm.weight))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gated_delta import assert_rounding_does_not_add_up, int32
 from gdn_replays import (
     LAYERS,
     SLOTS,
@@ -19,7 +20,9 @@ from shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.conv_update import past_rows
 from jaxspec.pallas.gdn_conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gdn_inputs import GdnHeads
+from jaxspec.pallas.gdn_inputs import GdnHeads, gdn_inputs_reference
+from jaxspec.pallas.gdn_replay import GdnRing
+from jaxspec.pallas.replay import next_ring_length, ring_rows
 
 reference = jax.jit(gdn_conv_replay_reference, static_argnums=(6, 11))
 
@@ -157,3 +160,42 @@ def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
     for normed in (None, norm):
         first, *others = (run(*operands, normed) for _ in range(100))
         assert_bits_are_the_same(first, others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
+def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
+    """4,000 tokens with random acceptance, in one program; the tokens are the reference's."""
+    width, kernel, shape, steps = 4, 4, GdnShape(1, 2), 1600
+    rng, rows = np.random.default_rng(1), ring_rows(width, jnp.dtype(dtype).itemsize)
+    heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
+    x = rng.normal(size=(steps, 1, width, shape.projected)).astype(np.float32)
+    first_a = shape.conv_dim + shape.value_heads * (shape.value_dim + 1)
+    x[..., first_a : first_a + shape.value_heads] -= 3  # so that states last
+    weight = jnp.asarray(0.5 * rng.normal(size=(shape.conv_dim, kernel)), jnp.float32)
+    decay = jnp.asarray(rng.normal(size=(shape.value_heads, 2)) - 1, jnp.float32)
+    kept = rng.integers(1, width + 1, size=steps)
+
+    def step(carry, now):
+        conv, states, ring, computed, length = carry
+        x, stand = now
+        slot, count = int32(1), int32(width)
+        given = x, weight, decay, conv
+        *tokens, _ = gdn_inputs_reference(*given, 0, slot, computed[None], count, heads)
+        index = slot, computed[None], length[None], count
+        out, conv, states, ring = gdn_conv_replay(*given, states, ring, 0, *index, heads)
+        length = next_ring_length(length, stand, width, rows).astype(jnp.int32)
+        return (conv, states, ring, computed + stand, length), (out[0], tokens)
+
+    lead, sizes = (1, 2), (shape.value_heads, shape.value_dim)
+    ring = GdnRing(
+        jnp.zeros((*lead, rows, shape.key_heads, shape.key_dim), dtype),
+        jnp.zeros((*lead, rows, *sizes), dtype),
+        jnp.zeros((*lead, rows, shape.value_heads)),
+    )
+    conv = jnp.zeros((*lead, kernel - 1 + width, shape.conv_dim))
+    states = jnp.zeros((*lead, 1, *sizes, shape.key_dim), dtype)
+    start = conv, states, ring, jnp.int32(0), jnp.int32(0)
+    outs, tokens = jax.jit(lambda *xs: jax.lax.scan(step, start, xs)[1])(x, int32(*kept))
+    tokens = [np.asarray(each) for each in tokens]
+    assert_rounding_does_not_add_up(outs, tokens, kept, error)

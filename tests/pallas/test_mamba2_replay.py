@@ -287,13 +287,13 @@ def test_on_a_gpu_one_head_a_block_and_two_equal_the_reference(shape, dtype, wid
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])
 def test_on_a_gpu_many_steps_equal_float64(dtype, error):
-    """Random acceptance and folds for 800 tokens, two rows, of which one is checked."""
+    """Random acceptance and folds for 4,000 tokens, two rows, of which one is checked."""
     rng, shape = np.random.default_rng(4), Mamba2Shape(4, 2)
     rows = ring_rows(WIDTH, jnp.dtype(dtype).itemsize)
     states, ring = pools(np.zeros, shape, dtype, rows)
     heads, computed, length = operands(rng, shape=shape)[2::3], 0, 0
     exact, wrong, right = np.zeros(states.shape[3:]), [], []
-    while computed < 800:
+    while computed < 4000:
         new = operands(rng, 2, WIDTH, shape=shape)
         new[2::3] = heads
         index = int32(3, 1), int32(computed, 7), int32(length, 5), int32(WIDTH, 2)
@@ -304,4 +304,6 @@ def test_on_a_gpu_many_steps_equal_float64(dtype, error):
         kept = int(rng.integers(1, WIDTH + 1))
         exact, computed = after[kept - 1], computed + kept
         length = int(next_ring_length(length, kept, WIDTH, rows))
-    assert np.linalg.norm(wrong) < error * np.linalg.norm(right)
+    quarters = [np.sqrt(np.mean(np.square(x))) for x in np.array_split(wrong, 4)]
+    assert max(quarters) < error * np.sqrt(np.mean(np.square(right)))
+    assert quarters[-1] < 1.5 * quarters[0]  # rounding does not add up
