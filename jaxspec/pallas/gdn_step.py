@@ -38,6 +38,9 @@ def gdn_step(
     `t < query_len`. So rolling back to `a` accepted drafts is reading candidate `a` next time.
     Needs `candidates >= width` (ValueError). Padding rows and tokens write nothing, and what they
     put out means nothing.
+
+    Of states in 16 bits, too, the kernel multiplies and adds in float32: no tensor cores, which
+    would hardly help (at 64 rows of 4 tokens it moves its bytes at 87 % of a copy's speed).
     """
     width, candidates = q.shape[1], states.shape[2]
     if candidates < width:

@@ -121,6 +121,18 @@ def check(run, queries, kv, indices):
     assert not np.any(out[padding])
 
 
+def interpreted(**params):
+    """The op as its kernel in Mosaic's interpreter."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jaxspec.pallas.prefill_attention_kernel import attend
+
+    interpret = plgpu.InterpretGPUParams(**params)
+    return lambda queries, kv, layer, *indices: attend(
+        queries, kv, jnp.asarray(layer, jnp.int32), *indices, keys=64, interpret=interpret
+    )
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
@@ -139,19 +151,24 @@ def test_the_kernel_equals_its_reference_without_races(
     dtype, heads, kv_heads, dim, page_size, lengths, computed
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.prefill_attention_kernel import attend
-
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(queries, kv, layer, *indices):
-        layer = jnp.asarray(layer, jnp.int32)
-        return attend(queries, kv, layer, *indices, keys=64, interpret=interpret)
-
+    run = interpreted(detect_races=True)
     shape = AttentionShape(heads, kv_heads, dim)
     check(run, *kernel_case(shape, dtype, page_size, lengths, computed))
     assert not get_races().races_found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize("computed", GARBAGE)
+def test_a_live_sequence_out_of_range_harms_no_other(computed):
+    """It stands where no table reaches."""
+    shape, lengths = AttentionShape(2, 1, 64), [33, 1, 9, 3, 5]
+    queries, kv, indices = kernel_case(shape, BF16, 16, lengths, [0, 130, 70, 9, 50])
+    run = interpreted()
+    want = run(queries, kv, 1, *indices)
+    tables, slots, before, start = indices
+    out = run(queries, kv, 1, tables, slots, before.at[0].set(computed), start)
+    np.testing.assert_array_equal(*(x[start[1] :].astype(jnp.float32) for x in (out, want)))
 
 
 @pytest.mark.gpu
