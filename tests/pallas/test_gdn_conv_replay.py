@@ -177,15 +177,16 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     kept = rng.integers(1, width + 1, size=steps)
 
     def step(carry, now):
-        conv, states, ring, computed, length = carry
+        pools, expected, computed, length = carry
         x, stand = now
-        slot, count = int32(1), int32(width)
-        given = x, weight, decay, conv
-        *tokens, _ = gdn_inputs_reference(*given, 0, slot, computed[None], count, heads)
+        given, slot, count = (x, weight, decay), int32(1), int32(width)
+        *tokens, expected = gdn_inputs_reference(
+            *given, expected, 0, slot, computed[None], count, heads
+        )
         index = slot, computed[None], length[None], count
-        out, conv, states, ring = gdn_conv_replay(*given, states, ring, 0, *index, heads)
+        out, *pools = gdn_conv_replay(*given, *pools, 0, *index, heads)
         length = next_ring_length(length, stand, width, rows).astype(jnp.int32)
-        return (conv, states, ring, computed + stand, length), (out[0], tokens)
+        return (tuple(pools), expected, computed + stand, length), (out[0], tokens)
 
     lead, sizes = (1, 2), (shape.value_heads, shape.value_dim)
     ring = GdnRing(
@@ -195,7 +196,9 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     )
     conv = jnp.zeros((*lead, kernel - 1 + width, shape.conv_dim))
     states = jnp.zeros((*lead, 1, *sizes, shape.key_dim), dtype)
-    start = conv, states, ring, jnp.int32(0), jnp.int32(0)
+    start = (conv, states, ring), conv, jnp.int32(0), jnp.int32(0)
+    dispatch._chosen.clear()
     outs, tokens = jax.jit(lambda *xs: jax.lax.scan(step, start, xs)[1])(x, int32(*kept))
+    assert dispatch.implementations() == {"gdn_conv_replay": ("kernel",)}
     tokens = [np.asarray(each) for each in tokens]
     assert_rounding_does_not_add_up(outs, tokens, kept, error)
