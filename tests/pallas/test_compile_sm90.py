@@ -235,16 +235,31 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
     assert "while(" not in compiled.as_text()  # which the host would wait for
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows", "width"),
-    [
-        *((jnp.bfloat16, *sizes) for sizes in ((1, 4), (64, 1), (64, 9))),
-        *((jnp.float8_e4m3fn, *sizes) for sizes in ((1, 4), (64, 9))),
-        (jnp.float32, 1, 9),
-    ],
-)
-@pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(14, 2, 128)], ids=str)
-def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
+PAGED_CASES = [  # shape, dtype, rows, width, page size: up to a tile, and of several tiles
+    *(
+        (shape, *case, 16)
+        for shape in (*ATTENTION.values(), AttentionShape(14, 2, 128))
+        for case in (
+            *((jnp.bfloat16, *sizes) for sizes in ((1, 4), (64, 1), (64, 9))),
+            *((jnp.float8_e4m3fn, *sizes) for sizes in ((1, 4), (64, 9))),
+            (jnp.float32, 1, 9),
+        )
+    ),
+    *(
+        (ATTENTION[model], jnp.bfloat16, 64, 4, page_size)
+        for model in ("qwen3.5-27b", "qwen3-8b", "llama-3.2-1b")
+        for page_size in (32, 64)
+    ),
+    *(
+        (ATTENTION["qwen3.5-9b"], dtype, 1, 4, page_size)
+        for dtype in (jnp.float8_e4m3fn, jnp.float32)
+        for page_size in (32, 64)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "rows", "width", "page_size"), PAGED_CASES, ids=str)
+def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, page_size):
     from jaxspec.pallas.paged_attention import query_rows
     from jaxspec.pallas.paged_attention_kernel import attend, plan_for
 
@@ -255,8 +270,9 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width):
 
     wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
     queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
-    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
-    tables, index = array(rows + 1, 256, dtype=jnp.int32), array(rows, dtype=jnp.int32)
+    pool = array(2, 2, 32768, page_size, shape.kv_heads, shape.head_dim, dtype=dtype)
+    pages = 4096 // page_size  # of a row
+    tables, index = array(rows + 1, pages, dtype=jnp.int32), array(rows, dtype=jnp.int32)
     projected = array(rows * width, 2 * shape.heads * shape.head_dim, dtype=wide)
     operands = (queries, pool, tables, index, index, index, projected)
     compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
@@ -300,7 +316,7 @@ REPLAY_CASES = [  # shape, dtype, width, rows; of 1, 2 and 16 rows a head takes 
         (shape, dtype, 4, 16)
         for shape in GDN.values()
         if shape != GDN["qwen3.5-9b"]
-        for dtype in (jnp.float32, jnp.float16)
+        for dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     ),
 ]
 

@@ -159,16 +159,19 @@ def test_the_kernel_equals_its_reference_without_races(
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize("computed", GARBAGE)
-def test_a_live_sequence_out_of_range_harms_no_other(computed):
-    """It stands where no table reaches."""
+def test_live_sequences_out_of_range_harm_no_other(dtype, computed):
+    """The first stands where no table reaches, the last ends where no tokens are."""
     shape, lengths = AttentionShape(2, 1, 64), [33, 1, 9, 3, 5]
-    queries, kv, indices = kernel_case(shape, BF16, 16, lengths, [0, 130, 70, 9, 50])
+    queries, kv, indices = kernel_case(shape, dtype, 16, lengths, [0, 130, 70, 9, 50])
     run = interpreted()
     want = run(queries, kv, 1, *indices)
     tables, slots, before, start = indices
-    out = run(queries, kv, 1, tables, slots, before.at[0].set(computed), start)
-    np.testing.assert_array_equal(*(x[start[1] :].astype(jnp.float32) for x in (out, want)))
+    wild = before.at[0].set(computed), start.at[7].set(2**31 - 1)
+    out = run(queries, kv, 1, tables, slots, *wild)
+    others = slice(int(start[1]), int(start[6]))
+    np.testing.assert_array_equal(*(x[others].astype(jnp.float32) for x in (out, want)))
 
 
 @pytest.mark.gpu
