@@ -2,7 +2,8 @@
 
 from jaxspec.llm import LLM, generate
 from jaxspec.outputs import CompletionOutput, Delta, RequestOutput
-from jaxspec.request import RequestMetrics, SamplingParams
+from jaxspec.request import RequestMetrics
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 
 __all__ = [

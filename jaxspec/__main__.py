@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from jaxspec.arguments import parser, prompts_of, speculation_of
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
-from jaxspec.request import RequestMetrics, SamplingParams
+from jaxspec.request import RequestMetrics
+from jaxspec.sampling_params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,18 +10,19 @@ from tqdm import tqdm
 
 from jaxspec.config import VARIANTS, Buckets, StateConfig, Variant
 from jaxspec.engine import Engine, StepTimes
-from jaxspec.intake import Intake, Prompt, params_of
+from jaxspec.inputs import Intake, Prompt, params_of
 from jaxspec.models import dtype_of, load_model, resolve_folder
 from jaxspec.models.cache import kv_dtype_of
 from jaxspec.outputs import Delta, RequestOutput, Sample
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
-from jaxspec.request import Finish, Request, SamplingParams
-from jaxspec.runner.compilation_cache import enable_compilation_cache
+from jaxspec.request import Finish, Request
 from jaxspec.runner.memory import MemoryBudget, memory_map
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.warmup import warm_up
+from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.runner.programs.warmup import warm_up
 from jaxspec.sampling import make_verifier
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import Progress
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.speculation import SpeculativeConfig

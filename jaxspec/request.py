@@ -3,11 +3,11 @@
 import dataclasses
 import enum
 import itertools
-import numbers
 import time
 from collections.abc import Sequence
 
 from jaxspec.config import Variant
+from jaxspec.sampling_params import SamplingParams
 
 
 class Finish(enum.IntEnum):
@@ -23,90 +23,6 @@ class Finish(enum.IntEnum):
     def reason(self) -> str | None:
         """The word users see: "stop", "length", "error", "abort", or None while running."""
         return self.name.lower() if self else None
-
-
-MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens and when to stop, in the words of vLLM.
-
-    `temperature` 0 is greedy. `top_k` -1 or 0 and `top_p` 1 are off. `stop` strings end the text
-    before them; `stop_token_ids` are kept as the last token. `min_tokens` forbids stop ids before
-    so many tokens. `n` samples, each with noise of its own, share one prefill as
-    far as rows are free when it ends.
-
-    Raises:
-        ValueError: a value outside its range; the message names the rule.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    max_tokens: int = 128
-    min_tokens: int = 0
-    stop: str | list[str] | tuple[str, ...] = ()
-    stop_token_ids: list[int] | tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        for name, value in (("stop", stops), ("stop_token_ids", self.stop_token_ids or ())):
-            if not isinstance(value, list | tuple):
-                raise ValueError(f"{name} must be a list, got {value!r}.")
-            object.__setattr__(self, name, tuple(value))
-        self._check_integers()
-        if not all(isinstance(value, numbers.Real) for value in (self.temperature, self.top_p)):
-            raise ValueError(
-                f"temperature and top_p must be numbers, got {self.temperature!r} and "
-                f"{self.top_p!r}."
-            )
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be a number from 0 to {MAX_TEMPERATURE:,.0f}, got "
-                f"{self.temperature}; 0 is greedy."
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
-        if any(not isinstance(token, numbers.Integral) for token in self.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids must be integers, got {list(self.stop_token_ids)}; texts go to "
-                "stop."
-            )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop strings must be non-empty strings, got {list(self.stop)}.")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must not exceed max_tokens, got {self.min_tokens} > {self.max_tokens}."
-            )
-
-    def _check_integers(self) -> None:
-        least = {"n": 1, "top_k": -1, "max_tokens": 1, "min_tokens": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, numbers.Integral)
-                or value < minimum
-            ):
-                off = "; -1 turns it off" if name == "top_k" else ""
-                raise ValueError(
-                    f"{name} must be an integer of at least {minimum}, got {value!r}{off}."
-                )
-        seed = 0 if self.seed is None else self.seed
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed must be an integer that fits in 64 bits, got {seed!r}.")
-
-    @property
-    def variant(self) -> Variant:
-        """The least a program's sampling must be able to do for this request."""
-        if self.temperature == 0:
-            return "greedy"
-        return "sampled" if self.top_k <= 0 and self.top_p == 1 else "full"
 
 
 @dataclasses.dataclass

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.llm import EMBEDDED_MODEL
 from jaxspec.pallas import dispatch
-from jaxspec.runner import kept_programs
-from jaxspec.runner.compilation_cache import enable_compilation_cache
+from jaxspec.runner.programs import program_cache
+from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 
 # XLA reads these when its first program is compiled.
 if jax.__version_info__ < (0, 11):  # later versions have no such flags
@@ -74,7 +74,7 @@ def programs_compile_fast(request):
 def every_program_is_traced():
     """None comes from disk, but in the tests of that: others change functions under the sources."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_programs, "_folder", lambda: None)
+        patch.setattr(program_cache, "_folder", lambda: None)
         yield
 
 

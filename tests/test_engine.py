@@ -6,7 +6,8 @@ import pytest
 from jaxspec.config import Buckets
 from jaxspec.engine import Engine
 from jaxspec.plan import StepOutput, plan_layout
-from jaxspec.request import Finish, Request, SamplingParams
+from jaxspec.request import Finish, Request
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 
 BUCKETS = Buckets(

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 from harness import FIXTURES
-from shapes import ATTENTION, GDN, HIDDEN
 
 import jaxspec
+from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN
 from jaxspec import LLM, SamplingParams
 from jaxspec.pallas import dispatch
 

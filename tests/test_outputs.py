@@ -3,7 +3,8 @@ import random
 import pytest
 
 from jaxspec.outputs import CompletionOutput, Delta, RequestOutput, Sample
-from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
+from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
 
 

@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from jaxspec.request import Finish, Request, RequestMetrics, SamplingParams
+from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

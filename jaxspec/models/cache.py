@@ -6,7 +6,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.gdn_replay import GdnRing
+from jaxspec.pallas.gated_delta.replay import GdnRing
 
 
 @dataclasses.dataclass(frozen=True)

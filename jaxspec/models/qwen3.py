@@ -14,7 +14,7 @@ from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation, rotation
-from jaxspec.pallas.products import Delta
+from jaxspec.pallas.norm.residual import Delta
 
 _Hidden = Float[Array, "tokens hidden"]
 

@@ -8,10 +8,11 @@ this JAX cannot trace the kernel, and nobody could say afterwards which of them 
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxspec import device
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
@@ -72,19 +73,11 @@ def implementations() -> dict[str, tuple[str, ...]]:
 
 def kernels_here() -> tuple[bool, str | None]:
     """Whether kernels are for the default device, and why none runs there or None."""
-    device = default_device()
-    if device.platform != "gpu":
-        return False, f"the device is a {device.platform}"
-    if device.compute_capability != "9.0":
-        return False, f"the kernels are for Hopper (9.0), not {device.compute_capability}"
+    here = device.default_device()
+    if here.platform != "gpu":
+        return False, f"the device is a {here.platform}"
+    if here.compute_capability != "9.0":
+        return False, f"the kernels are for Hopper (9.0), not {here.compute_capability}"
     if jax.__version_info__ < (0, 11):
         return True, f"the kernels need jax 0.11, hence Python 3.12, not jax {jax.__version__}"
     return True, None
-
-
-def default_device() -> Any:
-    """The device that programs run on by default."""
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if default is None or isinstance(default, str):
-        return jax.local_devices(backend=default)[0]
-    return default

@@ -5,10 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.base import Asked, DecodeRegion, Model, ModelInputs
+from jaxspec.models.base import Asked, Model, ModelInputs
 from jaxspec.models.cache import HybridCache
-from jaxspec.pallas.slot_mapping import slot_mapping
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
+from jaxspec.regions import DecodeRegion
 from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
 

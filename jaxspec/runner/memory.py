@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxspec import device
 from jaxspec.config import Buckets
-from jaxspec.pallas import dispatch
 from jaxspec.runner.batch_state import EngineState
 
 
@@ -31,7 +31,7 @@ class MemoryBudget:
         """
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}.")
-        stats = dispatch.default_device().memory_stats() or {}
+        stats = device.default_device().memory_stats() or {}
         if "bytes_limit" not in stats:
             return None
         in_use = stats.get("bytes_in_use", 0)

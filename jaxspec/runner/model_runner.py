@@ -15,13 +15,13 @@ from flax import nnx
 from jaxspec.config import Buckets, StateConfig
 from jaxspec.models.base import Model
 from jaxspec.models.cache import CacheSizes, fork_slots, init_cache
-from jaxspec.pallas.replay import ring_rows
+from jaxspec.pallas.recurrent.replay import ring_rows
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
-from jaxspec.runner.kept_programs import kept
 from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
 from jaxspec.runner.output import PendingOutput
+from jaxspec.runner.programs.program_cache import kept
 from jaxspec.runner.step import StepConfig, jitted_step
 from jaxspec.sampling import Verifier
 

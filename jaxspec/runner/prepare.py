@@ -6,8 +6,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.models.base import DecodeRegion, ModelInputs, PrefillRegion
-from jaxspec.pallas.slot_mapping import slot_mapping
+from jaxspec.models.base import ModelInputs
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.regions import DecodeRegion, PrefillRegion
 from jaxspec.runner.batch_state import BatchState
 
 
@@ -24,20 +25,6 @@ class StepInputs:
     emits_at: Int[Array, " active"]  # index in its request of the first of them
     lookahead: Int[Array, " seqs"]  # the prompt token after a chunk; -1: the step makes it
     page_size: int = flax.struct.field(pytree_node=False)
-
-
-def update_page_tables(
-    page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: dict[str, Any]
-) -> Int[Array, "slots pages"]:
-    """The tables with the slots of new requests emptied and this plan's pages appended.
-
-    A request that enters with tokens computed (forked) keeps the table that was copied for it.
-    """
-    num_slots = page_tables.shape[0]
-    reset = jnp.where((new_rows.slot > 0) & (new_rows.num_computed == 0), new_rows.slot, num_slots)
-    page_tables = page_tables.at[reset].set(0, mode="drop")
-    slots = jnp.where(plan["append_slots"] > 0, plan["append_slots"], num_slots)
-    return page_tables.at[slots, plan["append_indices"]].set(plan["append_pages"], mode="drop")
 
 
 def prepare(

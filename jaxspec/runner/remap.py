@@ -1,5 +1,7 @@
 """Remap: each request's row follows it from where the last plan had it to where this one has it."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -30,3 +32,17 @@ def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: i
     target = jnp.where(index < 0, num_rows, index)
     nothing = jnp.zeros((num_rows, entries.fields.shape[1]), jnp.int32)
     return BatchState(nothing).put(target, entries)
+
+
+def update_page_tables(
+    page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: dict[str, Any]
+) -> Int[Array, "slots pages"]:
+    """The tables with the slots of new requests emptied and this plan's pages appended.
+
+    A request that enters with tokens computed (forked) keeps the table that was copied for it.
+    """
+    num_slots = page_tables.shape[0]
+    reset = jnp.where((new_rows.slot > 0) & (new_rows.num_computed == 0), new_rows.slot, num_slots)
+    page_tables = page_tables.at[reset].set(0, mode="drop")
+    slots = jnp.where(plan["append_slots"] > 0, plan["append_slots"], num_slots)
+    return page_tables.at[slots, plan["append_indices"]].set(plan["append_pages"], mode="drop")

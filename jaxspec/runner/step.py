@@ -18,9 +18,9 @@ from jaxspec.models.base import Model
 from jaxspec.plan import Program, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
-from jaxspec.runner.draft import draft_inputs
-from jaxspec.runner.prepare import prepare, update_page_tables
-from jaxspec.runner.remap import remap, scatter_new_rows
+from jaxspec.runner.draft_inputs import draft_inputs
+from jaxspec.runner.prepare import prepare
+from jaxspec.runner.remap import remap, scatter_new_rows, update_page_tables
 from jaxspec.runner.update import cut_at_end, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import Verifier

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.pallas.replay import next_ring_length
+from jaxspec.pallas.recurrent.replay import next_ring_length
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.sampling import NO_TOKEN, Acceptance

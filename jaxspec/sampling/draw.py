@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.config import Variant
-from jaxspec.pallas.argmax_matmul import pick
+from jaxspec.pallas.matmul.scores import pick
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 

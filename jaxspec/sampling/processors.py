@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.pallas.argmax_matmul import is_sound, without
+from jaxspec.pallas.matmul.scores import is_sound, without
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.pallas.argmax_matmul import pick
+from jaxspec.pallas.matmul.scores import pick
 from jaxspec.sampling.draw import Use, add_noise, draft_distribution, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxspec.models.base import Asked, DecodeRegion, ModelInputs, PrefillRegion
+from jaxspec.models.base import Asked, ModelInputs
 from jaxspec.models.cache import CacheSizes, init_cache
-from jaxspec.pallas.slot_mapping import slot_mapping
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 BUCKET = 96  # tokens of the prefill region

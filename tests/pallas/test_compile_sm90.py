@@ -7,9 +7,7 @@ No GPU is needed, only two wheels (142 MB) of jax's version, 0.11 or later:
 
 import importlib.util
 import re
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,9 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, SingleDeviceSharding
-from shapes import (
+
+from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.measure.shapes import (
     ATTENTION,
     GDN,
     HIDDEN,
@@ -27,40 +27,37 @@ from shapes import (
     GdnShape,
     Mamba2Shape,
 )
-
-from jaxspec.models.base import DecodeRegion, ModelInputs
+from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.models.config import parse_config
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.add_norm import add_norm
-from jaxspec.pallas.argmax_matmul import argmax_matmul
-from jaxspec.pallas.attention_inputs import attention_inputs
-from jaxspec.pallas.conv_update import conv_update
-from jaxspec.pallas.gated_norm import GatedNorm
-from jaxspec.pallas.gdn_conv_replay import gdn_conv_replay
-from jaxspec.pallas.gdn_inputs import GdnHeads, _gdn_inputs_kernel
-from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_replay import GdnRing
-from jaxspec.pallas.gdn_replay_kernel import gdn_replay_kernel
-from jaxspec.pallas.gdn_step import _gdn_step_kernel
-from jaxspec.pallas.gemm import MOST_PARTS, choose
-from jaxspec.pallas.mamba2_prefill import mamba2_prefill
-from jaxspec.pallas.mamba2_replay import Mamba2Ring
-from jaxspec.pallas.mamba2_step import _mamba2_step_kernel
-from jaxspec.pallas.matmul_silu import matmul_silu
-from jaxspec.pallas.norm_matmul import norm_matmul
-from jaxspec.pallas.output_gate import OutputGate
-from jaxspec.pallas.paged_attention import kv_write
-from jaxspec.pallas.prefill_attention import prefill_attention
-from jaxspec.pallas.replay import as_kept, ring_rows
-from jaxspec.pallas.slot_mapping import _slot_mapping_kernel
-from jaxspec.pallas.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
-from jaxspec.pallas.state_select import _state_select_kernel
+from jaxspec.pallas.attention.inputs import attention_inputs
+from jaxspec.pallas.attention.output_gate import OutputGate
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
+from jaxspec.pallas.gated_delta.inputs import GdnHeads, _gdn_inputs_kernel
+from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.replay import GdnRing
+from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
+from jaxspec.pallas.gated_delta.step import _gdn_step_kernel
+from jaxspec.pallas.mamba2.prefill import mamba2_prefill
+from jaxspec.pallas.mamba2.replay import Mamba2Ring
+from jaxspec.pallas.mamba2.step import _mamba2_step_kernel
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.gemm import MOST_PARTS, choose
+from jaxspec.pallas.matmul.matmul_silu import matmul_silu
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
+from jaxspec.pallas.norm.add_norm import add_norm
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.paging.kv_write import kv_write
+from jaxspec.pallas.paging.slot_mapping import _slot_mapping_kernel
+from jaxspec.pallas.recurrent.conv_update import conv_update
+from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
+from jaxspec.pallas.recurrent.state_select import _state_select_kernel
 from jaxspec.plan import MAX_STOP_IDS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from model_shapes import SHAPES
+from jaxspec.regions import DecodeRegion
 
 pytestmark = [
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
@@ -260,8 +257,8 @@ PAGED_CASES = [  # shape, dtype, rows, width, page size: up to a tile, and of se
 
 @pytest.mark.parametrize(("shape", "dtype", "rows", "width", "page_size"), PAGED_CASES, ids=str)
 def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, page_size):
-    from jaxspec.pallas.paged_attention import query_rows
-    from jaxspec.pallas.paged_attention_kernel import attend, plan_for
+    from jaxspec.pallas.attention.paged_kernel import attend, plan_for
+    from jaxspec.pallas.attention.paged_tiling import query_rows
 
     def step(queries, kv, tables, slots, start, count, projected):
         for gate in (OutputGate(projected), None):
@@ -435,7 +432,7 @@ def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
 def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width, together):
-    from jaxspec.pallas.mamba2_replay_kernel import replay
+    from jaxspec.pallas.mamba2.replay_kernel import replay
 
     def step(x, dt, a, b, c, d, states, ring, *index):
         for layer in range(2):
@@ -636,7 +633,7 @@ def test_gemm(h200, monkeypatch, capfd, model, tokens):
     ],
 )
 def test_gemm_wave(h200, monkeypatch, capfd, model, product, columns, tokens):
-    from jaxspec.pallas import gemm_kernel
+    from jaxspec.pallas.matmul import gemm_kernel
 
     is_split, gates = product == "split_gemm", product == "matmul_silu"
     inner = INTERMEDIATE[model] if is_split else HIDDEN[model]

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.pallas.conv_update import conv_prefill, conv_update
-from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_step import gdn_step
-from jaxspec.pallas.mamba2_prefill import mamba2_prefill
-from jaxspec.pallas.mamba2_replay import Mamba2Ring, mamba2_replay
-from jaxspec.pallas.mamba2_step import mamba2_step
-from jaxspec.pallas.paged_attention import kv_write, paged_attention
-from jaxspec.pallas.prefill_attention import prefill_attention
+from jaxspec.pallas.attention.paged import paged_attention
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.mamba2.prefill import mamba2_prefill
+from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay
+from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.paging.kv_write import kv_write
+from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
 
 LAYERS, ROWS, WIDTH, TOKENS = 3, 2, 2, 8
 ONE = jnp.ones(ROWS, jnp.int32)

@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.proposers import DraftInputs, make_proposer
-from jaxspec.request import SamplingParams
 from jaxspec.sampling import SamplingInputs
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 
 

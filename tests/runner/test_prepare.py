@@ -8,7 +8,8 @@ import pytest
 from jaxspec.config import Buckets
 from jaxspec.plan import Program, pack_plan, plan_layout
 from jaxspec.request import Finish
-from jaxspec.runner.prepare import prepare, update_page_tables
+from jaxspec.runner.prepare import prepare
+from jaxspec.runner.remap import update_page_tables
 
 DECODE_ROWS = 3
 jitted_update = jax.jit(update_page_tables)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import ExactVerifier, RejectionVerifier, SamplingInputs, draw

@@ -13,11 +13,11 @@ from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.rope import Rotation
-from jaxspec.pallas.attention_inputs import attention_inputs
-from jaxspec.pallas.output_gate import OutputGate
-from jaxspec.pallas.paged_attention import paged_attention
-from jaxspec.pallas.prefill_attention import prefill_attention
-from jaxspec.pallas.products import Delta
+from jaxspec.pallas.attention.inputs import attention_inputs
+from jaxspec.pallas.attention.output_gate import OutputGate
+from jaxspec.pallas.attention.paged import paged_attention
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.norm.residual import Delta
 
 _Projected = Float[Array, "tokens outputs"]
 

@@ -15,15 +15,16 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
-from jaxspec.pallas.conv_update import conv_prefill
-from jaxspec.pallas.gated_norm import GatedNorm
-from jaxspec.pallas.gdn_conv_replay import gdn_conv_replay
-from jaxspec.pallas.gdn_gates import gates
-from jaxspec.pallas.gdn_inputs import GdnHeads, gdn_inputs, split_qkv
-from jaxspec.pallas.gdn_prefill import gdn_prefill
-from jaxspec.pallas.gdn_step import gdn_step
-from jaxspec.pallas.products import COLUMNS, Delta
-from jaxspec.pallas.split_matmul import gated_norm_matmul
+from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
+from jaxspec.pallas.gated_delta.gates import gates
+from jaxspec.pallas.gated_delta.inputs import GdnHeads, gdn_inputs, split_qkv
+from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.step import gdn_step
+from jaxspec.pallas.matmul.products import COLUMNS
+from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.recurrent.conv_update import conv_prefill
 
 _Projected = Float[Array, "tokens outputs"]
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.argmax_matmul import argmax_matmul
-from jaxspec.pallas.products import Delta, matmul
-from jaxspec.pallas.split_matmul import split_matmul
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.matmul.split_matmul import split_matmul
+from jaxspec.pallas.norm.residual import Delta
 
 
 @dataclasses.dataclass(frozen=True)

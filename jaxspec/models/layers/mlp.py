@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.layers.linear import Linear, Placement
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.pallas.feed_forward import feed_forward
-from jaxspec.pallas.products import Delta
+from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.pallas.norm.residual import Delta
 
 
 class GatedMLP(nnx.Module):

@@ -8,9 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.models.layers.linear import Linear, Placement, declare
-from jaxspec.pallas.add_norm import add_norm, rms_norm
-from jaxspec.pallas.norm_matmul import norm_matmul
-from jaxspec.pallas.products import Delta
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.norm.add_norm import add_norm, rms_norm
+from jaxspec.pallas.norm.residual import Delta
 
 _Tokens = Float[Array, "tokens features"]
 

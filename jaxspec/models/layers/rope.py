@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxspec.pallas.attention_inputs import Rotation
+from jaxspec.pallas.attention.inputs import Rotation
 
 
 def rotation(positions: Int[Array, " tokens"], rotary_dim: int, theta: float) -> Rotation:

@@ -1,0 +1,202 @@
+"""LLMs of a published shape with random weights: what the benchmarks of them share.
+
+A script describes what it measures by cases (a subclass of `Case`), of which a file holds one
+result each, takes its options from `parser`, and gives cases and a function that measures one to
+`run`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.measure import record
+from benchmarks.measure.model_shapes import SHAPES
+from jaxspec import LLM, RequestMetrics, SamplingParams
+from jaxspec.pallas import dispatch
+
+RATES = (0.80, 0.60, 0.45)  # of the first draft, of the first two, of all three
+PAGE_SIZE = 16
+Prompts = list[dict[str, list[int]]]
+Figures = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """The model that a result is of, and how it runs."""
+
+    shape: str
+    drafts: int
+    draft_vocab: int | None
+    dtype: str
+    state_policy: str
+    state_dtype: str
+    kv_dtype: str | None
+    max_in_flight: int
+    steps_per_dispatch: int
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Options for the fields of a `Case`, but for drafts; and for `run`."""
+    options = record.parser(doc)
+    options.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
+    options.add_argument("--draft-vocab", type=int, metavar="N", help="default: the model's")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--state-policy", default="replay", choices=("snapshot", "replay"))
+    options.add_argument("--state-dtype", default="float32")
+    options.add_argument("--kv-dtype")
+    options.add_argument("--max-in-flight", type=int, default=2)
+    options.add_argument("--steps-per-dispatch", type=int, default=1)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--compilation-cache", type=Path, metavar="FOLDER")
+    return options
+
+
+def fields_given(kind: type[Case], args: argparse.Namespace) -> Figures:
+    """The fields of a case that the options name."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
+    """An engine for the model in `folder`; `sizes` are of its batches, and where programs go."""
+    speculation = {
+        "num_speculative_tokens": case.drafts,
+        "draft_vocab": case.draft_vocab,
+        "synthetic_acceptance_rates": RATES[: case.drafts],
+    }
+    return LLM(
+        folder,
+        load_format="dummy",
+        speculative_config=speculation if case.drafts else None,
+        dtype=case.dtype,
+        state_policy=case.state_policy,
+        state_dtype=case.state_dtype,
+        kv_dtype=case.kv_dtype,
+        max_in_flight=case.max_in_flight,
+        steps_per_dispatch=case.steps_per_dispatch,
+        page_size=PAGE_SIZE,
+        show_progress=False,
+        **sizes,
+    )
+
+
+def num_pages(lengths: Iterable[int]) -> int:
+    """Pages for requests of so many tokens each, so that none waits for another's."""
+    return 1 + sum(-(-length // PAGE_SIZE) for length in lengths)
+
+
+@contextlib.contextmanager
+def model_folder(shape: str) -> Iterator[Path]:
+    """A folder that a model with random weights is made from, while the block runs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape].config()))
+        yield folder
+
+
+def random_prompts(shape: str, count: int, length: int) -> Prompts:
+    """The same each time."""
+    ids = np.random.default_rng(0).integers(0, SHAPES[shape].vocab, (count, length))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def started(make: Callable[[], LLM]) -> tuple[LLM, Figures]:
+    """An engine with all its greedy programs, and the seconds that took."""
+    llm, load = timed(make)
+    _, compiled = timed(lambda: llm.warm_up(["greedy"]))
+    by_program = llm.metrics()["compile_seconds"]
+    seconds = {"load_seconds": load, "compile_seconds": compiled}
+    return llm, {**seconds, "compile_seconds_by_program": by_program}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One call of `generate`."""
+
+    seconds: float
+    steps: int
+    requests: list[RequestMetrics]
+
+
+def complete(llm: LLM, prompts: Prompts, tokens: int) -> Completion:
+    """Give every prompt `tokens` new tokens."""
+    params = greedy(tokens)
+    steps = llm.metrics()["num_steps"]
+    outputs, seconds = timed(lambda: llm.generate(prompts, params))
+    if any(len(output.outputs[0].token_ids) != tokens for output in outputs):
+        raise RuntimeError(f"{[o.outputs[0].finish_reason for o in outputs]}: a row ended early.")
+    return Completion(seconds, llm.metrics()["num_steps"] - steps, [o.metrics for o in outputs])
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """For exactly so many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """What a call returns, and its seconds."""
+    begin = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - begin
+
+
+def spread(name: str, values: Sequence[float]) -> Figures:
+    """The median, the least and the most of the repeats."""
+    return {
+        name: statistics.median(values),
+        f"{name}_least": min(values),
+        f"{name}_most": max(values),
+    }
+
+
+def run(
+    cases: Iterable[Case],
+    measure: Callable[[Any, Path, argparse.Namespace], Figures],
+    args: argparse.Namespace,
+) -> list[Figures]:
+    """Measure, print and write case after case; one that does not fit is said to. All results."""
+    results = []
+    commit = record.machine()["commit"]
+    with model_folder(args.shape) as folder:
+        for case in cases:
+            try:
+                figures = measure(case, folder, args)
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                told = ("gpu_memory_utilization", "RESOURCE_EXHAUSTED")
+                if not any(words in str(error) for words in told):
+                    raise
+                figures = {"error": "out of memory"}
+            gc.collect()  # the weights, before others are drawn
+            figures["commit"] = commit
+            about = dataclasses.asdict(case)
+            results.append(keep(args.json, about, figures, dispatch.implementations()))
+    return results
+
+
+def keep(file: Path | None, about: Figures, figures: Figures, implementations: Figures) -> Figures:
+    """Print a result, and write it into `file`, which keeps those of other cases."""
+    result = rounded({**about, **figures})
+    print(json.dumps(result), flush=True)
+    known = json.loads(file.read_text()) if file and file.exists() else {}
+    others = [x for x in known.get("results", []) if {k: x.get(k) for k in about} != about]
+    chosen = known.get("implementations", {}) | implementations
+    record.write(file, {"implementations": chosen, "results": [*others, result]})
+    return result
+
+
+def rounded(value: Any) -> Any:
+    """Figures to five digits, which is more than repeats agree on."""
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,0 +1,204 @@
+"""The cases of the products of up to 256 rows, beside what a step runs without their kernels."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels.case import INPUTS, MANY, Case
+from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
+from jaxspec.pallas.matmul.gemm import MOST_PARTS
+from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
+from jaxspec.pallas.matmul.norm_matmul import composed, norm_matmul
+from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.matmul.scores import NOTHING
+from jaxspec.pallas.matmul.split_matmul import (
+    gated_matmul,
+    gated_matmul_reference,
+    gated_norm_matmul,
+    gated_norm_matmul_reference,
+    split_matmul,
+    split_matmul_reference,
+)
+from jaxspec.pallas.norm.add_norm import add_norm
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.plan import MAX_STOP_IDS
+
+_SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
+_VALUES = _SHAPE.value_heads * _SHAPE.value_dim
+_DTYPE = jnp.bfloat16
+_WEIGHTS = 2**28  # bytes
+_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out of few rows
+_MORE = {  # rows
+    "qwen3.5-0.8b": (16, 64, 256),
+    "qwen3.5-2b": (16, 64),
+    "qwen3.5-9b": (16, 64, 128, 256),
+}
+
+
+def norm_matmul_cases() -> Iterator[Case]:
+    """Gated DeltaNet's projection, attention's, and the feed-forward layer's first."""
+    for model in _PARTS:
+        products = {"in_proj": _SHAPE.projected, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}
+        for name, columns in products.items():
+            for tokens in (1, 4, 8):
+                yield _norm_matmul_case(model, name, columns, tokens)
+    for tokens in (128, 256):
+        yield _norm_matmul_case("qwen3.5-9b", "in_proj", GDN["qwen3.5-9b"].projected, tokens)
+
+
+def _norm_matmul_case(model, name, columns, tokens):
+    """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
+    features, parts = HIDDEN[model], _PARTS.get(model, MOST_PARTS)
+    x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
+    sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
+    norm = jnp.zeros(features, _DTYPE)
+
+    def run(op, which, weight, at, x, *others):
+        return op(x[at], others[which][at], others[2], 1e-6, weight)
+
+    def apart(*args):
+        return composed(matmul, add_norm, *args, True)
+
+    return _case(
+        "norm_matmul",
+        (model, name, tokens),
+        functools.partial(run, functools.partial(norm_matmul, zero_centred=True), 0),
+        functools.partial(run, apart, 1),
+        (features, columns),
+        (x, sums, whole, norm),
+        2 * tokens * (2 * features + columns) + 4 * parts * tokens * features,
+    )
+
+
+def split_matmul_cases() -> Iterator[Case]:
+    """Attention's last product and, of more rows, the feed-forward layer's."""
+    ops = split_matmul, split_matmul_reference
+    for model in _PARTS:
+        for tokens in (1, 4, 8):
+            yield _plain_case(
+                "split_matmul", ops, (model, "o_proj", tokens), _VALUES, HIDDEN[model]
+            )
+    for model, rows in _MORE.items():
+        inner = INTERMEDIATE[model]
+        for tokens in rows:
+            yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
+    for tokens in (128, 256):
+        yield _plain_case("split_matmul", ops, ("qwen3.5-9b", "o_proj", tokens), 4096, 4096)
+
+
+def gated_matmul_cases() -> Iterator[Case]:
+    """The feed-forward layer's last product, of few rows."""
+    ops = gated_matmul, gated_matmul_reference
+    for model in _PARTS:
+        for tokens in (1, 4, 8):
+            about, inner = (model, "down", tokens), INTERMEDIATE[model]
+            yield _plain_case("gated_matmul", ops, about, inner, HIDDEN[model], times=2)
+
+
+def matmul_silu_cases() -> Iterator[Case]:
+    """The feed-forward layer's first product, of more rows."""
+    ops = matmul_silu, matmul_silu_reference
+    for model, rows in _MORE.items():
+        columns = 2 * INTERMEDIATE[model]
+        for tokens in rows:
+            yield _plain_case(
+                "matmul_silu", ops, (model, "gate_up", tokens), HIDDEN[model], columns
+            )
+
+
+def argmax_matmul_cases() -> Iterator[Case]:
+    """The output head, with slots for what is forbidden; the part of it that scores drafts."""
+
+    def run(op, slots, x, weight):
+        return op(x, weight, jnp.full((x.shape[0], slots), NOTHING, jnp.int32))
+
+    for model in ("qwen3.5-0.8b", "qwen3.5-9b"):
+        for name, ids, slots in (("head", 248320, MAX_STOP_IDS), ("draft head", 32768, 0)):
+            ops = (argmax_matmul, argmax_matmul_reference)
+            runs = [functools.partial(run, op, slots) for op in ops]
+            for tokens in (16, 64, 128, 256, 1024):
+                yield _plain_case("argmax_matmul", runs, (model, name, tokens), HIDDEN[model], ids)
+
+
+def _plain_case(name, ops, about, inner, outer, times=1):
+    """Of `op(x, weight)`; `x` has `times` the rows of the weight."""
+
+    def run(op, weight, at, x):
+        return op(x[at], weight)
+
+    x = _draw(0, INPUTS, about[2], times * inner)
+    weight = jax.ShapeDtypeStruct((inner, outer), _DTYPE)
+    put_out = jax.eval_shape(ops[0], x[0], weight)
+    return _case(
+        name,
+        about,
+        *(functools.partial(run, op) for op in ops),
+        (inner, outer),
+        (x,),
+        x[0].nbytes + put_out.size * put_out.dtype.itemsize,
+    )
+
+
+def gated_norm_matmul_cases() -> Iterator[Case]:
+    """What follows Gated DeltaNet's recurrence."""
+    for model in _PARTS:
+        for tokens in (1, 4, 8):
+            yield _gated_norm_matmul_case(model, tokens)
+
+
+def _gated_norm_matmul_case(model, tokens):
+    def run(op, weight, at, heads, gates, norm):
+        norm = GatedNorm(gates[at], norm, first=_SHAPE.conv_dim, eps=1e-6)
+        return op(heads[at], norm, weight)
+
+    outer, dims = HIDDEN[model], (_SHAPE.value_heads, _SHAPE.value_dim)
+    flat = _draw(0, INPUTS, tokens, _VALUES)
+    heads = tuple(x.astype(jnp.float32).reshape(tokens, *dims) for x in flat)
+    return _case(
+        "gated_norm_matmul",
+        (model, "out_proj", tokens),
+        functools.partial(run, gated_norm_matmul),
+        functools.partial(run, gated_norm_matmul_reference),
+        (_VALUES, outer),
+        (heads, _draw(1, INPUTS, tokens, _SHAPE.projected), jnp.ones(dims[1])),
+        tokens * (6 * _VALUES + 4 * _PARTS[model] * outer),
+    )
+
+
+def _draw(seed, count, *dims):
+    keys = jax.random.split(jax.random.key(seed), count)
+    return tuple(jax.random.normal(key, dims).astype(_DTYPE) for key in keys)
+
+
+def _case(op, about, run, reference, weight, operands, other_bytes):
+    """The pool is empty: each array in it would cost the host more than a kernel takes."""
+    model, name, tokens = about
+    size = 2 * weight[0] * weight[1]
+    # So many that no call finds its own in the cache.
+    weights = tuple(w * weight[0] ** -0.5 for w in _draw(2, -(-_WEIGHTS // size), *weight))
+
+    def with_pool(run, pool, layer, weights, *operands):
+        return run(weights[layer % len(weights)], layer % INPUTS, *operands), pool
+
+    return Case(
+        op=op,
+        about={
+            "model": model,
+            "product": name,
+            "features": weight[0],
+            "columns": weight[1],
+            "dtype": jnp.dtype(_DTYPE).name,
+            "rows": tokens,
+        },
+        run=functools.partial(with_pool, run),
+        reference=functools.partial(with_pool, reference),
+        pool=lambda layers: (),
+        layer_bytes=size,
+        operands=(weights, *operands),
+        total_bytes=size + other_bytes,
+        calls=MANY,
+        writes=False,
+    )

@@ -1,0 +1,146 @@
+"""The cases of the prefills; `kernel_cases.OPS` lists them."""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.case import FEW, Case, about
+from benchmarks.measure.shapes import ATTENTION, GDN, MAMBA2
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.gated_delta.prefill import _gdn_prefill_chunked, gdn_prefill
+from jaxspec.pallas.mamba2.prefill import _mamba2_prefill_chunked, mamba2_prefill
+
+
+def gdn_prefill_cases() -> Iterator[Case]:
+    """Prompts of one length, as the published figures of other kernels have them."""
+    for model, shape in GDN.items():
+        for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
+            if model == "qwen3.5-9b" or length == 8192:
+                yield _gdn_prefill_case(model, shape, seqs, length)
+
+
+def _gdn_prefill_case(model, shape, seqs, length):
+    tokens, dtype = seqs * length, jnp.bfloat16
+    keys = jax.random.split(jax.random.key(0), 6)
+    key = (tokens, shape.key_heads, shape.key_dim)
+    value = (tokens, shape.value_heads, shape.value_dim)
+    q, k = (jax.random.normal(x, key) for x in keys[:2])
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    # In 16 bits already: in a model the rounding is part of what computes them.
+    q, k = (q * shape.key_dim**-0.5).astype(dtype), k.astype(dtype)
+    v = jax.random.normal(keys[2], value).astype(dtype)
+    g = -0.1 * jax.random.exponential(keys[3], value[:2])
+    beta = jax.random.uniform(keys[4], value[:2])
+    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
+    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
+    operands = (q, k, v, g, beta, slots, fresh, fresh, start)
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def run(op, pool, layer, q, k, v, g, beta, *index):
+        return op(q, k, v, g, beta, pool, layer, *index)
+
+    return Case(
+        op="gdn_prefill",
+        about=about(model, shape, "bfloat16", seqs=seqs, length=length),
+        run=functools.partial(run, gdn_prefill),
+        # Token by token nobody would wait for.
+        reference=functools.partial(run, _gdn_prefill_chunked),
+        pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
+        layer_bytes=4 * seqs * math.prod(state),
+        operands=operands,
+        total_bytes=sum(x.nbytes for x in (q, k, v, g, beta))
+        + 4 * math.prod(value)
+        + 4 * seqs * math.prod(state),
+        calls=FEW,
+    )
+
+
+def mamba2_prefill_cases() -> Iterator[Case]:
+    """As for `gdn_prefill`, for Nemotron-3-Nano, and Nemotron-H-8B at one size."""
+    for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
+        yield _mamba2_prefill_case("nemotron-3-nano", seqs, length)
+    yield _mamba2_prefill_case("nemotron-h-8b", 1, 8192)
+
+
+def _mamba2_prefill_case(model, seqs, length):
+    shape, tokens = MAMBA2[model], seqs * length
+    new = mamba2_tokens(shape, tokens)
+    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
+    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
+    state = (shape.heads, shape.head_dim, shape.state_dim)
+
+    def run(op, pool, layer, x, dt, a, b, c, d, *index):
+        return op(x, dt, a, b, c, d, pool, layer, *index)
+
+    return Case(
+        op="mamba2_prefill",
+        about=about(model, shape, "bfloat16", seqs=seqs, length=length),
+        run=functools.partial(run, mamba2_prefill),
+        # Token by token nobody would wait for.
+        reference=functools.partial(run, _mamba2_prefill_chunked),
+        pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
+        layer_bytes=4 * seqs * math.prod(state),
+        operands=(*new, slots, fresh, fresh, start),
+        total_bytes=sum(y.nbytes for y in new) + 4 * new[0].size + 4 * seqs * math.prod(state),
+        calls=FEW,
+    )
+
+
+def mamba2_tokens(shape, *batch):
+    """x, dt, A, B, C, D as a layer makes them."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (*batch, shape.heads, shape.head_dim), jnp.bfloat16)
+    dt = 0.1 * jax.random.uniform(keys[1], (*batch, shape.heads))
+    a = -16 * jax.random.uniform(keys[2], (shape.heads,))
+    shared = (*batch, shape.groups, shape.state_dim)
+    b, c = (jax.random.normal(key, shared, jnp.bfloat16) for key in keys[3:])
+    return x, dt, a, b, c, jnp.ones(shape.heads)
+
+
+def prefill_attention_cases() -> Iterator[Case]:
+    """Chunks that begin their prompts, and chunks after 4096 tokens."""
+    for model in ("qwen3.5-9b", "qwen3-8b"):
+        for seqs, length in ((1, 8192), (8, 1024)):
+            for context in (0, 4096):
+                yield _prefill_attention_case(model, seqs, length, context)
+
+
+def _prefill_attention_case(model, seqs, length, context, page_size=16):
+    rng, shape = np.random.default_rng(0), ATTENTION[model]
+    pages = seqs * (context + length) // page_size
+    tables = 1 + rng.permutation(pages).reshape(seqs, -1)
+    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
+    slots, before = 1 + rng.permutation(seqs), np.full(seqs, context)
+    start = length * np.arange(seqs + 1)
+    tokens, heads, kv_heads, dim = seqs * length, shape.heads, shape.kv_heads, shape.head_dim
+    kv_bytes = 2 * pages * page_size * kv_heads * dim * 2
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
+        kv = jax.random.normal(keys[0], (layers, 2, 1 + pages, page_size, kv_heads, dim), dtype)
+        return kv, jax.random.normal(keys[1], (tokens, heads, dim), dtype)
+
+    def run(pool, layer, *index):
+        kv, queries = pool
+        out = prefill_attention(queries, kv, layer, *index)
+        return out, (kv, out)
+
+    return Case(
+        op="prefill_attention",
+        about=about(
+            model, shape, "bfloat16", seqs=seqs, length=length, context=context, page_size=page_size
+        ),
+        run=run,
+        reference=None,
+        pool=pool,
+        layer_bytes=kv_bytes,
+        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, before, start)),
+        total_bytes=kv_bytes + 2 * tokens * heads * dim * 2,
+        calls=FEW,
+        flops=4 * heads * dim * seqs * length * (2 * context + length + 1) // 2,
+    )

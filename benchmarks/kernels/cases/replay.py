@@ -1,0 +1,190 @@
+"""The cases of the ops that replay; `kernel_cases.OPS` lists them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.case import INPUTS, Case, about, filled
+from benchmarks.kernels.cases.prefill import mamba2_tokens
+from benchmarks.measure.shapes import GDN, MAMBA2
+from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
+from jaxspec.pallas.gated_delta.inputs import GdnHeads
+from jaxspec.pallas.gated_delta.replay import GdnRing, gdn_replay, gdn_replay_reference
+from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
+from jaxspec.pallas.recurrent.replay import must_fold, ring_rows
+
+
+def gdn_tokens(rng, shape, rows, width):
+    """q, k, v, g, beta as a layer makes them."""
+    key = (rows, width, shape.key_heads, shape.key_dim)
+    value = (rows, width, shape.value_heads, shape.value_dim)
+    q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.normal(size=value).astype(np.float32)
+    g = -rng.exponential(size=value[:3]).astype(np.float32)
+    return q, k, v, g, rng.random(size=value[:3]).astype(np.float32)
+
+
+def _ring_rows(rng, rows, width, in_ring):
+    """Slots, tokens computed, lengths of rings and of queries, of rings as full as chance has them.
+
+    Every length as often as the others; of one row, the middle one.
+    """
+    window = in_ring - width
+    length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round())
+    computed, slots = rng.integers(window, 10**4, rows), 1 + rng.permutation(rows)
+    return tuple(x.astype(np.int32) for x in (slots, computed, length, np.full(rows, width)))
+
+
+def _folding(length, width, in_ring):
+    """How many rows fold, and what the results say of rings so full."""
+    folds = int(np.sum(must_fold(length, width, in_ring)))
+    return folds, {"ring": float(length.mean()), "folds": round(folds / len(length), 3)}
+
+
+def gdn_replay_cases() -> Iterator[Case]:
+    """Rings as full as chance would have them; the results say how many rows fold."""
+    yield from _gdn_cases(_gdn_replay_case)
+
+
+def gdn_conv_replay_cases() -> Iterator[Case]:
+    """As for `gdn_replay`, from a projection on, whose output gate is not read."""
+    yield from _gdn_cases(_gdn_conv_replay_case)
+
+
+def _gdn_cases(case):
+    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
+    for model, shape in GDN.items():
+        for dtype, rows, width in sizes:
+            if model == "qwen3.5-9b" or (rows, width) == (64, 4):
+                yield case(model, shape, jnp.dtype(dtype), rows, width)
+
+
+def _gdn_replay_case(model, shape, dtype, rows, width):
+    rng, in_ring = np.random.default_rng(0), ring_rows(width, dtype.itemsize)
+    tokens = gdn_tokens(rng, shape, rows, width)
+    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
+    operands = *tokens, *index
+    state = (shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def pool(layers):
+        fill = functools.partial(filled, layers, rows)
+        return fill(1, *state, dtype=dtype), GdnRing(
+            k=fill(in_ring, shape.key_heads, shape.key_dim, dtype=dtype),
+            u=fill(in_ring, *state[:2], dtype=dtype),
+            g=-jnp.abs(fill(in_ring, shape.value_heads, dtype=jnp.float32)),
+        )
+
+    def run(op, pool, layer, q, k, v, g, beta, *index):
+        out, *pool = op(q, k, v, g, beta, *pool, layer, *index)
+        return out, tuple(pool)
+
+    folds, of_ring = _folding(length, width, in_ring)
+    state_bytes = math.prod(state) * dtype.itemsize
+    factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
+    token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
+    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    return Case(
+        op="gdn_replay",
+        about=about(model, shape, dtype, rows=rows, width=width, **of_ring),
+        run=functools.partial(run, gdn_replay),
+        reference=functools.partial(run, gdn_replay_reference),
+        pool=pool,
+        layer_bytes=rows * state_bytes + ring_bytes,
+        operands=tuple(jnp.asarray(x) for x in operands),
+        total_bytes=(rows + folds) * state_bytes
+        + ring_bytes
+        + sum(x.nbytes for x in operands)
+        + tokens[2].nbytes,
+    )
+
+
+def _gdn_conv_replay_case(model, shape, dtype, rows, width, kernel=4):
+    case, x_dtype = _gdn_replay_case(model, shape, dtype, rows, width), jnp.dtype("bfloat16")
+    *tokens, slots, computed, length, query_len = case.operands
+    keys = jax.random.split(jax.random.key(0), INPUTS + 1)
+    size = rows, width, shape.projected
+    # Several, so that none is found in the cache.
+    xs = tuple(jax.random.normal(key, size).astype(x_dtype) for key in keys[1:])
+    taps = jax.random.normal(keys[0], (kernel, shape.conv_dim)).astype(x_dtype)
+    decay = jnp.zeros((shape.value_heads, 2))
+    heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
+    window = kernel - 1 + width  # read, and written
+
+    def run(op, pools, layer, xs, taps, decay, *index):
+        out, *pools = op(xs[layer % INPUTS], taps.T, decay, *pools, layer, *index, heads)
+        return out, tuple(pools)
+
+    def pool(layers):
+        return filled(layers, rows, window, shape.conv_dim, dtype=x_dtype), *case.pool(layers)
+
+    window_bytes = rows * window * shape.conv_dim * x_dtype.itemsize
+    of_tokens = rows * width * (shape.conv_dim + 2 * shape.value_heads) * x_dtype.itemsize
+    return dataclasses.replace(
+        case,
+        op="gdn_conv_replay",
+        run=functools.partial(run, gdn_conv_replay),
+        reference=functools.partial(run, gdn_conv_replay_reference),
+        pool=pool,
+        layer_bytes=case.layer_bytes + window_bytes,
+        operands=(xs, taps, decay, slots, computed, length, query_len),
+        total_bytes=case.total_bytes
+        - sum(x.nbytes for x in tokens)
+        + of_tokens
+        + taps.nbytes
+        + window_bytes,
+    )
+
+
+def mamba2_replay_cases() -> Iterator[Case]:
+    """As for `gdn_replay`; in float32 also with the shorter window, which costs less to go over."""
+    sizes = [(d, r, w) for w in (4, 1) for d in ("float32", "float16") for r in (64, 256, 1)]
+    for dtype, rows, width in [*sizes, ("float32", 8, 4), ("float32", 64, 8)]:
+        for window in (None, 16) if dtype == "float32" else (None,):
+            yield _mamba2_replay_case("nemotron-3-nano", jnp.dtype(dtype), rows, width, window)
+    yield _mamba2_replay_case("nemotron-h-8b", jnp.dtype("float32"), 64, 4, None)
+
+
+def _mamba2_replay_case(model, dtype, rows, width, window):
+    rng, shape = np.random.default_rng(0), MAMBA2[model]
+    in_ring = ring_rows(width, dtype.itemsize, window)
+    window = in_ring - width
+    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
+    tokens = mamba2_tokens(shape, rows, width)
+    state = (shape.heads, shape.head_dim, shape.state_dim)
+
+    def pool(layers):
+        fill = functools.partial(filled, layers, rows)
+        return fill(1, *state, dtype=dtype), Mamba2Ring(
+            x=fill(in_ring, *state[:2], dtype=dtype),
+            b=fill(in_ring, shape.groups, shape.state_dim, dtype=dtype),
+            dt=0.1 * jnp.abs(fill(in_ring, shape.heads, dtype=jnp.float32)),
+        )
+
+    def run(op, pool, layer, x, dt, a, b, c, d, *index):
+        out, *pool = op(x, dt, a, b, c, d, *pool, layer, *index)
+        return out, tuple(pool)
+
+    folds, of_ring = _folding(length, width, in_ring)
+    state_bytes = math.prod(state) * dtype.itemsize
+    factors = math.prod(state[:2]) + shape.groups * shape.state_dim
+    token_bytes = factors * dtype.itemsize + 4 * shape.heads
+    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    return Case(
+        op="mamba2_replay",
+        about=about(model, shape, dtype, rows=rows, width=width, window=window, **of_ring),
+        run=functools.partial(run, mamba2_replay),
+        reference=functools.partial(run, mamba2_replay_reference),
+        pool=pool,
+        layer_bytes=rows * state_bytes + ring_bytes,
+        operands=(*tokens, *map(jnp.asarray, index)),
+        total_bytes=(rows + folds) * state_bytes
+        + ring_bytes
+        + sum(y.nbytes for y in tokens)
+        + 4 * tokens[0].size,
+    )

@@ -1,0 +1,268 @@
+"""Writes the tables of figures in README.md from the files in benchmarks/results.
+
+    python -m benchmarks.report.tables [--check] [--readme FILE]
+
+A table stands in the README between `<!-- table: NAME -->` and `<!-- end -->`, each on a line of
+its own; what is between them is made here. `--check` changes nothing and exits with 1 if a table is
+not what its file says. A new table is a function from what the file holds to text, and a line in
+TABLES.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.report import prefill_tables
+from benchmarks.report.markdown_table import markdown
+
+RESULTS = Path(__file__).parents[1] / "results"
+README = Path(__file__).parents[2] / "README.md"
+MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
+SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
+MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
+DECODE_PROMPT = 512  # tokens; with others prefill is measured
+Figures = dict[str, Any]
+
+
+def first_command(figures: Figures) -> str:
+    head = ["compile cache", "seconds to the first character", "seconds in all", "MB at the peak"]
+    keys = ["first_character_seconds", "seconds", "peak_memory_mb"]
+    starts = {"empty": figures["cold"], "filled": figures["warm"]}
+    return markdown(
+        head,
+        ([name, *(str(start[key]) for key in keys)] for name, start in starts.items()),
+    )
+
+
+def acceptance(figures: Figures) -> str:
+    by_case: dict[tuple[int, float], dict[str, float]] = {}
+    for result in figures["results"]:
+        case = by_case.setdefault((result["num_speculative_tokens"], result["temperature"]), {})
+        case[result["draft_sample_method"]] = result["tokens_per_verify"]
+    return markdown(
+        ["drafts", "temperature", "greedy drafts", "drawn drafts"],
+        (
+            [
+                str(drafts),
+                f"{temperature:g}",
+                f"{case['greedy']:.2f}",
+                f"{case['probabilistic']:.2f}",
+            ]
+            for (drafts, temperature), case in by_case.items()
+        ),
+    )
+
+
+def decoding(figures: Figures) -> str:
+    cases = figures["greedy"]
+    yardstick = max(
+        (case["tokens_per_second"] for case in cases if case["engine"] == "transformers"), default=0
+    )
+    return markdown(
+        ["greedy, 1 row", "tokens per second", "(least to most)", "times transformers", "same ids"],
+        (
+            [
+                _case_name(case),
+                f"{case['tokens_per_second']:.0f}",
+                f"{case['tokens_per_second_least']:.0f} to {case['tokens_per_second_most']:.0f}",
+                f"{case['tokens_per_second'] / yardstick:.1f}" if yardstick else "–",
+                f"{case['same_ids']} of {figures['prompts']}",
+            ]
+            for case in cases
+        ),
+    )
+
+
+def _case_name(case: Figures) -> str:
+    if case["engine"] == "transformers":
+        return f"transformers, {case['threads']} thread" + "s" * (case["threads"] > 1)
+    return f"jaxspec, {case['drafts']} drafts"
+
+
+def drafts(figures: Figures) -> str:
+    rows = []
+    for cases in (figures["greedy"], figures["sampled"]):
+        plain, drafted = (case for case in cases if case["engine"] == "jaxspec")
+        speed = [case["tokens_per_second"] for case in (plain, drafted)]
+        row = [f"{speed[0]:.0f}", f"{speed[1]:.0f}", f"{speed[1] / speed[0]:.2f}"]
+        rows.append([f"{plain['temperature']:g}", *row, f"{drafted['tokens_per_verify']:.2f}"])
+    head = ["temperature", "tokens per second, 0 drafts", "3 drafts", "ratio", "tokens per verify"]
+    return markdown(head, rows)
+
+
+def scaling(figures: Figures) -> str:
+    by_rows: dict[int, list[str]] = {}
+    for case in figures["scaling"]:
+        row = by_rows.setdefault(case["rows"], [str(case["rows"])])
+        row += [f"{case['tokens_per_second']:.0f}", f"{case['ms_per_step']:.2f}"]
+    head = ["rows", "tokens per second, 0 drafts", "ms a step", "3 drafts", "ms a step"]
+    return markdown(head, by_rows.values())
+
+
+def step_gap(figures: Figures) -> str:
+    by_depth: dict[tuple[int, int], dict[int, Figures]] = {}
+    for case in figures["results"]:
+        depths = by_depth.setdefault((case["rows"], case["drafts"]), {})
+        depths[case["max_in_flight"]] = case
+    rows = []
+    for (batch, num_drafts), of in by_depth.items():
+        times = of[0]["engine_ms"], of[2]["engine_ms"], of[2]["back_to_back_ms"], of[2]["host_ms"]
+        rows.append([f"{batch}, {num_drafts}", *(f"{ms:.2f}" for ms in times)])
+    engine = ["engine, `max_in_flight` 0", "engine, 2"]
+    return markdown(["rows, drafts", *engine, "back to back", "host a step (2)"], rows)
+
+
+def kernels(figures: Figures) -> str:
+    """The shapes of one model, at two batch sizes and two widths; the file has the others.
+
+    Of a prefill: prompts, and tokens of each. Of products: another model's, at all sizes. Of
+    Mamba2: a third one's.
+    """
+    rows = []
+    for case in figures["results"]:
+        number, width = case.get("rows"), case.get("width", 1)
+        shown = number in (1, 64) and width in (1, 4)
+        if "seqs" in case:
+            number, width, shown = case["seqs"], case["length"], True
+        op, model = f"`{case['op']}`", MODEL
+        if "product" in case:
+            op, model, shown = f"{op} ({case['product']} of the 0.8B)", SMALL, True
+        if case["op"].startswith("mamba2"):
+            model = MAMBA2
+        if case.get("model", model) != model or not shown:
+            continue
+        name = f"{op}, {case.get('dtype', 'int32')}, {number} x {width}"
+        if "context" in case:
+            name += f", context {case['context']}"
+        if "window" in case:
+            name += f", ring of {case['window']}"
+        reference = f"{case['reference_us']:.1f}" if "reference_us" in case else "–"
+        public = f"{case['public_us']:.1f}" if "public_us" in case else "–"
+        rate = f"{case['of_copy']:.0%}" if "of_copy" in case else f"{case['tb_per_s']:.1f} TB/s"
+        if "tflop_per_s" in case:
+            rate = f"{case['tflop_per_s']:.0f} TFLOP/s"
+        times = f"{case['us']:.1f}", reference, public, rate
+        rows.append([name, *times])
+    head = [
+        "op, dtype, rows x tokens",
+        "microseconds",
+        "reference",
+        "public Triton kernel",
+        "of the copy bandwidth, or rate",
+    ]
+    return markdown(head, rows)
+
+
+def decode(figures: Figures) -> str:
+    """A line for each shape, number of rows, dtype of states and number of steps a dispatch.
+
+    Without drafts and with 3.
+    """
+    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
+    for case in _decode_cases(figures):
+        if case["prompt"] == DECODE_PROMPT:
+            name = case["shape"], case["rows"], case["state_dtype"], case["steps_per_dispatch"]
+            by_case.setdefault(name, {})[case["drafts"]] = case
+    lines = []
+    for name in sorted(by_case, key=lambda name: (list(SHAPES).index(name[0]), *name[1:])):
+        (shape, rows, dtype, steps), by_drafts = name, by_case[name]
+        size = shape.removeprefix("qwen3.5-").upper()
+        line = [f"{size}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
+        for drafts in (0, 3):
+            case = by_drafts.get(drafts)
+            if case is None:
+                line += ["–"] * 4
+                continue
+            ratio = f"{case['times_peer']:.2f}" if "times_peer" in case else "–"
+            line += [f"{case['ms_per_token']:.2f}", ratio, f"{case['of_roofline']:.0%}"]
+            line.append(case["commit"])
+        lines.append(line)
+    head = ["vLLM's over it", "of the roofline", "commit"]
+    return markdown(["shape, rows, states", "0 drafts: ms", *head, "3 drafts: ms", *head], lines)
+
+
+def prefill(figures: Figures) -> str:
+    lines = {}
+    for case in _decode_cases(figures):
+        usual = case["drafts"], case["state_dtype"], case["steps_per_dispatch"]
+        if usual == (0, "float32", 1):
+            name = f"{case['shape']}, {case['rows']} x {case['prompt']}"
+            rate = f"{case['prefill_tokens_per_second'] / 1000:.1f}"
+            lines[name] = [name, rate, f"{1000 * case['first_token_seconds']:.1f}"]
+    head = ["shape, prompts x tokens", "thousand tokens a second", "ms to the first token (mean)"]
+    return markdown(head, lines.values())
+
+
+def _decode_cases(figures: Figures) -> list[Figures]:
+    """Of the options that the tables do not show, those that the text says."""
+    shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}
+    return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
+
+
+TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
+    "first command": ("first_command_cpu.json", first_command),
+    "acceptance": ("acceptance_cpu.json", acceptance),
+    "decoding": ("cpu_decoding.json", decoding),
+    "drafts": ("cpu_decoding.json", drafts),
+    "scaling": ("cpu_decoding.json", scaling),
+    "step gap": ("step_gap_h200.json", step_gap),
+    "decode": ("decode_h200.json", decode),
+    "prefill": ("decode_h200.json", prefill),
+    "long prompts": ("prefill_h200.json", prefill_tables.prompts_alone),
+    "mixed steps": ("prefill_h200.json", prefill_tables.prompts_beside_rows),
+    "start-up": ("startup_h200.json", prefill_tables.start_up),
+    "kernels": ("kernels_h200.json", kernels),
+}
+PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """`text` with every table made anew.
+
+    Raises:
+        ValueError: a table without its end, a name that TABLES does not have, no file for it.
+    """
+    if len(PLACE.findall(text)) != text.count("<!-- table:"):
+        raise ValueError("A line `<!-- table: NAME -->` has no `<!-- end -->` after its table.")
+
+    def fill(place: re.Match[str]) -> str:
+        name = place[1]
+        if name not in TABLES:
+            raise ValueError(f"There is no table {name!r}; known are {', '.join(TABLES)}.")
+        file, table = TABLES[name]
+        if not (results / file).exists():
+            raise ValueError(
+                f"Table {name!r} needs {results / file}: run its benchmark with --json."
+            )
+        made = table(json.loads((results / file).read_text()))
+        return f"<!-- table: {name} -->\n{made}\n<!-- end -->"
+
+    return PLACE.sub(fill, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    args = parser.parse_args()
+    text = args.readme.read_text()
+    try:
+        new = filled(text)
+    except ValueError as error:
+        sys.exit(f"{args.readme}: {error}")
+    if args.check and new != text:
+        sys.exit(
+            f"{args.readme}: a table is not what {RESULTS} says. "
+            "Run `python -m benchmarks.report.tables` to write it."
+        )
+    if new != text:
+        args.readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Prefill of Gated DeltaNet: chunks of prompts laid flat, one final state a sequence."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.recurrent.chunks import chunk_by_chunk, product, token_by_token
+
+_States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
+
+
+def gdn_prefill(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens value_heads value_dim"],
+    g: Float[Array, "tokens value_heads"],
+    beta: Float[Array, "tokens value_heads"],
+    states: _States,
+    layer: int,
+    slots: Int[Array, " seqs"],
+    state_offset: Int[Array, " seqs"],
+    num_computed: Int[Array, " seqs"],
+    query_start: Int[Array, " seqs+1"],
+) -> tuple[Float[Array, "tokens value_heads value_dim"], _States]:
+    """The gated delta rule over each sequence: float32 outputs, and the new pool.
+
+    The law, the dtypes and the head grouping are `gdn_step`'s. Sequence `s` is
+    `query_start[s]:query_start[s + 1]`. It starts from zero when `num_computed` is 0, else from its
+    slot's candidate `state_offset`, and leaves its final state as candidate 0. Empty sequences and
+    slot 0 leave the pool untouched; tokens outside every sequence come out as 0.
+
+    `v` may come in the model's dtype. If that has 16 bits, the kernel rounds to it `q`, `k` and
+    whatever else tensor cores multiply, and sums in float32. In bfloat16 its error is a few 1e-3,
+    and up to 2e-2 where keys and queries all resemble each other; in float16 an eighth of that.
+
+    Chunked: with `G` the running sum of `g` from the chunk's start and `u_t` the written values,
+    the rule is one unit lower triangular system a chunk (Yang et al. 2024, arXiv 2412.06464, §3.3):
+
+        u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
+        o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
+    """
+    if dispatch.runs_kernel("gdn_prefill", _unsupported(v, states)):
+        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
+        from jaxspec.pallas.gated_delta.prefill_kernel import prefill
+
+        on_device = dispatch.layer_index(states, layer)
+        index = (slots, state_offset, num_computed, query_start)
+        return prefill(q, k, v, g, beta, states, on_device, *index)
+    return _gdn_prefill_chunked(
+        q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
+    )
+
+
+def _unsupported(v, states):
+    """Why the kernel does not take these operands, or None."""
+    value_dim, key_dim = states.shape[4:]
+    if v.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"values in {v.dtype}, not 16 bits"
+    if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"states in {states.dtype}"
+    if value_dim not in (64, 128) or key_dim not in (64, 128):
+        return f"heads of {value_dim} x {key_dim}, not 64 or 128"
+    if v.shape[0] % 8:
+        return f"{v.shape[0]} tokens, no multiple of 8"
+    return None
+
+
+def _gdn_prefill_chunked(
+    q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
+):
+    """`gdn_prefill` for XLA: one chunk after the other, of all heads at once."""
+    group = v.shape[1] // k.shape[1]
+
+    def step(state, *chunk):
+        # Heads first. A padding token is all zeros, and so changes nothing.
+        q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
+        q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+        state, out = _chunk(q, k, v, g, beta, state)
+        return state, out.swapaxes(0, 1)
+
+    return chunk_by_chunk(
+        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
+    )
+
+
+def _chunk(q, k, v, g, beta, state):
+    """One chunk, arrays `[heads, tokens, ...]`: the state after it and its outputs."""
+    size = g.shape[1]
+    at_or_before = jnp.tril(jnp.ones((size, size), jnp.float32))
+    before = jnp.tril(jnp.ones((size, size), jnp.float32), -1)
+    # log_decay[t, i] = sum of g over i < j <= t, summed and not subtracted: terms of one sign lose
+    # no digits, however fast the state decays. Zero above the diagonal, where it is masked below.
+    log_decay = product("tj,hj,ji->hti", at_or_before, g, before)
+    decay = jnp.exp(log_decay) * at_or_before[None]
+    from_start = jnp.exp(product("tj,hj->ht", at_or_before, g))[..., None]
+
+    mixing = beta[..., None] * decay * product("htk,hik->hti", k, k) * before[None]
+    wanted = beta[..., None] * (v - from_start * product("htk,hvk->htv", k, state))
+    system = mixing + jnp.eye(size, dtype=jnp.float32)[None]
+    written = jax.lax.linalg.triangular_solve(
+        system, wanted, left_side=True, lower=True, unit_diagonal=True
+    )
+    attention = decay * product("htk,hik->hti", q, k)
+    out = from_start * product("htk,hvk->htv", q, state) + product(
+        "hti,hiv->htv", attention, written
+    )
+    to_end = decay[:, -1, :, None]
+    state = from_start[:, -1:, :] * state + product("htv,htk->hvk", written, to_end * k)
+    return state, out
+
+
+def gdn_prefill_reference(
+    q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
+):
+    """The specification of `gdn_prefill`: one token after the other."""
+    group = v.shape[1] // k.shape[1]
+
+    def step(state, *token):
+        q, k, v, g, beta = (x.astype(jnp.float32) for x in token)
+        q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+        state = state * jnp.exp(g)[:, None, None]
+        delta = beta[:, None] * (v - product("hvk,hk->hv", state, k))
+        state = state + delta[:, :, None] * k[:, None, :]
+        return state, product("hvk,hk->hv", state, q)
+
+    return token_by_token(
+        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
+    )

@@ -1,0 +1,75 @@
+"""Register layouts that several kernels share."""
+
+from collections.abc import Iterator
+from math import gcd
+
+from jaxspec.pallas.gpu.device import THREADS
+
+
+def pieces_of(count: int) -> Iterator[tuple[int, int]]:
+    """Where in so many rows powers of two of them begin, and how many these are: (0, 4), (4, 2)."""
+    start = 0
+    while start < count:
+        size = 1 << ((count - start).bit_length() - 1)
+        yield start, size
+        start += size
+
+
+def vectors(plgpu, vector: int):
+    """Register layout of `THREADS * vector` elements in a row: `vector` neighbours a thread."""
+    return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
+
+
+def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
+    """Register layout of rows of `size`, each over up to `most_lanes` lanes of one warp.
+
+    A lane has `16 // itemsize` neighbours at a time, and sums over a row are shuffles.
+    """
+    vector = 16 // itemsize
+    lanes = min(most_lanes, size // vector)
+    rows = 32 // lanes  # of a warp
+    whole = (4 * rows, lanes * vector)
+    if rows == 1:
+        tiles, warps, lane_dims = (whole, (vector,)), (-3,), (-2,)
+    else:
+        tiles, warps, lane_dims = (whole, (rows, lanes * vector), (vector,)), (-5,), (-3, -2)
+    tiling = plgpu.Tiling(tiles)
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lane_dims, vector_dim=-1)
+
+
+def lane_layout(plgpu, size: int):
+    """Register layout of `size` elements in a row, one a lane at a time, the same in every warp."""
+    lanes = gcd(size, 32)
+    copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((lanes,), (1,))),
+        warp_dims=(plgpu.Replicated(4),),
+        lane_dims=(-2, *copies),
+        vector_dim=-1,
+    )
+
+
+def piece_layout(plgpu, rows: int, size: int, itemsize: int):
+    """Register layout of `[rows, size]`, powers of two, where each row lies in one warp.
+
+    Spread over all threads, in up to 16 neighbouring bytes each; threads to whom nothing is left
+    have what others have.
+    """
+    vector = max(1, min(rows * size // THREADS, 16 // itemsize))
+    lanes = min(size // vector, 32)
+    of_warp = min(rows, 32 // lanes)
+    warps = min(rows // of_warp, 4)
+    width = lanes * vector
+    # In Mosaic's canonical form, where no tile is one row high and none is as the one before.
+    if of_warp > 1:
+        tiles, warp_dim, lane_dims = [(of_warp, width), (vector,)], -5, (-3, -2)
+        tiles = [(warps * of_warp, width)] * (warps > 1) + tiles
+    else:
+        tiles, warp_dim, lane_dims = [(warps, width), (vector,)], -3, (-2,)
+    warp_copies, lane_copies = 4 // warps, 32 // (of_warp * lanes)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(tiles)),
+        warp_dims=(warp_dim,) * (warps > 1) + (plgpu.Replicated(warp_copies),) * (warp_copies > 1),
+        lane_dims=lane_dims + (plgpu.Replicated(lane_copies),) * (lane_copies > 1),
+        vector_dim=-1,
+    )

@@ -1,0 +1,240 @@
+"""The benchmarks start and say what they are; nothing is measured here."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import math
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxspec.config import StateConfig
+from jaxspec.models import load_model
+from jaxspec.models.config import parse_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(p for p in (ROOT / "benchmarks").rglob("*.py") if "__main__" in p.read_text())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        runpy.run_module(name, run_name="__main__")
+    help_text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "--json" in help_text or path.stem == "tables"
+
+
+def test_a_record_says_where_it_was_measured(monkeypatch, tmp_path):
+    record = importlib.import_module("benchmarks.measure.record")
+    record.write(tmp_path / "figures.json", {"seconds": 1.5})
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["seconds"] == 1.5
+    assert written.keys() > {"device", "cpu", "cpu_count", "python", "jax", "jaxlib", "date"}
+    record.write(None, {})
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_power_is_what_the_gpu_says_meanwhile(is_there, monkeypatch, tmp_path):
+    """Of five lines one tells nothing, and one comes before the time that is asked for."""
+    said = ["1980, 300.5, 0x4", "1455, 690.0, 0x4", "[N/A], [N/A], 0x0", "1485, 710.0, 0x5"]
+    said.append("1500, 720.0, 0x1")
+    command = tmp_path / "nvidia-smi"
+    lines = (f"print({line!r}, flush=True); time.sleep(0.1)" for line in said)
+    command.write_text("\n".join([f"#!{sys.executable}", "import time", *lines]))
+    command.chmod(0o755 if is_there else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    power = importlib.import_module("benchmarks.measure.power")
+    with power.sampled() as samples:
+        deadline = time.monotonic() + 60
+        while is_there and len(samples) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    since = samples[1].time if is_there else 0.0
+    told = {"sm_clock_mhz": 1485.0, "power_watts": 710.0, "at_power_limit": 2 / 3}
+    assert power.summary(samples, since, math.inf) == (told if is_there else {})
+    assert power.summary(samples, 0.0, since - 1e-9) != told
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    return importlib.import_module("benchmarks.engine.decode")
+
+
+def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
+    """Two runs into one file, which keeps both. Times are not checked: a test's machine is busy."""
+    sizes = "--prompt 16 --prefill-tokens 32 --tokens 64 --repeats 1 --steps 3"
+    options = f"--shape tiny --rows 4 --dtype float32 --copy-tb-per-s 0.01 {sizes}".split()
+    options += ["--json", str(tmp_path / "decode.json")]
+    snapshots = ["--drafts", "0", "--state-policy", "snapshot"]
+    for case in (snapshots, ["--drafts", "3", "--draft-vocab", "100", "--profile"]):
+        monkeypatch.setattr(sys, "argv", ["decode.py", *options, *case])
+        decode.main()
+        assert json.loads(capsys.readouterr().out)["shape"] == "tiny"
+    written = json.loads((tmp_path / "decode.json").read_text())
+    plain, drafted = written["results"]
+    assert written["jax"] and written["implementations"]["gdn_replay"]
+    assert (plain["drafts"], drafted["drafts"]) == (0, 3)
+    assert (plain["draft_vocab"], drafted["draft_vocab"]) == (None, 100)
+    assert plain["tokens_per_step"] == 1.0
+    # Accepted at .80, .60 and .45; some 90 verifies, those at the end with fewer drafts.
+    assert 2.3 < drafted["tokens_per_step"] < 3.2
+    for result in (plain, drafted):
+        assert result["tokens_per_second"] == pytest.approx(4000 / result["ms_per_token"], rel=1e-3)
+        floor = result["floor_ms_per_step"]
+        assert result["of_roofline"] == pytest.approx(floor / result["ms_per_step"], rel=1e-3)
+        parts = sum(result[name] for name in ("plan_ms", "dispatch_ms", "collect_ms"))
+        assert result["host_ms"] == pytest.approx(parts, rel=1e-3)
+        assert min(result["engine_ms"], result["back_to_back_ms"], 1 + result["gap"]) > 0
+        assert min(result["compile_seconds"], result["first_token_seconds"]) > 0
+        assert result["prefill_tokens_per_second"] > 0 and "times_peer" not in result
+    assert drafted["kernels_per_step"] == 0  # of a GPU; this runs on a CPU
+    assert drafted["memory_bytes"]["ring"] > 0 == plain["memory_bytes"]["ring"]
+
+
+def test_decode_compares_with_the_peer(decode):
+    model = {"shape": "qwen3.5-9b", "dtype": "bfloat16", "kv_dtype": None, "max_in_flight": 2}
+    model["steps_per_dispatch"] = 1
+    states = {"state_policy": "snapshot", "state_dtype": "float32"}
+    sizes = {"rows": 64, "prompt": 512, "tokens": 256, "drafts": 3, "draft_vocab": None}
+    case = decode.Case(**model, **states, **sizes)
+    figures = {"tokens_per_step": 2.85, "ms_per_step": 20.0, "ms_per_token": 7.0}
+    compared = decode.compare(case, figures, 4.3e12)
+    assert compared["times_peer"] == pytest.approx(6.563 / 7.0)
+    shorter = dataclasses.replace(case, prompt=64)
+    assert "times_peer" not in decode.compare(shorter, figures, 4.3e12)
+    assert compared["of_roofline"] == compared["floor_ms_per_step"] / 20.0
+    fewer = decode.compare(dataclasses.replace(case, draft_vocab=32768), figures, 4.3e12)
+    assert fewer["floor_bytes"]["drafts"] == compared["floor_bytes"]["drafts"] - 5_297_405_952
+
+
+@pytest.fixture
+def prefill(monkeypatch):
+    return importlib.import_module("benchmarks.engine.prefill")
+
+
+TINY = ["--shape", "tiny", "--dtype", "float32", "--drafts", "0"]
+
+
+def test_prefill_measures_a_tiny_model(prefill, monkeypatch, tmp_path, capsys):
+    """Prompts of 48 tokens by 16, two at once; and three of them beside two rows, twice."""
+    alone = "--kinds throughput mixed --lengths 48 --chunk 16 --batch 2 --prefill-tokens 16"
+    beside = "--rows 2 --context 8 --stream 3 --steps 5 --repeats 2"
+    options = [*TINY, *alone.split(), *beside.split(), "--json", str(tmp_path / "prefill.json")]
+    monkeypatch.setattr(sys, "argv", ["prefill.py", *options])
+    prefill.main()
+    throughput, mixed = json.loads((tmp_path / "prefill.json").read_text())["results"]
+    assert (throughput["prompts"], throughput["rows"]) == (2, 0)
+    assert throughput["steps"] == 6
+    assert 0 < throughput["first_token_seconds"] < throughput["seconds_most"]
+    speed = 96 / throughput["seconds"]
+    assert throughput["prefill_tokens_per_second"] == pytest.approx(speed, rel=1e-3)
+    assert (mixed["prompts"], mixed["rows"], mixed["tokens_per_step"]) == (3, 2, 1.0)
+    assert mixed["mixed"]["steps"] == 2 * 3 * 3
+    assert 2 * 5 <= mixed["unmixed"]["steps"] < 2 * (5 + 3)  # and those in flight; none in between
+    for steps in (mixed["mixed"], mixed["unmixed"]):
+        assert 0 < steps["ms_per_step"] <= steps["ms_per_step_p99"]
+    for result in (throughput, mixed):
+        assert min(result["compile_seconds"], result["prefill_tokens_per_second"]) > 0
+    assert "| TINY, dtype float32, 2, 16 |" in capsys.readouterr().out
+
+
+def test_prefill_asks_for_prompts_whole_and_in_chunks(prefill, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["prefill.py"])
+    monkeypatch.setattr(prefill.dummy_llm, "run", lambda cases, *_: asked.extend(cases) or [])
+    prefill.main()
+    sizes = [(case.prompts, case.prompt, case.chunk, case.rows) for case in asked]
+    alone = [(1, 512, 512, 0), (1, 8192, 8192, 0), (1, 8192, 2048, 0), (8, 8192, 8192, 0)]
+    assert sizes == [*alone, (8, 8192, 2048, 64)]
+
+
+@pytest.fixture
+def startup(monkeypatch):
+    """Its processes are calls in this one, which has compiled nothing yet."""
+    startup = importlib.import_module("benchmarks.engine.startup")
+
+    def here(arguments):
+        jax.clear_caches()
+        out = io.StringIO()
+        with monkeypatch.context() as process, contextlib.redirect_stdout(out):
+            process.setattr(sys, "argv", ["startup.py", *arguments])
+            startup.main()
+        return out.getvalue()
+
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(startup, "new_process", here)
+    yield startup
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypatch, tmp_path):
+    file, folder = tmp_path / "startup.json", tmp_path / "cache"
+    options = "--starts cold warm --rows 1 --max-model-len 32 --step-tokens 16 --prompt 8"
+    options = [*TINY, *options.split(), "--json", str(file), "--compilation-cache", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["startup.py", *options])
+    startup.main()
+    cold, warm = json.loads(file.read_text())["results"]
+    assert (cold["start"], warm["start"]) == ("cold", "warm")
+    assert cold["programs_from_disk"] == 0 < warm["programs_from_disk"] <= warm["programs"]
+    for result in (cold, warm):
+        parts = sum(result[part] for part in ("import", "device", "load", "compile", "generate"))
+        assert result["seconds"] == pytest.approx(parts, rel=1e-3)
+        assert list(result["compile_seconds_by_program"]) == [
+            "1 row, greedy",
+            "1 row, 16 prompt tokens, greedy",
+        ]
+        assert min(result["trace"], result["lower"], result["cache_bytes"]) > 0
+    with pytest.raises(SystemExit, match="needs an empty folder"):
+        startup.main()
+
+
+def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
+    """All but vectors, and no padding: what is published."""
+    floor = importlib.import_module("benchmarks.measure.floor")
+    published = importlib.import_module("benchmarks.measure.model_shapes").SHAPES["tiny"].config()
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model = load_model(tmp_path, jnp.float32, load_format="dummy")
+    published = [placement.shape for placement in model.checkpoint()]
+    sizes = [math.prod(shape) for shape in published if len(shape) > 1]
+    config = model.config
+    head = floor.attention_size(config) + 2 * config.hidden_size**2
+    assert sum(sizes) == floor.forward_size(config) + head  # the embedding is the output head
+
+
+@pytest.mark.parametrize(
+    ("states", "ring", "state_gigabytes", "draft_vocab", "draft_gigabytes", "milliseconds"),
+    [
+        (StateConfig(), None, 16.11, None, 10.78, 12.04),
+        (StateConfig("replay", window=16), "float16", 4.10, None, 10.78, 9.25),
+        (StateConfig("replay", "float16"), None, 2.15, None, 10.78, 8.80),
+        (StateConfig("replay", "float16"), None, 2.15, 32768, 5.49, 7.57),
+    ],
+)
+def test_the_floor_of_a_9b_step(
+    monkeypatch, states, ring, state_gigabytes, draft_vocab, draft_gigabytes, milliseconds
+):
+    """64 rows, 3 drafts, a context of 4096: worked by hand, at 4.3 TB/s."""
+    floor = importlib.import_module("benchmarks.measure.floor")
+    shape = importlib.import_module("benchmarks.measure.model_shapes").SHAPES["qwen3.5-9b"]
+    config = parse_config(shape.config())
+    sizes = {"rows": 64, "context": 4096, "drafts": 3, "emitted": 2.95}
+    kinds = {"draft_vocab": draft_vocab, "states": states, "ring_dtype": ring}
+    moved = floor.step_bytes(config, **sizes, **kinds)
+    gigabytes = {name: round(size / 1e9, 2) for name, size in moved.items()}
+    states_and_drafts = {"states": state_gigabytes, "drafts": draft_gigabytes}
+    assert gigabytes == {"weights": 15.87, "kv": 8.60, "io": 0.43, **states_and_drafts}
+    seconds = floor.step_seconds(moved, config, 256, 4.3e12)
+    assert 1000 * seconds == pytest.approx(milliseconds, abs=0.005)
+    # With all bytes for nothing it is the arithmetic.
+    assert 1000 * floor.step_seconds({}, config, 256, 4.3e12) == pytest.approx(5.14, abs=0.005)

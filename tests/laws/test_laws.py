@@ -1,0 +1,440 @@
+"""The laws of the whole engine, against the one-request oracle of `oracle.py`.
+
+1 speculation never changes output; 2 (in tests/sampling, and here in distribution); 3 neighbours,
+rows, chunking and preemption change nothing; 4 depth of flight changes nothing; 5 a state rolled
+back equals a state never advanced; 7 padding changes nothing, new rows inherit nothing; 8 nothing
+compiles after warm-up. 6 and 9 are in tests/pallas and tests/models.
+"""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    FIXTURES,
+    GREEDY,
+    REPLAY,
+    ROWS,
+    SAMPLED,
+    SNAPSHOT,
+    Harness,
+    continuations,
+    expected,
+    prompts,
+)
+from safetensors import safe_open
+
+from jaxspec.pallas.gated_delta.replay import _replayed
+from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.request import Finish
+from jaxspec.runner import model_runner
+from jaxspec.runner.step import jitted_step, make_step
+from jaxspec.sampling_params import SamplingParams
+
+PROMPTS = prompts(6)
+POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
+MIXED = (0.8, 0.5, 0.5)
+SOME_IDS = tuple(np.random.default_rng(2).permutation(264)[:64].tolist())
+RATES = {
+    "mtp": None,
+    "oracle-never": (0.0,) * 3,
+    "oracle-mixed": MIXED,
+    "oracle-always": (1.0,) * 3,
+}
+
+
+def requests_of(params):
+    return [(prompt, params, seed) for seed, prompt in enumerate(PROMPTS)]
+
+
+def harness(fixture, method, drafts, params, **options):
+    accuracy = RATES[method]
+    return Harness(
+        fixture,
+        drafts=drafts,
+        accuracy=accuracy and accuracy[:drafts],
+        continuations=continuations(fixture, requests_of(params)) if accuracy else (),
+        vary=method == "oracle-mixed",
+        variants=(params.variant,),
+        **options,
+    )
+
+
+def run_with_arrivals(engine, params, arrivals_seed):
+    """The requests arrive one by one while others run; rows move, chunks and verifies mix."""
+    rng = np.random.default_rng(arrivals_seed)
+    for prompt, _, seed in requests_of(params):
+        engine.add(prompt, params, seed)
+        for _ in range(rng.integers(0, 4)):
+            engine.step()
+    return engine.run()
+
+
+def accepted(engine):
+    return sum(request.metrics.num_accepted_tokens for request in engine.requests)
+
+
+METHODS = [("mtp", 0), *itertools.product(RATES, (1, 3))]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method, drafts", METHODS, ids=lambda value: str(value))
+def test_speculation_never_changes_output(method, drafts, params):
+    """Laws 1, 3 and 4 on one hybrid: every depth of flight and chunk size, random arrivals.
+
+    Every pair of them for 3 greedy drafts, else each of both with some of the other.
+    """
+    pairs = list(itertools.product((0, 1, 2, 3), (1, 7, 64)))
+    if params is not GREEDY or drafts != 3:
+        pairs = [(0, 1), (1, 7), (2, 64), (3, 7)]
+    for number, (depth, chunk) in enumerate(pairs):
+        engine = harness("qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk)
+        run_with_arrivals(engine, params, number)
+        assert engine.check() <= 1
+        if method == "oracle-always":
+            steps = sum(request.metrics.num_drafts for request in engine.requests)
+            assert accepted(engine) > 0.8 * drafts * steps
+        elif method == "oracle-never":
+            assert accepted(engine) == 0
+        elif method == "oracle-mixed" and drafts == 3:
+            per_position = np.sum(
+                [[*r.metrics.accepted_per_position, 0, 0, 0][:3] for r in engine.requests], axis=0
+            )
+            assert per_position.min() > 0
+
+
+@pytest.mark.parametrize(
+    "method, drafts, params",
+    [("mtp", 0, GREEDY), ("mtp", 3, SAMPLED), *((method, 3, GREEDY) for method in RATES)],
+    ids=lambda value: value.variant if value in (GREEDY, SAMPLED) else str(value),
+)
+def test_speculation_never_changes_output_where_states_are_replayed(method, drafts, params):
+    """The same, with folds every few tokens, each row's its own."""
+    for depth, chunk in ((0, 7), (3, 1), (2, 64))[: 2 + (method == "oracle-mixed")]:
+        engine = harness(
+            "qwen3_5", method, drafts, params, max_in_flight=depth, chunk=chunk, states=REPLAY
+        )
+        run_with_arrivals(engine, params, depth)
+        assert engine.check() <= 1
+
+
+OTHERS = [
+    ("qwen3_5_tied", "mtp", 3, GREEDY),
+    ("qwen3_5_tied", "oracle-mixed", 3, SAMPLED),
+    ("qwen3_5_vl", "oracle-mixed", 1, GREEDY),
+    ("qwen3_5_vl", "mtp", 1, SAMPLED),
+    ("qwen3", "oracle-mixed", 3, GREEDY),
+    ("qwen3", "oracle-always", 1, SAMPLED),
+    ("qwen3", "mtp", 0, GREEDY),
+]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(OTHERS)), ids=lambda n: "-".join(map(str, OTHERS[n][:3]))
+)
+def test_speculation_never_changes_output_of_other_models(number):
+    """Each way of drafting with every depth and every chunk size; which meet turns by the row."""
+    fixture, method, drafts, params = OTHERS[number]
+    for depth in range(4):
+        chunk = (1, 7, 64)[(depth + number) % 3]
+        engine = harness(fixture, method, drafts, params, max_in_flight=depth, chunk=chunk)
+        run_with_arrivals(engine, params, depth)
+        assert engine.check() <= 1
+
+
+def test_speculation_never_changes_output_over_8_bit_keys_and_values():
+    """Nor do neighbours, chunks and depth: each request as plain decoding gives it alone."""
+    kv_dtype = np.dtype("float8_e4m3fn")
+    plain = Harness("qwen3_5", max_in_flight=0, kv_dtype=kv_dtype)
+    for prompt, params, seed in requests_of(GREEDY):
+        plain.add(prompt, params, seed)
+        plain.run()
+    for depth, chunk in ((0, 7), (2, 1), (3, 64)):
+        engine = harness(
+            "qwen3_5", "oracle-mixed", 3, GREEDY, max_in_flight=depth, chunk=chunk,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+        run_with_arrivals(engine, GREEDY, depth)
+        outputs = [[r.output for r in each.requests] for each in (plain, engine)]
+        assert outputs[0] == outputs[1]
+        assert accepted(engine) > 0
+
+
+@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_5_vl", "qwen3"])
+def test_greedy_ids_equal_the_reference(fixture):
+    """What transformers gave, through chunked prefill and three drafts where there is a head."""
+    path = FIXTURES / fixture / "reference.safetensors"
+    with safe_open(path, "np") as file:
+        prompt, greedy = (file.get_tensor(name).tolist() for name in ("prompt_ids", "greedy_ids"))
+    engine = Harness(fixture, drafts=0 if fixture == "qwen3" else 3, chunk=33)
+    params = SamplingParams(temperature=0.0, max_tokens=len(greedy))
+    engine.add(prompt, params)
+    engine.run()
+    assert engine.requests[0].output == greedy
+    assert not expected(fixture, tuple(prompt), params, 0).check(greedy)  # so does the oracle
+
+
+def test_the_widest_verify_changes_no_output():
+    """K = 8, drafts right often enough that whole verifies stand."""
+    known = continuations("qwen3_5", requests_of(GREEDY))
+    engine = Harness("qwen3_5", drafts=8, accuracy=(0.95,) * 8, continuations=known)
+    run_with_arrivals(engine, GREEDY, 0)
+    assert engine.check() <= 1
+    assert max(len(r.metrics.accepted_per_position) for r in engine.requests) == 8
+
+
+def test_a_draft_vocabulary_never_changes_output():
+    """Laws 1, 3 and 4, with drafts from 64 of 264 ids, the first ones or a list.
+
+    Few stand, by a head that was not trained: test_llm.py has one that was, and greedy text.
+    """
+    for depth, chunk, vocab in ((0, 1, SOME_IDS), (1, 7, 64), (2, 64, SOME_IDS), (3, 7, SOME_IDS)):
+        engine = harness(
+            "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk, draft_vocab=vocab
+        )
+        assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
+        # Of each id a column of 64 float32, and the id.
+        assert engine.runner.memory()["proposer_tables"] == 64 * (64 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    "method, drafts, params, options",
+    [
+        ("mtp", 0, GREEDY, {"max_in_flight": 0}),
+        ("oracle-mixed", 3, SAMPLED, {"states": REPLAY, "chunk": 7}),
+        ("mtp", 3, GREEDY, {"num_pages": 16}),
+    ],
+    ids=["plain", "drafts", "head"],
+)
+def test_several_steps_at_once_change_no_output(method, drafts, params, options):
+    params = dataclasses.replace(params, max_tokens=24)
+    engine = harness("qwen3_5", method, drafts, params, steps_per_dispatch=2, **options)
+    engine.engine.trace = []
+    assert run_with_arrivals(engine, params, 2).check() <= 1
+    dispatched = [times.program.num_steps for times in engine.engine.trace]
+    assert set(dispatched) == {1, 2} and dispatched.count(2) >= 3
+    assert engine.engine.metrics.num_steps == sum(dispatched)
+
+
+@pytest.mark.parametrize(
+    "depth, chunk, num_pages, vocab",
+    [(0, 1, 400, None), (3, 7, 400, None), (2, 64, 16, None), (3, 7, 400, SOME_IDS)],
+    ids=["chunks", "flight", "preemption", "vocabulary"],
+)
+def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pages, vocab):
+    """The draft head's keys and values survive rejection, chunking and preemption: same drafts."""
+    params = SAMPLED if vocab else GREEDY
+    alone = harness("qwen3_5", "mtp", 3, params, max_in_flight=0, draft_vocab=vocab)
+    engine = harness(
+        "qwen3_5", "mtp", 3, params, max_in_flight=depth, chunk=chunk, num_pages=num_pages,
+        draft_vocab=vocab,
+    )  # fmt: skip
+    drafts = []
+    for each in (alone, engine):
+        drafts.append({})
+        for prompt, _, seed in requests_of(params):
+            request = each.add(prompt, params, seed)[0]
+            while not request.finish:
+                each.step()
+                rows = jax.tree.map(np.asarray, each.runner.state.rows)
+                for row in np.flatnonzero(rows.slot == request.slot) if request.slot else ():
+                    if rows.num_drafts[row] and not rows.finish[row]:
+                        place = (prompt, int(rows.num_computed[row]))
+                        drafts[-1][place] = rows.drafts[row].tolist()
+    shared = set(drafts[0]) & set(drafts[1])
+    assert len(shared) > 30
+    wrong = [place for place in shared if drafts[0][place] != drafts[1][place]]
+    assert len(wrong) <= 1  # a tie of the head's scores
+    drafted = {token for each in drafts for tokens in each.values() for token in tokens}
+    assert drafted <= set(vocab or range(264)) and len(drafted) > 10
+
+
+def test_top_k_and_top_p_never_depend_on_speculation():
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=12)
+    engine = harness("qwen3_5", "mtp", 3, params)
+    assert run_with_arrivals(engine, params, 0).check() <= 1
+
+
+@POLICIES
+def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
+    """Rows that begin with num_computed > 0: prompt 11, computed 10, in a verify of width 1 + K."""
+    params = dataclasses.replace(SAMPLED, n=3)
+    single = dataclasses.replace(SAMPLED, n=1)
+    prompt = tuple(range(100, 111))
+    known = continuations("qwen3_5", [(prompt, single, seed) for seed in (5, 6, 7)])
+    for accuracy in (None, MIXED):
+        engine = Harness(
+            drafts=3,
+            accuracy=accuracy,
+            continuations=known,
+            variants=("sampled",),
+            states=states,
+        )
+        forks, dispatch = [], engine.runner.dispatch
+
+        def spy(plan, dispatch=dispatch, forks=forks):
+            forks.extend(plan.forks)
+            return dispatch(plan)
+
+        engine.runner.dispatch = spy
+        engine.add(PROMPTS[0], SAMPLED, 1)
+        engine.add(prompt, params, 5)
+        engine.add(PROMPTS[1], SAMPLED, 2)
+        engine.run()
+        assert len(forks) == 2 and all(f.last_index == 2 and f.source_page for f in forks)
+        for request in engine.requests:
+            request.params = single
+        assert engine.check() <= 1
+
+
+@POLICIES
+def test_preemption_changes_no_token(states):
+    """Too few pages for all: requests lose theirs, wait for what is in flight, and start again."""
+    for depth in (0, 2):
+        engine = harness(
+            "qwen3_5",
+            "oracle-mixed",
+            3,
+            GREEDY,
+            num_pages=16,
+            max_in_flight=depth,
+            states=states,
+        )
+        run_with_arrivals(engine, GREEDY, depth)
+        assert engine.scheduler.num_preemptions > 0
+        assert engine.check() <= 1
+        assert engine.scheduler.pages.num_free == 15
+
+
+def true_states(state, row):
+    """A row's recurrent states, of every layer, as the next step would start from them."""
+    cache, rows = state.cache, state.rows
+    slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
+    if cache.ring is None:
+        return np.asarray(cache.states[:, slot, offset])
+    where = [x[row : row + 1] for x in (rows.slot, rows.num_computed, rows.ring_length)]
+    layers = range(cache.states.shape[0])
+    return np.stack(
+        [_replayed(cache.states, cache.ring, layer, *where, width=4)[0] for layer in layers]
+    )
+
+
+@POLICIES
+def test_a_state_rolled_back_equals_a_state_never_advanced(states):
+    """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
+    plain = Harness("qwen3_5")
+    drafted = harness("qwen3_5", "oracle-mixed", 3, GREEDY, states=states)
+    histories = []
+    for engine in (plain, drafted):
+        engine.add(PROMPTS[2], GREEDY, 2)
+        history = {}
+        while engine.engine.has_work:
+            engine.step()
+            state = engine.runner.state
+            rows = jax.tree.map(np.asarray, state.rows)
+            for row in range(ROWS):
+                slot, computed = int(rows.slot[row]), int(rows.num_computed[row])
+                if slot and not rows.finish[row]:
+                    conv, kernel = state.cache.conv, engine.runner._shape.conv_kernel
+                    read = past_rows(jnp.array([computed]), kernel - 1, conv.shape[2])[0]
+                    history[computed] = true_states(state, row), np.asarray(conv[:, slot, read])
+        histories.append(history)
+    shared = sorted(set(histories[0]) & set(histories[1]))
+    assert len(shared) >= 4 and len(shared) < len(histories[0])
+    for length in shared:
+        chex.assert_trees_all_close(histories[0][length], histories[1][length], atol=2e-5)
+
+
+@POLICIES
+def test_a_reused_slot_and_padding_leave_no_trace(states):
+    """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
+    engine = harness("qwen3_5", "mtp", 3, SAMPLED, states=states)
+    engine.add(PROMPTS[3], SAMPLED, 3)
+    fresh = engine.run().requests[0].output
+    state = engine.runner.state
+    poisoned = jax.tree.map(
+        lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.cache
+    )
+    engine.runner._state = state.replace(cache=poisoned)
+    run_with_arrivals(engine, SAMPLED, 9)
+    engine.add(PROMPTS[3], SAMPLED, 3)
+    assert engine.run().requests[-1].output == fresh
+    assert engine.check() <= 1
+
+
+@POLICIES
+def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(states):
+    engine = harness("qwen3_5", "mtp", 3, GREEDY, states=states)
+    victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
+    engine.add(PROMPTS[1], GREEDY, 1)
+    for _ in range(5):
+        engine.step()
+    state = engine.runner.state
+    poison = state.cache.states.at[:, victim.slot].set(np.nan)
+    engine.runner._state = state.replace(cache=state.cache.replace(states=poison))
+    engine.run()
+    assert victim.finish is Finish.ERROR
+    assert all(0 <= token < engine.vocab_size for token in victim.output)
+    engine.requests.remove(victim)
+    engine.add(PROMPTS[0], GREEDY, 0)  # in the slot that held the NaN
+    engine.run()
+    assert engine.check() <= 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_stop_id_ends_at_the_same_token(params):
+    """On the device, inside a verify: what was accepted behind it is dropped."""
+    wanted = continuations("qwen3_5", [(PROMPTS[2], params, 2)])[0][len(PROMPTS[2]) :]
+    stop = wanted[6]
+    for method in ("mtp", "oracle-always"):
+        engine = harness("qwen3_5", method, 3, params)
+        request = engine.add(PROMPTS[2], params, 2, stop_ids=(stop,))[0]
+        engine.run()
+        assert request.finish is Finish.STOP
+        assert request.output == list(wanted[: wanted.index(stop) + 1])
+        waits = dataclasses.replace(params, min_tokens=9)
+        late = engine.add(PROMPTS[2], waits, 2, stop_ids=(stop,))[0]
+        engine.run()
+        assert len(late.output) >= 9 and stop not in late.output[:8]
+        assert engine.check() <= 1
+
+
+def test_after_warm_up_nothing_compiles(monkeypatch):
+    """Law 8: no compilation is heard over a random walk, and no step is traced again."""
+    chex.clear_trace_counter()
+    jitted_step.cache_clear()
+    monkeypatch.setattr(
+        model_runner,
+        "jitted_step",
+        lambda config, program: jax.jit(
+            chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
+        ),
+    )
+    variants = ("greedy", "sampled", "full")
+    engine = Harness("qwen3_5", drafts=3, variants=variants, num_pages=24)
+    kinds = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_k=5)]
+    heard = []
+
+    def listen(event, duration, **_):
+        if "compile" in event or "trace" in event:
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        rng = np.random.default_rng(0)
+        for number in range(30):
+            params = dataclasses.replace(kinds[number % 3], n=1 + number % 2)
+            engine.add(PROMPTS[number % len(PROMPTS)], params, number)
+            for _ in range(rng.integers(0, 6)):
+                engine.step()
+            if number % 10 == 9:
+                engine.scheduler.end(engine.scheduler.running[0], Finish.ABORT)
+        engine.run()
+        assert engine.scheduler.num_preemptions > 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert heard == []

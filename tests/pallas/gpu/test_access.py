@@ -1,0 +1,55 @@
+"""The accesses that kernels share: what is loaded is stored, in pieces of any width."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import device, layouts
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "shape", "layout"),
+    [
+        (jnp.bfloat16, (256,), lambda plgpu: layouts.vectors(plgpu, 2)),
+        (jnp.float32, (512,), lambda plgpu: layouts.vectors(plgpu, 4)),
+        (jnp.bfloat16, (48,), lambda plgpu: layouts.lane_layout(plgpu, 48)),
+        (jnp.float32, (64,), lambda plgpu: layouts.lane_layout(plgpu, 64)),
+        (jnp.bfloat16, (16, 32), lambda plgpu: layouts.piece_layout(plgpu, 16, 32, 2)),
+        (jnp.bfloat16, (2, 32), lambda plgpu: layouts.piece_layout(plgpu, 2, 32, 2)),
+        (jnp.float32, (1, 8), lambda plgpu: layouts.piece_layout(plgpu, 1, 8, 4)),
+        (jnp.float32, (4, 8), lambda plgpu: layouts.piece_layout(plgpu, 4, 8, 4)),
+    ],
+)
+def test_what_is_loaded_is_stored(dtype, shape, layout):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(x, out):
+        piece = jax.lax.axis_index("piece")
+        values = mosaic.load(plgpu, x.at[piece], layout(plgpu))
+        mosaic.store(plgpu, out.at[piece], values)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, *shape)), dtype)
+    copy = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, dtype),
+        grid=(3,),
+        grid_names=("piece",),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    np.testing.assert_array_equal(jax.jit(copy)(x), x)
+
+
+def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
+    assert device.room(132) > 2 * device.room(133) and device.room(133) > 108 * 1024
+
+
+@pytest.mark.parametrize("places", [1, 2, 6, 7])
+def test_the_next_place_of_a_ring_is_the_remainder(places):
+    place = jnp.int32(0)
+    for n in range(1, 3 * places):
+        place = mosaic.next_place(place, places)
+        assert place == n % places

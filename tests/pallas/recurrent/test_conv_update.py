@@ -1,0 +1,189 @@
+"""conv_update and conv_prefill against a convolution over the whole history; kernel = reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convolution import REAL, ROWS, int32, operands
+
+from benchmarks.measure.shapes import GDN
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.recurrent.conv_update import (
+    _conv_update_kernel,
+    conv_prefill,
+    conv_update,
+    conv_update_reference,
+    past_rows,
+)
+
+LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
+WINDOW = KERNEL + DRAFTS
+GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
+
+update = jax.jit(conv_update, static_argnums=3)
+reference = jax.jit(conv_update_reference, static_argnums=3)
+prefill = jax.jit(conv_prefill, static_argnums=3)
+
+
+def oracle(inputs, weight):
+    """SiLU of the causal convolution of a whole history, in float64."""
+    padded = np.concatenate([np.zeros((KERNEL - 1, CHANNELS)), inputs])
+    y = sum(padded[tap : tap + len(inputs)] * weight[:, tap] for tap in range(KERNEL))
+    return y / (1 + np.exp(-y))
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def test_a_convolution_rolled_back_equals_one_never_advanced():
+    rng = np.random.default_rng(0)
+    weight, history = normal(rng, CHANNELS, KERNEL), np.zeros((0, CHANNELS), np.float32)
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
+    conv = conv.at[1, 3, past_rows(int32(0), KERNEL - 1, WINDOW)[0]].set(0.0)
+    for _ in range(30):
+        query_len = int(rng.integers(1, DRAFTS + 2))
+        x = normal(rng, 1, DRAFTS + 1, CHANNELS)
+        index = int32(3), int32(len(history)), int32(query_len)
+        y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
+        everything = np.concatenate([history, x[0, :query_len]])
+        expected = oracle(everything, weight)[len(history) :]
+        np.testing.assert_allclose(y[0, :query_len], expected, atol=1e-5)
+        accepted = int(rng.integers(0, query_len))
+        history = everything[: len(history) + 1 + accepted]
+
+
+def test_prefill_in_chunks_equals_one_convolution():
+    rng = np.random.default_rng(1)
+    weight, inputs = normal(rng, CHANNELS, KERNEL), normal(rng, 2, 24, CHANNELS)
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
+    outputs, done = ([], []), [0, 0]
+    for step in range(9):
+        lengths = [int(rng.integers(0, 6)) for _ in done]
+        lengths = [min(n, 24 - d) for n, d in zip(lengths, done, strict=True)]
+        parts = [inputs[s, d : d + n] for s, (d, n) in enumerate(zip(done, lengths, strict=True))]
+        flat = np.full((12, CHANNELS), np.nan, np.float32)
+        flat[: sum(lengths)] = np.concatenate(parts)
+        start = np.concatenate([[0], np.cumsum(lengths)])
+        y, conv = prefill(
+            flat,
+            jnp.asarray(weight),
+            conv,
+            1,
+            int32(4, 2),
+            int32(*done),
+            int32(*start),
+        )
+        for seq, part in enumerate(np.split(np.asarray(y), start[1:])[:2]):
+            outputs[seq].append(part)
+        np.testing.assert_array_equal(y[sum(lengths) :], 0)
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+        if step == 4:  # a decode step in between, one draft of one accepted
+            x = np.stack([inputs[s, d : d + 2] for s, d in enumerate(done)])
+            index = int32(4, 2), int32(*done), int32(2, 2)
+            y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
+            for seq in range(2):
+                outputs[seq].append(np.asarray(y)[seq])
+            done = [d + 2 for d in done]
+    for seq in range(2):
+        expected = oracle(inputs[seq, : done[seq]], weight)
+        np.testing.assert_allclose(np.concatenate(outputs[seq]), expected, atol=1e-5)
+
+
+def test_padding_is_inert():
+    rng = np.random.default_rng(2)
+    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, CHANNELS, KERNEL)
+    slots, garbage = int32(0, 0, 3, -2, 10**6), int32(*GARBAGE, 7)
+    length = int32(4, 0, 0, 4, 4)
+    x = jnp.full((5, DRAFTS + 1, CHANNELS), jnp.nan)
+    _, after = update(x, weight, jnp.asarray(conv), 1, slots, garbage, length)
+    np.testing.assert_array_equal(after, conv)
+    start = int32(0, 4, 4, 4, 8, 12)
+    flat = jnp.full((16, CHANNELS), jnp.nan)
+    _, after = prefill(flat, weight, jnp.asarray(conv), 1, slots, garbage, start)
+    np.testing.assert_array_equal(after, conv)
+
+
+def test_a_padding_token_is_never_stored():
+    rng = np.random.default_rng(3)
+    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, CHANNELS, KERNEL)
+    x = normal(rng, 1, DRAFTS + 1, CHANNELS)
+    x[0, 2:] = np.nan
+    y, after = update(x, weight, jnp.asarray(conv), 1, int32(3), int32(1), int32(2))
+    assert np.isfinite(after).all() and np.isfinite(y[0, :2]).all()
+
+
+def test_a_window_too_short_for_the_drafts_is_refused():
+    with pytest.raises(ValueError, match="num_drafts >= 5"):
+        conv_update(
+            jnp.zeros((1, 6, CHANNELS)),
+            jnp.zeros((CHANNELS, KERNEL)),
+            jnp.zeros((LAYERS, SLOTS, WINDOW, CHANNELS)),
+            0,
+            *[int32(1)] * 3,
+        )
+
+
+def check(x, weight, conv, run):
+    """`run` is the reference: in the tokens that are real, and bit for bit in the pool."""
+    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, *ROWS.values()))
+    expected, expected_after = reference(x, weight, conv, 1, *ROWS.values())
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_array_equal(after, np.asarray(expected_after, np.float32))
+    untouched = [slot for slot in range(7) if slot not in {2, 4, 6, 1}]
+    before = np.asarray(conv, np.float32)
+    np.testing.assert_array_equal(after[1, untouched], before[1, untouched])
+    np.testing.assert_array_equal(after[0], before[0])
+    tolerance = max(2 * float(jnp.finfo(x.dtype).eps), 5e-6)
+    for row, count in REAL.items():
+        if row == 1:  # all its inputs are NaN
+            assert np.isnan(y[row, :count]).all()
+            continue
+        ours, theirs = y[row, :count], expected[row, :count]
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=5e-6)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.parametrize(
+    ("dtype", "channels", "width", "kernel", "spare"),
+    [
+        (jnp.bfloat16, 512, 4, 4, 0),
+        (jnp.bfloat16, 256, 1, 4, 3),
+        (jnp.bfloat16, 256, 9, 4, 0),
+        (jnp.bfloat16, 768, 5, 3, 0),
+        (jnp.float16, 256, 6, 4, 1),
+        (jnp.float32, 512, 2, 4, 0),
+        (jnp.float32, 256, 3, 4, 2),
+        (jnp.float32, 256, 7, 2, 0),
+        (jnp.float32, 256, 8, 4, 0),
+    ],
+)
+def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, kernel, spare):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(x, weight, conv, layer, *index):
+        layer = jnp.asarray(layer, jnp.int32)
+        return _conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
+
+    check(*operands(channels, dtype, width, kernel, spare), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", range(1, 10))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", GDN.values(), ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.pop("conv_update", None)
+    check(*operands(shape.conv_dim, dtype, width), update)
+    assert dispatch.implementations()["conv_update"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_channels_no_kernel_takes_are_seen_to_run_the_reference():
+    dispatch._chosen.pop("conv_update", None)
+    check(*operands(100, jnp.float32, 2), conv_update)
+    assert dispatch.implementations()["conv_update"] == ("XLA: 100 channels",)

@@ -1,0 +1,300 @@
+"""Programs on disk: a later process traces nothing, gives the same, and takes nothing stale."""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import REPLAY, Harness, prompts
+
+from jaxspec.pallas import dispatch
+from jaxspec.plan import Program
+from jaxspec.runner.programs import program_cache
+from jaxspec.runner.programs.program_cache import kept
+
+real_folder = program_cache._folder
+FIRST = Program(4, 0, "greedy")
+FEW = {"decode_rows": (4,), "prefill_tokens": (16,), "steps_per_dispatch": 2}
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where programs are kept for this test."""
+    folder = tmp_path / "cache" / "programs"
+    monkeypatch.setattr(program_cache, "_folder", lambda: folder)
+    forget(monkeypatch)
+    return folder
+
+
+def forget(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr(program_cache, "_calls", {})
+    monkeypatch.setattr(dispatch, "_chosen", {})
+
+
+class Counted:
+    """`{"x": x}, y -> {"x": x + 1}, sum(x) + y`, the latter on the host; and how often traced."""
+
+    def __init__(self):
+        self.count = 0
+        self.jitted = jax.jit(self.step, donate_argnums=0)
+
+    def step(self, state, y):
+        self.count += 1
+        dispatch.runs_kernel("add", None)
+        total = jax.device_put(state["x"].sum() + y, jax.memory.Space.Host)
+        return {"x": state["x"] + 1}, total
+
+    def kept(self, closed_over="add", size=4):
+        args = {"x": jnp.arange(size)}, np.int32(2)
+        results = jax.tree.structure(({"x": 0}, 0))
+        return kept(self.jitted, args, results, donated=0, closed_over=closed_over)
+
+
+@pytest.fixture
+def counted():
+    return Counted()
+
+
+def files(folder):
+    return sorted(file.name for file in folder.rglob("*"))
+
+
+def run():
+    """The tokens of two requests to a model with drafts."""
+    engine = Harness("qwen3_5", drafts=1, **FEW)
+    for prompt in prompts(2):
+        engine.add(prompt)
+    engine.run()
+    return [list(request.output) for request in engine.requests]
+
+
+SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU has two processes then
+LATER = """
+import json, sys
+from pathlib import Path
+import conftest, jax, test_program_cache as here
+from jaxspec.pallas import dispatch
+from jaxspec.runner.programs import program_cache
+jax.config.update("jax_disable_most_optimizations", json.loads(sys.argv[2]))
+program_cache._folder = lambda: Path(sys.argv[1])
+program_cache._traced = None
+print(json.dumps([here.run(), dispatch.implementations()]))
+"""
+
+
+def test_a_later_process_traces_no_step_and_gives_the_same_tokens(folder):
+    """One program is a loop; and states are copied for samples of one prompt."""
+    tokens = run()
+    names = files(folder)
+    starts = "_copy_states", "step_4_0_greedy-", "step_4_0_greedy_2_times", "step_4_16_greedy"
+    assert [name.startswith(start) for name, start in zip(names, starts, strict=True)] == [True] * 4
+    config = json.dumps(jax.config.read("jax_disable_most_optimizations"))
+    here = Path(__file__).parent  # which has a conftest of its own
+    path = os.pathsep.join([str(here.parents[1]), *sys.path, str(here)])
+    later = subprocess.run(
+        [sys.executable, "-c", LATER, str(folder), config],
+        env={**os.environ, **SMALL, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    ).stdout
+    chosen = {op: list(kinds) for op, kinds in dispatch.implementations().items()}
+    assert json.loads(later.splitlines()[-1]) == [tokens, chosen]
+    assert files(folder) == names
+
+
+def test_what_is_kept_does_the_same_in_the_memory_it_is_given(folder, counted, monkeypatch):
+    for _ in range(2):
+        forget(monkeypatch)
+        state = {"x": jnp.arange(4)}
+        compiled = counted.kept().lower(state, np.int32(2)).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes == state["x"].nbytes
+        assert "HloModule jit_step," in compiled.as_text()
+        after, total = compiled(state, np.int32(2))
+        assert state["x"].is_deleted()
+        assert (after["x"].tolist(), int(total)) == ([1, 2, 3, 4], 8)
+        assert total.sharding.memory_kind == "pinned_host"
+    assert counted.count == 1
+
+
+def test_a_process_reads_a_program_once(folder, counted, monkeypatch):
+    monkeypatch.setattr(program_cache, "_MAX_CALLS", 2)
+    first = counted.kept()
+    assert counted.kept() is first
+    for other in "bc":
+        counted.kept(other)
+    assert len(program_cache._calls) == 2 and counted.kept() is not first
+    assert counted.count == 3
+
+
+def test_what_ops_run_as_is_known_of_programs_that_others_traced(
+    folder, counted, caplog, monkeypatch
+):
+    caplog.set_level(logging.INFO, dispatch.__name__)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (False, "this is a test"))
+    said = []
+    for _ in range(2):
+        forget(monkeypatch)
+        caplog.clear()
+        counted.kept()
+        assert dispatch.implementations() == {"add": ("XLA: this is a test",)}
+        said.append(caplog.messages)
+    assert said == [["add runs as XLA: this is a test"]] * 2
+    counted.kept("traced after the op was known")
+    forget(monkeypatch)
+    counted.kept("traced after the op was known")
+    assert dispatch.implementations() == {"add": ("XLA: this is a test",)}
+    assert counted.count == 2
+
+
+@pytest.mark.parametrize(("missing", "imports"), [(None, 1), ("this is a test", 0)])
+def test_what_kernels_need_is_imported_where_none_is_traced(
+    folder, counted, monkeypatch, missing, imports
+):
+    """Mosaic's module sets the environment that XLA finds its runtime by."""
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, missing))
+    imported = []
+    monkeypatch.setattr(program_cache, "import_module", imported.append)
+    counted.kept()
+    forget(monkeypatch)
+    imported.clear()
+    counted.kept()
+    assert imported == ["jax.experimental.pallas.mosaic_gpu"] * imports
+    assert counted.count == 1
+
+
+@pytest.mark.parametrize(
+    "broken", [b"", b"junk", lambda data: data[:-1], lambda data: b"\0" + data]
+)
+def test_a_broken_file_is_written_anew(folder, counted, monkeypatch, broken):
+    counted.kept()
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(broken if isinstance(broken, bytes) else broken(whole))
+    for _ in range(2):
+        forget(monkeypatch)
+        counted.kept()
+    assert counted.count == 2
+    assert file.read_bytes()[32:].partition(b"\n")[0] == whole[32:].partition(b"\n")[0]
+    assert files(folder) == [file.name]
+
+
+def test_a_folder_that_nobody_can_write_is_no_error(folder, counted):
+    folder.parent.write_text("a file")
+    function = counted.kept()
+    assert int(function({"x": jnp.arange(4)}, np.int32(2))[1]) == 8
+    assert folder.parent.is_file()
+
+
+def test_files_used_last_stay(folder, counted, monkeypatch):
+    for day, name in enumerate("abc"):
+        before = set(folder.glob("*"))
+        counted.kept(name)
+        (file,) = set(folder.glob("*")) - before
+        os.utime(file, (day, day))
+    forget(monkeypatch)
+    counted.kept("a")  # is read, and with that the newest
+    monkeypatch.setattr(program_cache, "_MAX_BYTES", 2.5 * file.stat().st_size)
+    counted.kept("d")
+    forget(monkeypatch)
+    counted.count = 0
+    for name, count in {"a": 0, "d": 0, "b": 1}.items():
+        counted.kept(name)
+        assert counted.count == count
+
+
+def test_no_program_is_kept_where_jax_keeps_none(counted, monkeypatch, tmp_path):
+    """Nor in a cache that is no folder."""
+    monkeypatch.setattr(program_cache, "_folder", real_folder)
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    cases = [(None, True), (str(tmp_path), False), ("gs://bucket/programs", True)]
+    try:
+        for folder, enabled in cases:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_enable_compilation_cache", enabled)
+            assert counted.kept() is counted.jitted
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert real_folder() == tmp_path / "jaxspec-programs"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_enable_compilation_cache", before[1])
+    assert files(tmp_path) == []
+
+
+def test_what_no_key_tells_from_others_is_not_kept(folder, counted, caplog):
+    """Code that is not the package's, and things that only this process can name."""
+    caplog.set_level(logging.INFO, program_cache.__name__)
+    for unknown in (Counted, files, object(), {1}, lambda: None):
+        assert counted.kept(("a", [unknown])) is counted.jitted
+        assert "a program is not kept" in caplog.text
+        caplog.clear()
+    assert files(folder) == []
+
+
+def test_a_program_that_jax_does_not_export_is_compiled_all_the_same(folder, caplog):
+    caplog.set_level(logging.INFO, program_cache.__name__)
+
+    def step(x):
+        jax.debug.print("{}", x.sum())
+        return x + 1
+
+    jitted, args = jax.jit(step, donate_argnums=0), (jnp.arange(4),)
+    assert kept(jitted, args, jax.tree.structure(0), donated=0, closed_over="print") is jitted
+    assert "a program is not kept" in caplog.text and files(folder) == []
+
+
+def test_sources_edited_while_a_process_runs_are_not_taken_for_those_it_runs(
+    folder, counted, monkeypatch
+):
+    monkeypatch.setattr(program_cache, "_SOURCES", "what they were")
+    counted.kept()
+    assert files(folder) == [] and counted.count == 1
+
+
+def key(fixture="qwen3_5", program=FIRST, **options):
+    engine = Harness(fixture, variants=(), **{"drafts": 1, "accuracy": None, **options})
+    runner = engine.runner
+    packed = runner._empty_plan(program)
+    args = runner._weights, runner._tables, runner._state, packed
+    return program_cache._key(args, (runner._config, program))
+
+
+OTHER = [
+    {"fixture": "qwen3"},
+    {"fixture": "qwen3_5_tied"},
+    {"drafts": 0},
+    {"drafts": 2},
+    {"accuracy": (0.5,), "continuations": [(1, 2)]},
+    {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
+    {"probabilistic": True},
+    {"draft_vocab": tuple(range(64))},
+    {"synthetic": (0.5,)},
+    {"synthetic": (0.75,)},
+    {"page_size": 8},
+    {"num_pages": 200},
+    {"states": REPLAY},
+    {"kv_dtype": jnp.dtype("bfloat16")},
+    {"decode_rows": (2, 4)},
+    {"program": dataclasses.replace(FIRST, num_steps=2)},
+    {"program": dataclasses.replace(FIRST, variant="sampled")},
+]
+
+
+def test_another_program_has_another_key(monkeypatch):
+    keys = [key(**other) for other in ({}, *OTHER)]
+    for name, value in {"_SOURCES": "edited", "_VERSIONS": {"jax": "0.0.1"}}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(program_cache, name, value)
+            keys.append(key())
+    with jax.default_matmul_precision("bfloat16"):
+        keys.append(key())
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert key() == keys[0] == key(chunk=7, max_in_flight=1)  # what no program depends on

@@ -1,0 +1,113 @@
+"""Warm-up: what is lowered here and compiled on another thread is what a step then runs."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import SNAPSHOT, model
+
+from jaxspec.config import Buckets
+from jaxspec.plan import Fork, StepPlan
+from jaxspec.runner import warmup
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.programs.warmup import programs, warm_up
+from jaxspec.sampling import make_verifier
+
+SIZES = Buckets(
+    max_num_seqs=3,
+    max_model_len=24,
+    page_size=4,
+    num_pages=19,
+    num_drafts=0,
+    decode_rows=(1, 3),
+    prefill_tokens=(16,),
+)
+NAMES = ["1 row, greedy", "3 rows, greedy", "3 rows, 16 prompt tokens, greedy"]
+FORK = "copies of a prompt's state"
+
+
+def make_runner():
+    return ModelRunner(
+        model("qwen3"),
+        SIZES,
+        None,
+        dtype=jnp.dtype("float32"),
+        verifier=make_verifier(None),
+        states=SNAPSHOT,
+    )
+
+
+@pytest.fixture
+def runner():
+    return make_runner()
+
+
+@pytest.fixture
+def compiled_by():
+    """The thread of each compilation, as JAX tells of it."""
+    heard = []
+
+    def listen(event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            heard.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield heard
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by, monkeypatch):
+    monkeypatch.setattr(warmup.os, "cpu_count", lambda: 4)
+    before = {id(leaf) for leaf in jax.tree.leaves(runner.state)}
+    for program in programs(SIZES, ["greedy"]):
+        runner.lower(program)
+    runner.lower_fork()
+    assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
+    seconds = warm_up(runner, ["greedy"])
+    assert list(seconds) == [*NAMES, FORK] and min(seconds.values()) >= 0
+    # The copy's program does not depend on the model alone, and another test may have made it.
+    assert len(compiled_by) in (3, 4)
+    assert all(name.startswith("jaxspec-compile") for name in compiled_by)
+    assert all(runner.is_warm(program) for program in programs(SIZES, ["greedy"]))
+    assert warm_up(runner, ["greedy"]) == {}
+
+
+def test_outputs_lie_on_the_host_and_stay(runner):
+    """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
+    (program, *_) = programs(SIZES, ["greedy"])
+    warm_up(runner, ["greedy"])
+    plan = StepPlan(program, runner._empty_plan(program), ())
+    pending = [runner.dispatch(plan) for _ in range(4)]
+    assert pending[0]._packed.sharding.memory_kind == "pinned_host"
+    first = np.array(pending[0]._packed)
+    assert [np.array_equal(x._packed, first) for x in pending] == [True] * 4
+    assert len({x._packed.unsafe_buffer_pointer() for x in pending}) == 4
+
+
+def test_a_plan_with_forks_waits_for_their_program(runner):
+    (program, *_) = programs(SIZES, ["greedy"])
+    runner.warm_up(program)
+    plan = StepPlan(program, runner._empty_plan(program), (Fork(1, 2, 1, 2, 0),))
+    with pytest.raises(RuntimeError, match="Call `warm_up_fork` first"):
+        runner.dispatch(plan)
+
+
+def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):
+    warm_up(runner, ["greedy"])
+    other = make_runner()
+    compiled_by.clear()
+    assert list(warm_up(other, ["greedy"])) == [*NAMES, FORK]
+    assert compiled_by == []
+
+
+def test_an_error_ends_the_others_and_warms_nothing(runner, monkeypatch):
+    def fail(program):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(runner, "lower", fail)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        warm_up(runner, ["greedy"])
+    assert not any(runner.is_warm(program) for program in programs(SIZES, ["greedy"]))
+    assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-compile")]

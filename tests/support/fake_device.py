@@ -1,0 +1,369 @@
+"""A slow, obvious device: it runs plans in NumPy and Python, and checks each against the laws."""
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from jaxspec.config import Buckets
+from jaxspec.plan import StepOutput, batch_row_layout, plan_layout
+from jaxspec.request import Finish, Request
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.scheduled_step import ScheduledStep
+from jaxspec.scheduler.scheduler import Scheduler
+
+JUNK = -99  # what the draft head leaves at positions whose tokens are not known yet
+VOCAB = 50
+
+
+def make_buckets(**changes):
+    """Small sizes; `chunk` sets the prompt tokens of a step."""
+    sizes = {
+        "max_num_seqs": 5,
+        "max_model_len": 40,
+        "page_size": 4,
+        "num_drafts": 0,
+        "decode_rows": (1, 2, 5),
+        "max_prefill_seqs": 3,
+    }
+    chunk = changes.pop("chunk", 16)
+    sizes |= changes
+    sizes.setdefault("num_pages", 1 + sizes["max_num_seqs"] * -(-40 // sizes["page_size"]))
+    sizes.setdefault("prefill_tokens", tuple(sorted({min(4, chunk), chunk})))
+    verified = sizes["max_num_seqs"] * (1 + sizes["num_drafts"])
+    return Buckets(max_num_batched_tokens=verified + chunk, **sizes)
+
+
+def next_token(seed, position):
+    """The token the sequential model gives the request of this seed at this position."""
+    return (seed * 7919 + position * 104729 + seed * position * 31) % VOCAB
+
+
+def make_group(seed, prompt_len, max_tokens, n=1, **changes):
+    """`n` samples of one prompt; sample i has the seed `seed + i`, no other request may."""
+    prompt = tuple((seed * 13 + i * 5) % VOCAB for i in range(prompt_len))
+    stop_ids = changes.pop("stop_ids", ())
+    params = SamplingParams(n=n, max_tokens=max_tokens, **changes)
+    group = []
+    for sample in range(n):
+        leader = group[0] if group else None
+        group.append(Request(prompt, params, seed + sample, stop_ids, seed + sample, leader))
+    return group
+
+
+def expected_output(request):
+    """What one token at a time gives: its tokens, and why it ends."""
+    tokens = []
+    while True:
+        index = len(request.prompt) + len(tokens)
+        tokens.append(next_token(request.seed, index))
+        if tokens[-1] in request.stop_ids and len(tokens) > request.params.min_tokens:
+            return tokens, Finish.STOP
+        if len(tokens) == request.params.max_tokens:
+            return tokens, Finish.LENGTH
+
+
+def true_tokens(request, count):
+    """The first `count` tokens of the request, those not yet emitted included."""
+    own = [next_token(request.seed, i) for i in range(len(request.prompt), count)]
+    return (list(request.prompt) + own)[:count]
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the batch state, with the fields of `batch_row_layout`."""
+
+    request: Request
+    fields: dict
+    drafts: list = dataclasses.field(default_factory=list)
+    finish: Finish = Finish.RUNNING
+
+    @property
+    def num_computed(self):
+        return self.fields["num_computed"]
+
+
+class FakeDevice:
+    """Runs each plan at once. What the host may know of it is in the outputs alone.
+
+    The tokens themselves are what its pages and states hold, so a page of another request, a
+    stale one, or a wrong position gives a wrong context, and the check of it fails.
+    """
+
+    def __init__(self, buckets: Buckets, requests: dict[int, Request], random, accuracy=0.6):
+        """`requests` by their seed, which is how a row is known; it may grow."""
+        self.buckets, self.requests = buckets, requests
+        self.random, self.accuracy = random, accuracy
+        self.rows: list[Row | None] = [None] * buckets.max_num_seqs
+        self.tables = np.zeros((buckets.num_slots, buckets.pages_per_seq), np.int32)
+        self.pages = np.full((buckets.num_pages, buckets.page_size), JUNK)
+        self.states: list[tuple] = [()] * buckets.num_slots
+        self.owner: dict[Request, int] = {}  # generation of each running request
+        self.num_scheduled = 0  # tokens computed
+        self.num_wasted = 0  # decode rows of requests that had finished
+        self.num_forks = self.num_copied_pages = 0
+        self.admitted: list[Request] = []  # in order of their first admission
+        self.uncollected: deque[ScheduledStep] = deque()
+        self.log: list[tuple[list, list]] = []  # seeds that decoded; (seed, tokens) of prefills
+
+    def run(self, scheduler: Scheduler, step: ScheduledStep) -> StepOutput:
+        """Carry out a plan that `scheduler` just gave."""
+        plan = step.plan
+        values = plan_layout(plan.program, self.buckets).unpack(plan.packed)
+        self._fork(plan.forks)
+        self._remap(values, scheduler)
+        self._check_forks(values, plan.forks)
+        self._update_tables(values)
+        self._check_order(values, step)
+        self._check_pages(scheduler)
+        num_decode = int(values["num_decode"])
+        lens = values["prefill_lens"]
+        num_rows, drafts = plan.program.decode_rows + len(lens), self.buckets.num_drafts
+        outputs = [_empty_output(num_rows, drafts) for _ in range(plan.program.num_steps)]
+        self.log.append(([], []))
+        for row, entry in enumerate(step.decodes):
+            self._check_needed(self.rows[row])
+            for output in outputs:
+                self._decode(row, output)
+            emitted = sum(np.count_nonzero(output.tokens[row] != -1) for output in outputs)
+            assert emitted <= entry.bound
+        start = 0
+        for seq, length in enumerate(lens[lens > 0]):
+            tokens = values["prefill_tokens"][start : start + length]
+            start += length
+            self._prefill(
+                num_decode + seq,
+                tokens,
+                values["lookahead_tokens"][seq],
+                *outputs,
+                plan.program.decode_rows + seq,
+                step.prefills[seq],
+            )
+        for row in filter(None, self.rows):
+            assert row.finish or row.num_computed < row.request.tokens_bound, "not a bound"
+        self.uncollected.append(step)
+        return StepOutput(*map(np.stack, zip(*(vars(x).values() for x in outputs), strict=True)))
+
+    def collected(self, step):
+        """The scheduler was given this step's output."""
+        assert self.uncollected.popleft() is step
+
+    def num_uncollected(self, request, generation=None):
+        """Steps the host has not heard of in which `request` must emit."""
+        return sum(
+            step.plan.program.num_steps
+            * (entry.request is request)
+            * (entry.bound > 0 and generation in (None, entry.generation))
+            for step in self.uncollected
+            for entry in step.decodes + step.prefills
+        )
+
+    # Rows.
+
+    def _fork(self, forks):
+        for fork in forks:
+            self.num_forks += 1
+            table, last = self.tables[fork.source_slot].copy(), fork.last_index
+            table[last:] = 0
+            assert (fork.source_page > 0) == (fork.target_page > 0)
+            if fork.target_page:
+                self.num_copied_pages += 1
+                assert self.tables[fork.source_slot][last] == fork.source_page
+                self.pages[fork.target_page] = self.pages[fork.source_page]
+                table[last] = fork.target_page
+            self.tables[fork.target_slot] = table
+            self.states[fork.target_slot] = self.states[fork.source_slot]
+
+    def _check_forks(self, values, forks):
+        """A row enters with tokens computed if and only if it forks, from a row that stays."""
+        new = [self.rows[index] for index in values["new_row_index"] if index >= 0]
+        targets = [row.fields["slot"] for row in new if row.fields["num_computed"]]
+        assert sorted(fork.target_slot for fork in forks) == sorted(targets)
+        present = {row.fields["slot"] for row in self.rows if row is not None}
+        assert {fork.source_slot for fork in forks} <= present
+
+    def _remap(self, values, scheduler):
+        layout = batch_row_layout(self.buckets.num_drafts)
+        previous, old = values["prev_positions"], self.rows
+        kept = previous[previous >= 0]
+        assert len(set(kept)) == len(kept), "two rows come from one"
+        self.rows = [old[before] if before >= 0 else None for before in previous]
+        for place, index in enumerate(values["new_row_index"]):
+            if index < 0:
+                continue
+            assert self.rows[index] is None, "a new row where another request moved"
+            fields = {
+                name: value.tolist()
+                for name, value in layout.unpack(values["new_rows"][place]).items()
+            }
+            self.rows[index] = self._new_row(fields)
+        present = [row.request for row in self.rows if row is not None]
+        assert present == [r.request for r in self.rows[: len(present)]], "rows with holes"
+        assert sorted(map(id, present)) == sorted(map(id, scheduler.running))
+        for row in filter(None, self.rows):
+            # The device's owner is of this life of the request, and the host's slot is its own.
+            assert self.owner[row.request] == row.request.generation
+            assert row.fields["slot"] == row.request.slot
+        self.owner = {request: request.generation for request in present}
+
+    def _new_row(self, fields):
+        request = self.requests[fields["seed"]]
+        params, num_tokens = request.params, len(request.tokens)
+        assert fields["prefill_len"] == num_tokens
+        assert fields["last_token"] == request.tokens[-1]
+        assert fields["max_len"] == len(request.prompt) + params.max_tokens
+        assert fields["min_len"] == len(request.prompt) + params.min_tokens
+        assert fields["proposer_key"] == request.proposer_key
+        assert fields["top_k"] == params.top_k
+        assert [i for i in fields["stop_ids"] if i >= 0] == list(request.stop_ids)
+        for name in ("temperature", "top_p"):
+            bits = np.int32(fields[name])
+            assert bits.view(np.float32) == np.float32(getattr(params, name))
+        assert (fields["state_offset"], fields["finish"], fields["num_drafts"]) == (0, 0, 0)
+        assert set(fields["drafts"]) <= {-1}
+        assert self.owner.get(request) != request.generation, "new although it was there"
+        assert not self.num_uncollected(request), "admitted again before its outputs arrived"
+        slot = fields["slot"]
+        assert 0 < slot < self.buckets.num_slots
+        if fields["num_computed"]:
+            assert fields["num_computed"] == len(request.prompt) - 1 and request.leader
+        else:
+            self.tables[slot] = 0
+            self.states[slot] = ()
+        self.owner[request] = request.generation
+        if request.generation == 1:
+            self.admitted.append(request)
+        return Row(request, fields)
+
+    def _update_tables(self, values):
+        appends = zip(
+            values["append_slots"], values["append_indices"], values["append_pages"], strict=True
+        )
+        for slot, index, page in appends:
+            if slot:
+                assert page > 0 and self.tables[slot, index] == 0, "a page appended twice"
+                self.tables[slot, index] = page
+
+    def _check_order(self, values, step):
+        entries = step.decodes + step.prefills
+        assert len(step.decodes) == values["num_decode"] <= step.plan.program.decode_rows
+        assert len(step.prefills) == np.count_nonzero(values["prefill_lens"])
+        for row, entry in enumerate(entries):
+            assert self.rows[row].request is entry.request
+            assert entry.generation == entry.request.generation
+
+    def _check_pages(self, scheduler):
+        """The tables are the scheduler's, and only full prompt pages have several owners."""
+        owners: dict[int, list] = {}
+        for request in scheduler.running:
+            table = self.tables[request.slot]
+            assert table[: len(request.pages)].tolist() == request.pages
+            assert not table[len(request.pages) :].any()
+            for index, page in enumerate(request.pages):
+                owners.setdefault(page, []).append((request, index))
+        assert len(owners) + scheduler.pages.num_free == self.buckets.num_pages - 1
+        for page, held in owners.items():
+            assert page > 0
+            if len(held) > 1:
+                (first, index), *rest = held
+                assert all((r.prompt, i) == (first.prompt, index) for r, i in rest)
+                assert (index + 1) * self.buckets.page_size < len(first.prompt)
+
+    # Tokens.
+
+    def _place(self, row, position):
+        page = self.tables[row.fields["slot"], position // self.buckets.page_size]
+        assert page > 0, f"no page for position {position}"
+        return page, position % self.buckets.page_size
+
+    def _compute(self, row, tokens):
+        """Write tokens from `num_computed` on, and check that the context is the request's."""
+        done, slot = row.num_computed, row.fields["slot"]
+        truth = true_tokens(row.request, done + 1)
+        assert self.states[slot] == tuple(truth[:done]), "a recurrent state of other tokens"
+        for place, token in enumerate(tokens):
+            self.pages[self._place(row, done + place)] = token
+        context = [self.pages[self._place(row, p)] for p in range(done + 1)]
+        assert context == truth, "keys and values of other tokens"
+        self.num_scheduled += len(tokens)
+
+    def _check_needed(self, row):
+        self.log[-1][0].append(row.request.seed)
+        sure = len(row.request.tokens) + self.num_uncollected(row.request)
+        assert sure < row.fields["max_len"], "dispatched although it must have finished"
+
+    def _decode(self, index, output):
+        row, fields = self.rows[index], self.rows[index].fields
+        output.finish[index] = row.finish
+        if row.finish:
+            self.num_wasted += 1
+            return
+        is_tail = row.num_computed < fields["prefill_len"] - 1
+        assert not is_tail
+        drafts = row.drafts[: max(fields["max_len"] - 2 - row.num_computed, 0)]
+        self._compute(row, [fields["last_token"], *drafts])
+        after = len(true_tokens(row.request, row.num_computed + 1))
+        targets = [next_token(row.request.seed, after + j) for j in range(len(drafts) + 1)]
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == targets[accepted]:
+            accepted += 1
+        output.num_drafts[index], output.num_accepted[index] = len(drafts), accepted
+        self._emit(row, targets[: accepted + 1], accepted + 1, output, index)
+
+    def _prefill(self, index, tokens, lookahead, output, place, entry):
+        row, length = self.rows[index], len(tokens)
+        self.log[-1][1].append((row.request.seed, length))
+        assert not row.finish
+        end = row.num_computed + length
+        assert tokens.tolist() == true_tokens(row.request, end)[row.num_computed :]
+        ends_prompt = end == row.fields["prefill_len"]
+        assert end <= row.fields["prefill_len"]
+        assert lookahead == (-1 if ends_prompt else true_tokens(row.request, end + 1)[end])
+        assert entry.bound == ends_prompt
+        self._compute(row, tokens.tolist())
+        emitted = [next_token(row.request.seed, end)] if ends_prompt else []
+        self._emit(row, emitted, length, output, place)
+
+    def _emit(self, row, tokens, num_valid, output, place):
+        fields, request = row.fields, row.request
+        done, fields["num_computed"] = row.num_computed, row.num_computed + num_valid
+        first = done + num_valid - len(tokens) + 1
+        stops = set(fields["stop_ids"]) - {-1}
+        for j, token in enumerate(tokens):
+            if token in stops and first + j >= fields["min_len"]:
+                row.finish = Finish.STOP
+            elif first + j == fields["max_len"] - 1:
+                row.finish = Finish.LENGTH
+            if row.finish:
+                tokens = tokens[: j + 1]
+                fields["num_computed"] = done + num_valid  # of no importance any more
+                break
+        output.tokens[place, : len(tokens)] = tokens
+        output.finish[place] = row.finish
+        truth = true_tokens(request, fields["num_computed"])
+        self.states[fields["slot"]] = tuple(truth)
+        row.drafts = []
+        if tokens:
+            fields["last_token"] = tokens[-1]
+        if tokens and not row.finish:
+            row.drafts = self._draft(row)
+
+    def _draft(self, row):
+        """Right or wrong by chance; the head's own passes leave junk at the positions ahead."""
+        count = int(self.random.integers(0, self.buckets.num_drafts + 1))
+        newest = row.num_computed
+        for position in range(newest, newest + self.buckets.num_drafts - 1):
+            if position < row.fields["max_len"]:
+                self.pages[self._place(row, position)] = JUNK
+        right = [next_token(row.request.seed, newest + 1 + j) for j in range(count)]
+        wrong = self.random.random(count) >= self.accuracy
+        return [int(t + w) % VOCAB for t, w in zip(right, wrong, strict=True)]
+
+
+def _empty_output(rows, num_drafts):
+    return StepOutput(
+        tokens=np.full((rows, 1 + num_drafts), -1, np.int32),
+        num_drafts=np.zeros(rows, np.int32),
+        num_accepted=np.zeros(rows, np.int32),
+        finish=np.zeros(rows, np.int32),
+    )

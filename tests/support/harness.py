@@ -1,0 +1,165 @@
+"""Engines for the law tests: token ids in and out, on the tiny fixtures, with programs shared."""
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from oracle import Oracle, expect
+
+from jaxspec.config import Buckets, StateConfig
+from jaxspec.engine import Engine
+from jaxspec.models import load_model
+from jaxspec.proposers import make_proposer
+from jaxspec.request import Finish, Request
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.programs.warmup import warm_up
+from jaxspec.sampling import make_verifier
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.speculation import SpeculativeConfig
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ROWS, MAX_LEN = 4, 96
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=12)
+SNAPSHOT = StateConfig()
+REPLAY = StateConfig("replay", window=7)  # so that even short requests fold several times
+
+
+@functools.cache
+def model(fixture: str):
+    return load_model(FIXTURES / fixture, jnp.dtype("float32"))
+
+
+@functools.cache
+def oracle(fixture: str) -> Oracle:
+    return Oracle(FIXTURES / fixture)
+
+
+@functools.cache
+def expected(fixture: str, prompt: tuple[int, ...], params: SamplingParams, seed: int, stops=()):
+    return expect(oracle(fixture), prompt, params, seed, stops)
+
+
+def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...]]:
+    """Random prompts of 1 to `longest` bytes."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, count)
+    return [tuple(rng.integers(0, 256, length).tolist()) for length in lengths]
+
+
+class Harness:
+    """An engine, and the requests it was given. Every finished request is checked by `check`."""
+
+    def __init__(
+        self,
+        fixture: str = "qwen3_5",
+        *,
+        drafts: int = 0,
+        accuracy: tuple[float, ...] | None = None,
+        continuations=(),
+        vary: bool = False,
+        probabilistic: bool = False,
+        draft_vocab=None,
+        synthetic: tuple[float, ...] | None = None,
+        max_in_flight: int = 2,
+        steps_per_dispatch: int = 1,
+        chunk: int | None = None,
+        num_pages: int = 400,
+        page_size: int = 4,
+        variants=("greedy",),
+        decode_rows=(ROWS,),
+        prefill_tokens=(64,),
+        states: StateConfig = SNAPSHOT,
+        kv_dtype=None,
+    ):
+        speculation = None
+        if drafts:
+            speculation = SpeculativeConfig(
+                method="mtp" if accuracy is None else "oracle",
+                num_speculative_tokens=drafts,
+                draft_sample_method="probabilistic" if probabilistic else "greedy",
+                draft_vocab=draft_vocab,
+                synthetic_acceptance_rates=synthetic,
+                continuations=tuple(continuations),
+                draft_accuracy=accuracy,
+                vary_num_drafts=vary,
+            )
+        self.buckets = Buckets(
+            max_num_seqs=ROWS,
+            max_model_len=MAX_LEN,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_drafts=drafts,
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
+            max_prefill_seqs=3,
+            steps_per_dispatch=steps_per_dispatch,
+            max_num_batched_tokens=200,
+            long_prefill_token_threshold=chunk,
+        )
+        self.fixture = fixture
+        self.vocab_size = model(fixture).vocab_size
+        self.proposer = make_proposer(speculation, self.vocab_size) if speculation else None
+        self.runner = ModelRunner(
+            model(fixture),
+            self.buckets,
+            self.proposer,
+            dtype=jnp.dtype("float32"),
+            verifier=make_verifier(speculation),
+            states=states,
+            kv_dtype=kv_dtype,
+        )
+        warm_up(self.runner, variants)
+        self.scheduler = Scheduler(self.buckets)
+        self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
+        self.requests: list[Request] = []
+        self.emitted: dict[Request, list[int]] = {}
+        self.num_ties = 0
+
+    def add(self, prompt, params=GREEDY, seed: int = 0, stop_ids=()) -> list[Request]:
+        """Queue `params.n` samples; sample i draws with noise of `seed + i`."""
+        samples: list[Request] = []
+        for index in range(params.n):
+            key = self.proposer.request_key(prompt, seed + index) if self.proposer else 0
+            leader = samples[0] if samples else None
+            samples.append(
+                Request(tuple(prompt), params, seed + index, tuple(stop_ids), key, leader)
+            )
+        self.scheduler.check(samples)
+        self.scheduler.add(samples)
+        self.requests += samples
+        self.emitted.update((sample, []) for sample in samples)
+        return samples
+
+    def step(self) -> None:
+        for progress in self.engine.step():
+            self.emitted[progress.request] += progress.tokens
+            assert self.emitted[progress.request] == progress.request.output
+
+    def run(self) -> "Harness":
+        while self.engine.has_work:
+            self.step()
+        return self
+
+    def check(self) -> int:
+        """Every request that was not aborted gave what the oracle says; returns the ties met."""
+        for request in self.requests:
+            if request.finish == Finish.ABORT:
+                continue
+            assert request.finish in (Finish.STOP, Finish.LENGTH), request.finish
+            want = expected(
+                self.fixture, request.prompt, request.params, request.seed, request.stop_ids
+            )
+            what = f"{self.fixture} prompt {request.prompt[:5]}... seed {request.seed}"
+            self.num_ties += want.check(request.output, what)
+        return self.num_ties
+
+
+def continuations(fixture: str, requests) -> list[tuple[int, ...]]:
+    """Whole sequences of (prompt, params, seed): what the oracle proposer drafts from."""
+    return [
+        (*prompt, *expected(fixture, tuple(prompt), params, seed).tokens)
+        for prompt, params, seed in requests
+    ]

@@ -1,0 +1,50 @@
+"""Tokens for Mamba2 as a layer makes them, and its recurrence in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.measure.shapes import Mamba2Shape
+
+SMALL = Mamba2Shape(6, 2, head_dim=5, state_dim=8)
+
+
+def int32(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def operands(rng, *batch, shape=SMALL):
+    """x, dt, A, B, C, D; A and D have one a head, the others are of tokens of this batch shape."""
+    x = rng.normal(size=(*batch, shape.heads, shape.head_dim))
+    dt = rng.exponential(size=(*batch, shape.heads)) * 0.5
+    a, d = -rng.exponential(size=shape.heads) - 0.1, rng.normal(size=shape.heads)
+    b, c = (rng.normal(size=(*batch, shape.groups, shape.state_dim)) for _ in range(2))
+    c /= np.sqrt(shape.state_dim)
+    return [y.astype(np.float32) for y in (x, dt, a, b, c, d)]
+
+
+def one_row(operands, row, count=None):
+    """Of one row, its first `count` tokens."""
+    return [y if y.ndim == 1 else y[row, :count] for y in operands]
+
+
+def spoil(operands, row, first=0):
+    """NaN in the tokens of one row from the `first` on."""
+    for y in operands:
+        if y.ndim > 1:
+            y[row, first:] = np.nan
+
+
+def oracle(state, x, dt, a, b, c, d):
+    """Outputs and states after each token; `state` [heads, head_dim, state_dim]."""
+    x, dt, a, b, c, d = (np.asarray(y, np.float64) for y in (x, dt, a, b, c, d))
+    state, outputs, states = state.astype(np.float64), [], []
+    group = x.shape[1] // b.shape[1]
+    for t in range(len(x)):
+        out = np.empty(x[t].shape)
+        for head in range(x.shape[1]):
+            decayed = np.exp(a[head] * dt[t, head]) * state[head]
+            state[head] = decayed + dt[t, head] * np.outer(x[t, head], b[t, head // group])
+            out[head] = state[head] @ c[t, head // group] + d[head] * x[t, head]
+        outputs.append(out)
+        states.append(state.copy())
+    return np.array(outputs), np.array(states)
