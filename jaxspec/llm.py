@@ -20,7 +20,7 @@ from jaxspec.request import Finish, Request
 from jaxspec.runner.memory import MemoryBudget, memory_map
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
-from jaxspec.runner.programs.warmup import warm_up
+from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import Progress

@@ -29,3 +29,6 @@ class PrefillRegion:
     num_computed: Int[Array, " seqs"]
     query_start: Int[Array, " seqs+1"]
     state_offset: Int[Array, " seqs"]
+
+
+NO_SLOT = -1  # the keys and values of this token are written nowhere

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Whole engines, as a user would run them."""

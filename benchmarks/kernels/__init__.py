@@ -1,1 +1,1 @@
-"""TODO"""
+"""One op at a time, beside its reference and public kernels."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What the benchmarks measure with, and the shapes they measure."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""From result files to tables."""

@@ -29,7 +29,7 @@ from harness import (
 from safetensors import safe_open
 
 from jaxspec.pallas.gated_delta.replay import _replayed
-from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.pallas.recurrent.conv_ring import past_rows
 from jaxspec.request import Finish
 from jaxspec.runner import model_runner
 from jaxspec.runner.step import jitted_step, make_step

@@ -36,14 +36,15 @@ from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
-from jaxspec.pallas.gated_delta.inputs import GdnHeads, _gdn_inputs_kernel
+from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import GdnRing
 from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
-from jaxspec.pallas.gated_delta.step import _gdn_step_kernel
+from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import Mamba2Ring
-from jaxspec.pallas.mamba2.step import _mamba2_step_kernel
+from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.gemm import MOST_PARTS, choose
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
@@ -52,10 +53,10 @@ from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, 
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.paging.kv_write import kv_write
-from jaxspec.pallas.paging.slot_mapping import _slot_mapping_kernel
+from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 from jaxspec.pallas.recurrent.conv_update import conv_update
 from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
-from jaxspec.pallas.recurrent.state_select import _state_select_kernel
+from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.regions import DecodeRegion
 
@@ -162,7 +163,7 @@ def assert_lean(compiled, report, pool=None, between=65536, spills=0):
 def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
     def step(q, k, v, g, beta, states, slots, offset, query_len):
         for layer in range(2):
-            v, states = _gdn_step_kernel(
+            v, states = gdn_step_kernel(
                 *(q, k, v, g, beta, states, jnp.int32(layer), slots, offset, query_len)
             )
         return v, states
@@ -185,7 +186,7 @@ def test_a_pool_is_written_in_place_by_several_steps_too(h200, monkeypatch):
     def step(states, q, v, gate, index):
         def once(states, _):
             zero, index_ = jnp.int32(0), (index, index, index)
-            out, states = _gdn_step_kernel(q, q, v, gate, gate, states, zero, *index_)
+            out, states = gdn_step_kernel(q, q, v, gate, gate, states, zero, *index_)
             return states, out
 
         return jax.lax.scan(once, states, length=3)
@@ -286,7 +287,7 @@ def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, pa
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_kv_write(h200, monkeypatch, dtype):
     """No kernel, but XLA must neither widen nor copy a pool of 8 bits to scatter into it."""
-    monkeypatch.setattr(dispatch, "default_device", lambda: h200)
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
 
     def step(kv, keys, slots):
         for layer in range(2):
@@ -420,7 +421,7 @@ def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
     def step(x, dt, a, b, c, d, states, *index):
         for layer in range(2):
             tokens = (x.astype(x_dtype), dt, a, b, c, d)
-            x, states = _mamba2_step_kernel(*tokens, states, jnp.int32(layer), *index)
+            x, states = mamba2_step_kernel(*tokens, states, jnp.int32(layer), *index)
         return x, states
 
     pool = array(2, 9, 8, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)
@@ -516,7 +517,7 @@ def test_gdn_inputs(h200, monkeypatch, capfd, shape, dtype, width):
     def step(x, taps, decay, conv, *index):
         outputs = []
         for layer in range(2):
-            *new, conv = _gdn_inputs_kernel(x, taps, decay, conv, jnp.int32(layer), *index, heads)
+            *new, conv = gdn_inputs_kernel(x, taps, decay, conv, jnp.int32(layer), *index, heads)
             outputs += new
         return outputs, conv
 
@@ -695,7 +696,7 @@ def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_state_select(h200, monkeypatch, capfd, shape, dtype):
     def step(states, slots, state_offset):
-        return _state_select_kernel(states, jnp.int32(1), slots, state_offset)
+        return state_select_kernel(states, jnp.int32(1), slots, state_offset)
 
     index = array(4, dtype=jnp.int32)
     states = array(2, 9, 4, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
@@ -706,7 +707,7 @@ def test_state_select(h200, monkeypatch, capfd, shape, dtype):
 @pytest.mark.parametrize("tokens", [64, 2047])
 def test_slot_mapping(h200, monkeypatch, capfd, tokens):
     def step(*operands):
-        return _slot_mapping_kernel(*operands, page_size=16)
+        return slot_mapping_kernel(*operands, page_size=16)
 
     index = array(tokens, dtype=jnp.int32)
     operands = (array(257, 2048, dtype=jnp.int32), index, index, array(tokens, dtype=jnp.bool_))
@@ -766,7 +767,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
 
     Before the first layer's replay XLA puts together what all layers' ask of the rows.
     """
-    monkeypatch.setattr(dispatch, "default_device", lambda: h200)
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
     config = parse_config(SHAPES["qwen3.5-0.8b"].config())
     model = nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16")))
     (layer, *_) = (x for x in model.layers[1:] if type(x.mixer).__name__ == kind)

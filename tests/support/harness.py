@@ -13,7 +13,7 @@ from jaxspec.models import load_model
 from jaxspec.proposers import make_proposer
 from jaxspec.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.programs.warmup import warm_up
+from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The ops at the shapes of published models."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import INPUTS, Case, filled, live_rows
 from benchmarks.measure.shapes import GDN
-from jaxspec.pallas.gated_delta.inputs import GdnHeads, gdn_inputs, gdn_inputs_reference
+from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
 
 

@@ -13,7 +13,7 @@ from benchmarks.kernels.case import INPUTS, Case, about, filled
 from benchmarks.kernels.cases.prefill import mamba2_tokens
 from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.inputs import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads
 from jaxspec.pallas.gated_delta.replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.recurrent.replay import must_fold, ring_rows

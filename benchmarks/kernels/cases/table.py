@@ -40,7 +40,8 @@ from jaxspec.pallas.attention.paged import paged_attention, paged_attention_refe
 from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
 from jaxspec.pallas.mamba2.step import mamba2_step, mamba2_step_reference
 from jaxspec.pallas.paging.slot_mapping import slot_mapping, slot_mapping_reference
-from jaxspec.pallas.recurrent.state_select import _state_select_kernel, state_select_reference
+from jaxspec.pallas.recurrent.state_select import state_select_reference
+from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 
 
 def gdn_step_cases() -> Iterator[Case]:
@@ -132,7 +133,7 @@ def _state_select_case(model, shape, dtype, rows, candidates=4):
         return jnp.broadcast_to(one, (layers, 1 + rows, candidates, *state)) + jnp.zeros((), dtype)
 
     def kernel(pool, layer, *index):
-        return _state_select_kernel(pool, jnp.int32(layer), *index), pool
+        return state_select_kernel(pool, jnp.int32(layer), *index), pool
 
     return Case(
         op="state_select",

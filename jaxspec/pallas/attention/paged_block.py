@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import output_gate
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import layouts
+from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.paging.page_tiles import PageTiles
 
 _AT_ONCE = 4  # tokens put out in one turn of a loop
@@ -84,14 +83,14 @@ class Share:
         def put(t, token):
             for start, count in layouts.pieces_of(group):
                 heads = pl.ds(self.head * group + start, count)
-                layout = layouts.piece_layout(plgpu, count, dim, out.dtype.itemsize)
+                layout = layouts.piece_layout(count, dim, out.dtype.itemsize)
                 piece = attended.at[pl.ds(t * group + start, count)]
-                piece = mosaic.load(plgpu, piece, layout)
+                piece = access.load(piece, layout)
                 if self.gates is not None:
                     gate = self.gates.at[token, heads, pl.ds(dim, dim)]
-                    gate = mosaic.load(plgpu, gate, layout)
+                    gate = access.load(gate, layout)
                     piece = output_gate.in_kernel(piece, gate).astype(out.dtype)
-                mosaic.store(plgpu, out.at[token, heads], piece)
+                access.store(out.at[token, heads], piece)
 
         def put_some(i, _, count=_AT_ONCE):
             for t in (i * _AT_ONCE + j for j in range(count)):
@@ -176,11 +175,11 @@ def lay_out(sizes, source, target):
 
     As they lie side by side, and swizzled in tiles of eight rows, as tensor cores want them.
     """
-    layout = layouts.piece_layout(plgpu, 8, sizes.pages.head_dim, itemsize=2)
+    layout = layouts.piece_layout(8, sizes.pages.head_dim, itemsize=2)
     for rows in (pl.ds(start, 8) for start in range(0, sizes.height, 8)):
-        piece = mosaic.load(plgpu, source.at[rows], layout)
+        piece = access.load(source.at[rows], layout)
         if source.dtype != target.dtype:
             most = 65280.0  # bfloat16's largest below that of float16
             piece = jnp.clip(piece.astype(jnp.float32), -most, most).astype(target.dtype)
-        mosaic.store(plgpu, target.at[rows], piece)
+        access.store(target.at[rows], piece)
     plgpu.commit_smem()

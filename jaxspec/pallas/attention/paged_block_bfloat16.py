@@ -5,9 +5,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax as flash
+from jaxspec.pallas.attention import online_softmax
 from jaxspec.pallas.attention.paged_block import lay_out
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import tensor_cores
 
 _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 
@@ -15,24 +15,27 @@ _AT_ONCE = 8  # positions in float32: of 4 warps, a half each
 def scratch(sizes, interpreted):
     """Shared memory and barriers of `bfloat16`."""
     plan, dim = sizes.plan, sizes.pages.head_dim
-    ring = wgmma.tile(plan.stages, plan.keys, dim)
+    ring = tensor_cores.tile(plan.stages, plan.keys, dim)
     scratch = {
         "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
-        "tile": wgmma.tile(flash.ROWS, dim),
+        "tile": tensor_cores.tile(online_softmax.ROWS, dim),
         "keys": ring,
         "values": ring,
-        "sums": plgpu.SMEM((flash.ROWS,), jnp.float32),
+        "sums": plgpu.SMEM((online_softmax.ROWS,), jnp.float32),
         "arrived": sizes.barriers(),
     }
     if interpreted:
-        scratch["weights"] = wgmma.tile(flash.ROWS, plan.keys)
+        scratch["weights"] = tensor_cores.tile(online_softmax.ROWS, plan.keys)
     return scratch
 
 
 def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=None):
     """One block in bfloat16: scores and sums by the tensor cores, in float32."""
     plan, dim = sizes.plan, sizes.pages.head_dim
-    sees, place = share.sees(sizes, flash.iota(plan.keys, 0)), flash.iota(plan.keys, 1)
+    sees, place = (
+        share.sees(sizes, online_softmax.iota(plan.keys, 0)),
+        online_softmax.iota(plan.keys, 1),
+    )
     here, keys_here, values_here = arrived
     plgpu.barrier_wait(here)
     lay_out(sizes, asked, tile)
@@ -42,28 +45,30 @@ def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=Non
         stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
         again = j + plan.stages
         plgpu.barrier_wait(keys_here.at[stage])
-        scores = wgmma.product(tile, keys.at[stage].transpose((1, 0)))
+        scores = tensor_cores.product(tile, keys.at[stage].transpose((1, 0)))
         pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
         scores = jnp.where(place <= sees - base, scores, -jnp.inf)
-        weight, (acc, peak, total) = flash.weigh(state, scores, dim**-0.5 * flash.LOG2E)
+        weight, (acc, peak, total) = online_softmax.weigh(
+            state, scores, dim**-0.5 * online_softmax.LOG2E
+        )
         plgpu.barrier_wait(values_here.at[stage])
         pl.when(base + plan.keys > share.length)(
-            lambda: wgmma.clear(values.at[stage], 0, share.length - base)
+            lambda: tensor_cores.clear(values.at[stage], 0, share.length - base)
         )
-        (acc,) = wgmma.accumulate(weights, (acc, weight, values.at[stage]))
+        (acc,) = tensor_cores.accumulate(weights, (acc, weight, values.at[stage]))
         pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
         return (acc, peak, total), share.find(again + 1)
 
-    carry = flash.empty(dim), share.find(plan.stages)
+    carry = online_softmax.empty(dim), share.find(plan.stages)
     state, _ = lax.fori_loop(0, share.count, step, carry)
     _, peak, total = state
-    tile[...] = flash.result(state).astype(tile.dtype)
+    tile[...] = online_softmax.result(state).astype(tile.dtype)
     if plan.splits == 1:
         plgpu.commit_smem()
         lay_out(sizes, tile, asked)
         share.put_out(sizes, asked)
         return
-    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * flash.LOG2E
+    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * online_softmax.LOG2E
     plgpu.commit_smem()
     out, sums_out = share.outputs
     plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, sizes.height)], out)

@@ -5,10 +5,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax as flash
+from jaxspec.pallas.attention import online_softmax
 from jaxspec.pallas.attention.paged_block_bfloat16 import _AT_ONCE
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import layouts
+from jaxspec.pallas.gpu import access, layouts
 
 
 def scratch32(sizes):
@@ -25,7 +24,7 @@ def float32(sizes, share, asked, keys, values, arrived):
     of its own for every query, so that nothing crosses warps before the end.
     """
     plan, dim = sizes.plan, sizes.pages.head_dim
-    layout = layouts.row_layout(plgpu, dim, 4)
+    layout = layouts.row_layout(dim, 4)
     here, keys_here, values_here = arrived
     within = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=layout.reduce(1))
     sees = [share.sees(sizes, jnp.int32(r)) for r in range(sizes.height)]
@@ -33,15 +32,17 @@ def float32(sizes, share, asked, keys, values, arrived):
 
     def some(i, carry, stage, base):
         rows = pl.ds(i * _AT_ONCE, _AT_ONCE)
-        key, value = (mosaic.load(plgpu, ring.at[stage, rows], layout) for ring in (keys, values))
+        key, value = (access.load(ring.at[stage, rows], layout) for ring in (keys, values))
         place = within + (base + i * _AT_ONCE)
         # What others left beyond the row may not be finite, and 0 * NaN is NaN.
         value = jnp.where(lax.broadcast_in_dim(place, value.shape, (0,)) < share.length, value, 0.0)
         new = []
         for r, state in enumerate(carry):
-            query = mosaic.load(plgpu, asked.at[r], layout.reduce(0))
+            query = access.load(asked.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
-            score = jnp.where(place <= sees[r], score * (dim**-0.5 * flash.LOG2E), -jnp.inf)
+            score = jnp.where(
+                place <= sees[r], score * (dim**-0.5 * online_softmax.LOG2E), -jnp.inf
+            )
             new.append(_softmax_add(state, score, value))
         return tuple(new)
 
@@ -65,9 +66,9 @@ def float32(sizes, share, asked, keys, values, arrived):
         return states, share.find(again + 1)
 
     empty = (
-        flash.full((_AT_ONCE, dim), 0.0, layout),
-        flash.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
-        flash.full((_AT_ONCE,), 0.0, layout.reduce(1)),
+        online_softmax.full((_AT_ONCE, dim), 0.0, layout),
+        online_softmax.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
+        online_softmax.full((_AT_ONCE,), 0.0, layout.reduce(1)),
     )
     states, _ = lax.fori_loop(
         0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
@@ -80,11 +81,11 @@ def _put_out32(sizes, share, asked, states):
     for r, state in enumerate(states):
         result, log_sum = _over_places(*state)
         if sizes.plan.splits == 1:
-            mosaic.store(plgpu, asked.at[r], result)
+            access.store(asked.at[r], result)
         else:
             out, sums_out = share.outputs
             sums_out[r] = log_sum
-            mosaic.store(plgpu, out.at[r], result)
+            access.store(out.at[r], result)
     if sizes.plan.splits == 1:
         plgpu.commit_smem()
         share.put_out(sizes, asked)
@@ -97,7 +98,7 @@ def _over_places(acc, peak, total):
     weight = jnp.exp2(peak - most)
     total = jnp.sum(total * weight)
     acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
-    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * flash.LOG2E)
+    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * online_softmax.LOG2E)
     return acc / jnp.where(total > 0, total, 1.0), log_sum
 
 

@@ -13,10 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax as flash
+from jaxspec.pallas.attention import online_softmax
 from jaxspec.pallas.attention.paged_block import lay_out
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.paging.page_tiles import float8_tile
 
 _ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one value a query
@@ -28,8 +27,8 @@ def scratch(sizes, interpreted):
     ring = float8_tile(plan.stages, plan.keys, dim)
     scratch = {
         "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
-        "tile": wgmma.tile(sizes.height, dim, dtype=jnp.float16),
-        "weights": wgmma.tile(sizes.height, plan.keys, dtype=jnp.float16),
+        "tile": tensor_cores.tile(sizes.height, dim, dtype=jnp.float16),
+        "weights": tensor_cores.tile(sizes.height, plan.keys, dtype=jnp.float16),
         "keys": ring,
         "values": ring,
         "sums": plgpu.SMEM((sizes.height,), jnp.float32),
@@ -37,7 +36,7 @@ def scratch(sizes, interpreted):
     }
     if interpreted:
         shape = plan.keys, min(128, dim)
-        scratch["left"] = [wgmma.tile(*x, dtype=jnp.float16) for x in (shape, shape[::-1])]
+        scratch["left"] = [tensor_cores.tile(*x, dtype=jnp.float16) for x in (shape, shape[::-1])]
     return scratch
 
 
@@ -67,11 +66,13 @@ def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left
         stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
         again = j + plan.stages
         plgpu.barrier_wait(keys_here.at[stage])
-        scores: Any = flash.full(shape, 0.0, plgpu.Layout.WGMMA)
+        scores: Any = online_softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
         for columns in parts:
             key, queries = _keys(keys.at[stage, :, columns]), tile.at[:, columns]
-            (scores,) = wgmma.accumulate(left[0], (scores, key, queries.transpose((1, 0))))
-        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (dim**-0.5 * flash.LOG2E)
+            (scores,) = tensor_cores.accumulate(left[0], (scores, key, queries.transpose((1, 0))))
+        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (
+            dim**-0.5 * online_softmax.LOG2E
+        )
         new = jnp.maximum(peak, scores.max(axis=0))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         weight = jnp.exp2(scores - lax.broadcast_in_dim(safe, shape, (1,)))
@@ -85,15 +86,15 @@ def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left
         for part, columns in zip(acc, parts, strict=True):
             value = _values(values.at[stage, :, columns], share.length - base)
             part = part * lax.broadcast_in_dim(fade, part.shape, (1,))
-            new_acc += wgmma.accumulate(left[1], (part, value, weights.transpose((1, 0))))
+            new_acc += tensor_cores.accumulate(left[1], (part, value, weights.transpose((1, 0))))
         plgpu.commit_smem()  # all have read the values
         refill(1, again, stage, pages)
         return (tuple(new_acc), new, total), share.find(again + 1)
 
     empty = (
-        (flash.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
-        flash.full((sizes.height,), -jnp.inf, _ACROSS),
-        flash.full(shape, 0.0, plgpu.Layout.WGMMA),
+        (online_softmax.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
+        online_softmax.full((sizes.height,), -jnp.inf, _ACROSS),
+        online_softmax.full(shape, 0.0, plgpu.Layout.WGMMA),
     )
     state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
     _store(state, parts, tile, sums)
@@ -120,7 +121,7 @@ def _store(state, parts, tile, sums):
     for part, columns in zip(acc, parts, strict=True):
         part = part * lax.broadcast_in_dim(1 / total, part.shape, (1,))
         tile.at[:, columns].transpose((1, 0))[...] = part.astype(jnp.float16)
-    sums[...] = peak + jnp.log(total) * flash.LOG2E
+    sums[...] = peak + jnp.log(total) * online_softmax.LOG2E
     plgpu.commit_smem()
 
 
@@ -130,7 +131,7 @@ def _iota(shape, dimension):
 
 def _keys(tile):
     """`[positions, channels]` in float16, as the left operand of a product."""
-    key = mosaic.load(plgpu, tile, plgpu.Layout.WGMMA_UPCAST_2X)
+    key = access.load(tile, plgpu.Layout.WGMMA_UPCAST_2X)
     return plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
@@ -139,7 +140,7 @@ def _values(tile, live):
 
     What others left there may not be finite, and 0 * NaN is NaN.
     """
-    value = mosaic.load(plgpu, tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
+    value = access.load(tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)
 
     def clear(value):

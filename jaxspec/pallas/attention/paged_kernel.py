@@ -16,14 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax as flash
-from jaxspec.pallas.attention import output_gate, paged_block_float32
+from jaxspec.pallas.attention import online_softmax, output_gate, paged_block_float32
 from jaxspec.pallas.attention import paged_block_bfloat16 as blocks
 from jaxspec.pallas.attention import paged_block_float8 as blocks8
 from jaxspec.pallas.attention.paged_block import Plan, Sizes, begin
 from jaxspec.pallas.attention.paged_tiling import query_rows
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device, layouts
+from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.paging.page_tiles import PageTiles
 
 
@@ -39,7 +37,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int, queries: i
     most = max(8 * (context // (8 * keys)), context // 256)
     splits = max(1, min(fit * device.MULTIPROCESSORS // blocks, most, 64))
     # Queries as they come, eights of them, and as tensor cores want them; keys and values.
-    of_one = 2 * head_dim * (-(-queries // 8) * 8 + flash.ROWS + 2 * keys)
+    of_one = 2 * head_dim * (-(-queries // 8) * 8 + online_softmax.ROWS + 2 * keys)
     fits_twice = of_one <= device.room(splits * blocks)
     may_be_two = head_dim == 256 and itemsize == 2 and splits * blocks > device.MULTIPROCESSORS
     return Plan(keys, 1 if may_be_two and fits_twice else 2, splits)
@@ -100,7 +98,11 @@ def _launch(sizes, operands, kv_heads, params):
         reductions = 128 * sizes.height  # all queries at once
     elif tensor_cores:
         # No sum crosses warps, and the rings may need all of shared memory.
-        block, scratch, padded = blocks.bfloat16, blocks.scratch(sizes, bool(params)), flash.ROWS
+        block, scratch, padded = (
+            blocks.bfloat16,
+            blocks.scratch(sizes, bool(params)),
+            online_softmax.ROWS,
+        )
         reductions = 0
     else:
         block, scratch, padded = (
@@ -151,7 +153,7 @@ def _merge(sizes, out, sums, gate, queries, params):
     """
     _, width, heads, dim = queries.shape
     group, splits = sizes.group, sizes.plan.splits
-    layout = layouts.row_layout(plgpu, dim, 4)  # sums across warps want vectors of 4
+    layout = layouts.row_layout(dim, 4)  # sums across warps want vectors of 4
     along = layout.reduce(0)
 
     def body(out, sums, *rest):
@@ -160,11 +162,11 @@ def _merge(sizes, out, sums, gate, queries, params):
         at = (slice(None), row, lax.div(head, group))
         tile, place = lax.div(token, sizes.tokens), lax.rem(token, sizes.tokens) * group
         place += lax.rem(head, group)
-        parts = mosaic.load(plgpu, out.at[*at, tile * sizes.height + place], layout)
+        parts = access.load(out.at[*at, tile * sizes.height + place], layout)
         parts = parts.astype(jnp.float32)
-        sum_of = mosaic.load(plgpu, sums.at[*at, tile, place], layout.reduce(1))
+        sum_of = access.load(sums.at[*at, tile, place], layout.reduce(1))
         columns = pl.ds((2 * head + 1) * dim, dim)
-        gates = [mosaic.load(plgpu, x.at[row * width + token, columns], along) for x in gates]
+        gates = [access.load(x.at[row * width + token, columns], along) for x in gates]
         share = plgpu.broadcasted_iota(jnp.int32, sum_of.shape, 0, layout=layout.reduce(1))
         sum_of = jnp.where(share < splits, sum_of, -jnp.inf)
         most = jnp.max(sum_of)
@@ -176,7 +178,7 @@ def _merge(sizes, out, sums, gate, queries, params):
         result = result / jnp.where(total == 0, 1.0, total)
         for x in gates:
             result = output_gate.in_kernel(result, x)
-        mosaic.store(plgpu, merged.at[row, token, head], result.astype(queries.dtype))
+        access.store(merged.at[row, token, head], result.astype(queries.dtype))
 
     return plgpu.kernel(
         body,

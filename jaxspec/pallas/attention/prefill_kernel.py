@@ -1,8 +1,8 @@
 """`prefill_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
 A block has some tokens of one sequence, and of their heads those that share one key head. Two
-warpgroups have `flash.ROWS` of these queries each; a third copies tiles of keys and values into a
-ring in shared memory for both (Shah et al. 2024, "FlashAttention-3", figure 1 and algorithm 1).
+warpgroups have `online_softmax.ROWS` of these queries each; a third copies tiles of keys and values
+into a ring in shared memory for both (Shah et al. 2024, FlashAttention-3, figure 1, algorithm 1).
 """
 
 import dataclasses
@@ -14,10 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax as flash
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import layouts
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.attention import online_softmax
+from jaxspec.pallas.gpu import access, layouts, tensor_cores
 from jaxspec.pallas.paging.page_tiles import PageTiles, float8_tile
 
 _KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: registers bound it
@@ -43,7 +41,7 @@ class _Sizes:
     @property
     def rows(self) -> int:
         """Tokens of a warpgroup: what fits, in whole tiles of 8 rows, which copies want."""
-        return flash.ROWS // self.heads // 8 * 8
+        return online_softmax.ROWS // self.heads // 8 * 8
 
     @property
     def tokens(self) -> int:
@@ -125,10 +123,10 @@ def _schedule(sizes, slots, num_computed, query_start, num_tokens):
 def _scratch(sizes, dtype, interpreted):
     """Shared memory and barriers; `dtype` is the pool's."""
     keys, dim = sizes.pages.keys, sizes.pages.head_dim
-    ring = wgmma.tile(_STAGES, keys, dim)
+    ring = tensor_cores.tile(_STAGES, keys, dim)
     free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
     scratch = {
-        "tile": wgmma.tile(_WARPGROUPS, flash.ROWS, dim),
+        "tile": tensor_cores.tile(_WARPGROUPS, online_softmax.ROWS, dim),
         "ring": (ring, ring),
         "arrived": (sizes.pages.barriers(_STAGES),) * 2,
         "free": (free, free),
@@ -140,7 +138,7 @@ def _scratch(sizes, dtype, interpreted):
         scratch["landed"] = (sizes.pages.barriers(1),) * 2
         scratch["arrived"] = (plgpu.Barrier(num_barriers=_STAGES),) * 2
     if interpreted:
-        scratch["weights"] = wgmma.tile(_WARPGROUPS, flash.ROWS, keys)
+        scratch["weights"] = tensor_cores.tile(_WARPGROUPS, online_softmax.ROWS, keys)
     return scratch
 
 
@@ -176,15 +174,15 @@ def _block(
         rows = [pl.ds(i * sizes.rows, sizes.rows) for i in range(sizes.heads)]
         tokens = pl.ds(token + ahead, sizes.rows)
         # Through registers: copies begin at multiples of 8 rows only, and prompts anywhere.
-        layout = layouts.row_layout(plgpu, dim, max(2, 256 // dim))  # 8 rows at a time
-        loaded = [mosaic.load(plgpu, queries.at[tokens, of_head], layout) for of_head in columns]
+        layout = layouts.row_layout(dim, max(2, 256 // dim))  # 8 rows at a time
+        loaded = [access.load(queries.at[tokens, of_head], layout) for of_head in columns]
         for of_tile, x in zip(rows, loaded, strict=True):
-            mosaic.store(plgpu, mine.at[of_tile], x)
+            access.store(mine.at[of_tile], x)
         plgpu.commit_smem()
         mine_weights = None if weights is None else weights.at[warpgroup]
         spans = count, position, ahead, end
         state = _attend(sizes, spans, mine, ring, arrived, free, cleared, mine_weights)
-        mine[...] = flash.result(state).astype(mine.dtype)
+        mine[...] = online_softmax.result(state).astype(mine.dtype)
         plgpu.commit_smem()
         tokens = pl.ds(index * sizes.tokens + ahead, sizes.rows)
         for of_tile, of_head in zip(rows, columns, strict=True):
@@ -227,14 +225,14 @@ def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
 def _widen(narrow, wide):
     """A tile in bfloat16, two pieces at a time: the warpgroup has few registers."""
     keys, dim = narrow.shape
-    size, layout = max(8, 1024 // dim), layouts.row_layout(plgpu, dim, 2)
+    size, layout = max(8, 1024 // dim), layouts.row_layout(dim, 2)
     for begin in range(0, keys, 2 * size):
         pieces = [pl.ds(begin + i * size, size) for i in range(2)]
-        loaded = [mosaic.load(plgpu, narrow.at[rows], layout) for rows in pieces]
+        loaded = [access.load(narrow.at[rows], layout) for rows in pieces]
         for rows, x in zip(pieces, loaded, strict=True):
             # Hopper converts to float16 alone.
             x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-            mosaic.store(plgpu, wide.at[rows], x)
+            access.store(wide.at[rows], x)
 
 
 def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
@@ -244,14 +242,14 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
     keys, values = ring
 
     def mask(scores, j):
-        row, place = (flash.iota(size, i) for i in range(2))
+        row, place = (online_softmax.iota(size, i) for i in range(2))
         sees = position + ahead + lax.rem(row, jnp.int32(sizes.rows))
         return jnp.where(place <= sees - j * size, scores, -jnp.inf)
 
     def clear(tile, live):
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            wgmma.clear(tile, 0, live)
+            tensor_cores.clear(tile, 0, live)
             plgpu.barrier_arrive(cleared)
 
         plgpu.barrier_wait(cleared)
@@ -260,15 +258,17 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
         stage = lax.rem(j, _STAGES)
         base, refilled = j * size, j + _STAGES < count
         plgpu.barrier_wait(arrived[0].at[stage])
-        scores = wgmma.product(queries, keys.at[stage].transpose((1, 0)))
+        scores = tensor_cores.product(queries, keys.at[stage].transpose((1, 0)))
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[0].at[stage]))
         # Tiles that all queries see whole need no mask.
         scores = lax.cond(base + size > position + 1, mask, lambda scores, j: scores, scores, j)
-        weight, (acc, peak, total) = flash.weigh(state, scores, dim**-0.5 * flash.LOG2E)
+        weight, (acc, peak, total) = online_softmax.weigh(
+            state, scores, dim**-0.5 * online_softmax.LOG2E
+        )
         plgpu.barrier_wait(arrived[1].at[stage])
         pl.when(base + size > end)(lambda: clear(values.at[stage], end - base))
-        (acc,) = wgmma.accumulate(weights, (acc, weight, values.at[stage]))
+        (acc,) = tensor_cores.accumulate(weights, (acc, weight, values.at[stage]))
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[1].at[stage]))
         return acc, peak, total
 
-    return lax.fori_loop(0, count, step, flash.empty(dim))
+    return lax.fori_loop(0, count, step, online_softmax.empty(dim))

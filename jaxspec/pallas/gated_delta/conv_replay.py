@@ -5,12 +5,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta import replay as replay_ops
 from jaxspec.pallas.gated_delta.gates import Decay
-from jaxspec.pallas.gated_delta.inputs import (
-    GdnHeads,
-    check_columns,
-    gdn_inputs,
-    gdn_inputs_reference,
-)
+from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.inputs import check_columns, gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.gated_delta.replay import (
     GdnRing,
     Outputs,

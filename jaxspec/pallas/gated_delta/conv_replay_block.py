@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta import gates as gdn_gates
-from jaxspec.pallas.gated_delta.inputs import EPS, GdnHeads, gates_column
+from jaxspec.pallas.gated_delta.heads import EPS, GdnHeads, gates_column
 from jaxspec.pallas.gated_delta.replay_block import Block
 from jaxspec.pallas.gpu import layouts
-from jaxspec.pallas.recurrent.conv_update import convolved
+from jaxspec.pallas.recurrent.conv_update_kernel import convolved
 
 
 class _Inputs(NamedTuple):
@@ -121,7 +121,7 @@ class ConvBlock(Block):
         pieces = []
         for first, scale in ((0, key_dim**-0.5), (width, 1.0)):
             for start, count in layouts.pieces_of(width):
-                layout = layouts.piece_layout(plgpu, count, key_dim, itemsize=4)
+                layout = layouts.piece_layout(count, key_dim, itemsize=4)
                 rows = self.tokens.at[pl.ds(first + start, count)]
                 pieces.append((first, start, count, scale, self.load(rows, layout), layout))
         if width % 4:

@@ -10,8 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, along, iota, limited, sums
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
@@ -47,16 +46,16 @@ def prepare(sizes, q, k, g, beta, chunks, params):
     # The last chunk may reach beyond the tokens, where copies to shared memory give zeros.
     g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (g, beta))
     scratch = {
-        "queries": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
-        "keys": wgmma.tile(CHUNK, sizes.key_dim, dtype=dtype),
-        "matrices": wgmma.tile(2 * CHUNK, CHUNK, dtype=dtype),
-        "coupling": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
-        "inverse": wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16),
+        "queries": tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "keys": tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        "matrices": tensor_cores.tile(2 * CHUNK, CHUNK, dtype=dtype),
+        "coupling": tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16),
+        "inverse": tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16),
         "lines": plgpu.SMEM((3, CHUNK), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2),
     }
     if params:
-        scratch["spare"] = wgmma.tile(CHUNK, CHUNK, dtype=jnp.float16)
+        scratch["spare"] = tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16)
     return plgpu.kernel(
         functools.partial(_chunk, sizes),
         kernel_name="gdn_prefill_chunks",
@@ -90,21 +89,23 @@ def _chunk(
         real = (low <= i) & (i < high)
 
         def column(x):
-            return mosaic.load(plgpu, x.at[here, head], plgpu.Layout.WGMMA.reduce(1))
+            return access.load(x.at[here, head], plgpu.Layout.WGMMA.reduce(1))
 
         _, g_i = _both(column(g), lines.at[0])
         beta_t, beta_i = _both(column(beta), lines.at[1])
         of_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
-        mosaic.store(plgpu, sums_out.at[chunk, head], of_g)
+        access.store(sums_out.at[chunk, head], of_g)
         sums_t, sums_i = _both(of_g, lines.at[2])
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
         plgpu.barrier_wait(arrived)
 
         # Selected, not multiplied: what stands around the tokens may be NaN.
         keys_across, ours = keys.transpose((1, 0)), (low <= i) & (t < high)
-        among_queries = jnp.where(ours & (i <= t), decay * wgmma.product(queries, keys_across), 0.0)
+        among_queries = jnp.where(
+            ours & (i <= t), decay * tensor_cores.product(queries, keys_across), 0.0
+        )
         matrices[pl.ds(CHUNK, CHUNK), :] = among_queries.astype(sizes.dtype)
-        among_keys = beta_t * decay * wgmma.product(keys, keys_across)
+        among_keys = beta_t * decay * tensor_cores.product(keys, keys_across)
         among_keys = jnp.where(ours & (i < t), among_keys, 0.0)
         solved = _inverse(among_keys, t ^ i, coupling, inverse, spare)
         solved = jnp.where(real, solved * beta_i, 0.0)
@@ -117,7 +118,7 @@ def _chunk(
 def _both(x, line):
     """A vector over rows, and over columns; the way there is shared memory."""
     line[...] = x
-    return along(x, 0), along(mosaic.load(plgpu, line, plgpu.Layout.WGMMA.reduce(0)), 1)
+    return along(x, 0), along(access.load(line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
 def _inverse(strictly_lower, apart, coupling, inverse, spare):
@@ -134,8 +135,8 @@ def _inverse(strictly_lower, apart, coupling, inverse, spare):
     while size < CHUNK:
         inverse[...] = solved.astype(jnp.float16)
         plgpu.commit_smem()
-        joining = wgmma.product(inverse, coupling)
+        joining = tensor_cores.product(inverse, coupling)
         joining = jnp.where((apart >= size) & (apart < 2 * size), -joining, 0.0)
-        (solved,) = wgmma.accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
+        (solved,) = tensor_cores.accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
         size *= 2
     return solved

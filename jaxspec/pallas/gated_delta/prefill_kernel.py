@@ -18,9 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta.prefill_chunks import Sizes, prepare
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_nothing
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
@@ -88,14 +86,14 @@ def _walk(sizes, tokens, chunks, rows, pool, params):
     grid = (sizes.value_dim // VALUES, sizes.value_heads, seqs)
     stages = _stages(grid[0] * grid[1] * (seqs - 2))  # two of the sequences are null
     scratch = {
-        "queries": wgmma.tile(stages, CHUNK, dim, dtype=dtype),
-        "keys": wgmma.tile(stages, CHUNK, dim, dtype=dtype),
-        "values": wgmma.tile(stages, CHUNK, VALUES, dtype=dtype),
-        "matrices": wgmma.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
+        "queries": tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        "keys": tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        "values": tensor_cores.tile(stages, CHUNK, VALUES, dtype=dtype),
+        "matrices": tensor_cores.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
         "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
     }
     if params:
-        scratch["spare"] = wgmma.tile(VALUES, dim, dtype=dtype)
+        scratch["spare"] = tensor_cores.tile(VALUES, dim, dtype=dtype)
     kernel = plgpu.kernel(
         functools.partial(_begin, sizes),
         kernel_name="gdn_prefill",
@@ -126,7 +124,7 @@ class _Walk:
     ring: tuple  # of queries, keys, values, matrices, arrived
     sums: Callable  # (chunk) -> where those of `g` are
     out: Any  # of this block's values: [tokens, VALUES]
-    spare: Any  # as for `wgmma.operand`
+    spare: Any  # as for `tensor_cores.operand`
 
 
 def _begin(
@@ -164,10 +162,10 @@ def _begin(
             pl.when(stage < number)(functools.partial(fetch, stage, stage))
         place = (layer[0] * sizes.num_slots + slot) * sizes.candidates
         source = place + jnp.clip(offset[seq], 0, sizes.candidates - 1)
-        state = mosaic.load(plgpu, pool.at[source, rows], plgpu.Layout.WGMMA).astype(jnp.float32)
+        state = access.load(pool.at[source, rows], plgpu.Layout.WGMMA).astype(jnp.float32)
         state = jnp.where(jnp.broadcast_to(computed[seq] > 0, state.shape), state, 0.0)
         state = lax.fori_loop(0, number, functools.partial(_step, sizes, walk), state)
-        mosaic.store(plgpu, pool.at[place, rows], state.astype(pool.dtype))
+        access.store(pool.at[place, rows], state.astype(pool.dtype))
 
     @pl.when(jnp.logical_not(live))
     def _():
@@ -185,13 +183,13 @@ def _step(sizes, walk, j, state):
     low, high = jnp.maximum(walk.begin - start, 0), jnp.minimum(walk.end - start, CHUNK)
     whole = high - low == CHUNK
     sums = walk.sums(j)
-    total, last = mosaic.load(plgpu, sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
+    total, last = access.load(sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
     plgpu.barrier_wait(arrived)
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        wgmma.clear(keys, low, high)
-        wgmma.clear(values, low, high)
+        tensor_cores.clear(keys, low, high)
+        tensor_cores.clear(values, low, high)
 
     def factor(log):
         return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
@@ -200,7 +198,7 @@ def _step(sizes, walk, j, state):
         *(state.astype(sizes.dtype), queries, keys, values, coupling),
         *(lambda: factor(total), lambda: factor(last - total), walk.spare),
     )
-    state, out = wgmma.accumulate(
+    state, out = tensor_cores.accumulate(
         walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
     store(walk.out, start, low, high, out)
@@ -218,12 +216,12 @@ def _against_state(state, queries, keys, values, coupling, from_start, to_end, s
     """
 
     def run(recalled, written, read):
-        plgpu.wgmma(recalled, wgmma.operand(state, spare), keys.transpose((1, 0)))
+        plgpu.wgmma(recalled, tensor_cores.operand(state, spare), keys.transpose((1, 0)))
         plgpu.wgmma(written, values.transpose((1, 0)), coupling)
         kept = from_start()
         wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -kept
-        plgpu.wgmma(written, wgmma.operand(wrong.astype(state.dtype), spare), coupling)
-        plgpu.wgmma(read, wgmma.operand(state, spare), queries.transpose((1, 0)))
+        plgpu.wgmma(written, tensor_cores.operand(wrong.astype(state.dtype), spare), coupling)
+        plgpu.wgmma(read, tensor_cores.operand(state, spare), queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
         rounded, decayed = new.astype(state.dtype), (new * to_end()).astype(state.dtype)
         return rounded, decayed, read[...] * kept

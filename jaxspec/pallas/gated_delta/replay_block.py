@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta.replay_products import FOLDED, Products
 from jaxspec.pallas.gpu import layouts
-from jaxspec.pallas.norm import gated_norm
+from jaxspec.pallas.norm import gated_norm_block
 from jaxspec.pallas.recurrent.replay_block import TOGETHER
 
 
@@ -209,7 +209,7 @@ class Block(Products):
         columns = pl.ds(first + self.head * self.sizes.values, self.sizes.values)
         pieces = []
         for start, count in layouts.pieces_of(self.sizes.width):
-            layout = layouts.piece_layout(plgpu, count, self.sizes.values, itemsize=4)
+            layout = layouts.piece_layout(count, self.sizes.values, itemsize=4)
             tokens = pl.ds(self.row * self.sizes.width + start, count)
             gate = self.load(refs.norm_gates.at[tokens, columns], layout)
             pieces.append((gate, self.load(refs.norm_weight, layout.reduce(0)), layout))
@@ -225,7 +225,7 @@ class Block(Products):
             tokens = pl.ds(start, count)
             read, out = refs.read.at[tokens], refs.out.at[self.row, tokens, self.head]
             operands = self.load(read, layout), gate, weight, sizes.norm[1]
-            normed = gated_norm.in_kernel(plgpu, layout, *operands)
+            normed = gated_norm_block.in_kernel(layout, *operands)
             self.store(out, normed.astype(out.dtype))
 
     def append(self, updates, gates):

@@ -40,8 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gated_delta.conv_replay_block import ConvBlock
 from jaxspec.pallas.gated_delta.replay_block import Block
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import device, tensor_cores
 from jaxspec.pallas.recurrent.replay import asked_rows
 from jaxspec.pallas.recurrent.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
 
@@ -171,9 +170,9 @@ def _scratch(sizes, interpreted):
     tokens = plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32)
     keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
     if sizes.on_tensor_cores:
-        scratch["state"] = wgmma.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype)
+        scratch["state"] = tensor_cores.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype)
         scratch["keys"] = keys
-        factors = wgmma.tile(2 * sizes.columns, sizes.key_dim, dtype=sizes.dtype)
+        factors = tensor_cores.tile(2 * sizes.columns, sizes.key_dim, dtype=sizes.dtype)
         # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
         stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
         fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import tensor_cores
 from jaxspec.pallas.recurrent.replay_block import TOGETHER, ReplayBlock
 from jaxspec.pallas.recurrent.replay_layouts import quarters_layout
 
@@ -112,7 +112,7 @@ class Products(ReplayBlock):
     def multiply_by_tensor_cores(self):
         """The checkpoint's, values by factors, read once for what 16 bits keep of them and lose."""
         columns = self.sizes.columns
-        sums = wgmma.product(self.refs.state, self.factors.transpose((1, 0)))
+        sums = tensor_cores.product(self.refs.state, self.factors.transpose((1, 0)))
         return sums[:, :columns] + sums[:, columns:]
 
     def fold_some(self, i, state):
@@ -145,7 +145,7 @@ class Products(ReplayBlock):
                         state = decay * self.load(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
                     for part in parts:
                         keys = self.fold_keys.at[:, columns]
-                        (state,) = wgmma.accumulate(refs.spare, (state, part, keys))
+                        (state,) = tensor_cores.accumulate(refs.spare, (state, part, keys))
                 self.store(tile, state.astype(sizes.dtype))
 
     def put_fold_keys(self, first, columns, again):

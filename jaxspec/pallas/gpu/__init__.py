@@ -1,1 +1,1 @@
-"""TODO"""
+"""What kernels share of the GPU: its sizes, accesses, register layouts and tensor cores."""

@@ -1,14 +1,8 @@
 """The GPU that the kernels are cut for: an H200."""
 
 THREADS = 128  # of a block: Mosaic's warpgroup
-
-
 MULTIPROCESSORS = 132  # of an H200
-
-
 _SHARED_MEMORY = 227 * 1024  # bytes that a block may have
-
-
 _RESERVED = 1024  # bytes of a block, by the GPU; as much for barriers
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from math import gcd
 
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from jaxspec.pallas.gpu.device import THREADS
 
 
@@ -15,12 +17,12 @@ def pieces_of(count: int) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def vectors(plgpu, vector: int):
+def vectors(vector: int):
     """Register layout of `THREADS * vector` elements in a row: `vector` neighbours a thread."""
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
 
 
-def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
+def row_layout(size: int, itemsize: int, most_lanes: int = 16):
     """Register layout of rows of `size`, each over up to `most_lanes` lanes of one warp.
 
     A lane has `16 // itemsize` neighbours at a time, and sums over a row are shuffles.
@@ -37,7 +39,7 @@ def row_layout(plgpu, size: int, itemsize: int, most_lanes: int = 16):
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=lane_dims, vector_dim=-1)
 
 
-def lane_layout(plgpu, size: int):
+def lane_layout(size: int):
     """Register layout of `size` elements in a row, one a lane at a time, the same in every warp."""
     lanes = gcd(size, 32)
     copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
@@ -49,7 +51,7 @@ def lane_layout(plgpu, size: int):
     )
 
 
-def piece_layout(plgpu, rows: int, size: int, itemsize: int):
+def piece_layout(rows: int, size: int, itemsize: int):
     """Register layout of `[rows, size]`, powers of two, where each row lies in one warp.
 
     Spread over all threads, in up to 16 neighbouring bytes each; threads to whom nothing is left

@@ -17,9 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.mamba2 import prefill_tiles as tiles
 from jaxspec.pallas.recurrent.chunk_blocks import (
     ALIGN,
@@ -94,7 +92,7 @@ def _walk_tiles(sizes, operands, pool, params):
     scratch = {
         **tiles.scratch(sizes, max(CHUNK, sizes.state_dim), bool(params)),
         "queries": tiles.queries(sizes),
-        "weights": wgmma.tile(CHUNK, CHUNK, dtype=sizes.dtype),
+        "weights": tensor_cores.tile(CHUNK, CHUNK, dtype=sizes.dtype),
         "arrived": tiles.arrived(4),
     }
     out = (sizes.tokens, sizes.heads, sizes.head_dim)
@@ -143,7 +141,7 @@ def _walk_tile(
         @pl.when(again.index == again.number - 1)
         def _():
             target = (layer[0] * sizes.num_slots + again.slot) * sizes.candidates
-            mosaic.store(plgpu, pool.at[target, rows], state.astype(pool.dtype))
+            access.store(pool.at[target, rows], state.astype(pool.dtype))
 
 
 def _sum(sizes, before, tile, rows):
@@ -152,7 +150,7 @@ def _sum(sizes, before, tile, rows):
     index, head = lax.axis_index("tile"), lax.axis_index("head")
 
     def one(i, state):
-        new = mosaic.load(plgpu, added.at[i, rows], plgpu.Layout.WGMMA)
+        new = access.load(added.at[i, rows], plgpu.Layout.WGMMA)
         return state * left[i, head] + new
 
     return lax.fori_loop(index - tile.index, index + 1, one, tiles.nothing(sizes))
@@ -161,7 +159,7 @@ def _sum(sizes, before, tile, rows):
 def _step(walk, weights, skip, out, chunk, done, state):
     """One chunk: its outputs, and the state `[values, state_dim]` after it."""
     kept, written, left, last = _start_outputs(walk, weights, skip, chunk, state)
-    result, state = wgmma.accumulate(
+    result, state = tensor_cores.accumulate(
         walk.spare,
         (kept, written, weights.transpose((1, 0))),
         (state * jnp.exp2(last), left, chunk.keys),
@@ -185,7 +183,7 @@ def _start_outputs(walk, weights, skip, chunk, state):
         decay = jnp.exp2(jnp.where(iota(1) <= iota(0), log, -jnp.inf))
         weights[...] = (alike[...] * decay).astype(weights.dtype)
         plgpu.commit_smem()
-        rounded = wgmma.operand(state.astype(keys.dtype), walk.spare)
+        rounded = tensor_cores.operand(state.astype(keys.dtype), walk.spare)
         plgpu.wgmma(read, rounded, queries.transpose((1, 0)))
         values, written, left, last = walk.left_of(chunk)
         kept = read[...] * along(jnp.exp2(walk.sums()), 1) + skip * values

@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, along, iota, limited, sums
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
@@ -93,7 +92,7 @@ class Walk:
     arrived: Any
     rate: jax.Array  # `A` of the head
     line: Any  # shared memory for a vector
-    spare: Any  # as for `wgmma.operand`
+    spare: Any  # as for `tensor_cores.operand`
 
     def over(self, chunks, step, start):
         """`step(chunk, done, carry)` for each; it calls `done` when all have read the chunk.
@@ -131,11 +130,11 @@ class Walk:
         def _():
             by_rows = plgpu.Layout.WGMMA.reduce(1)
             place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=by_rows)
-            new = mosaic.load(plgpu, chunk.steps, by_rows)
+            new = access.load(chunk.steps, by_rows)
             new = jnp.where((low <= place) & (place < high), new, 0.0)
-            mosaic.store(plgpu, chunk.steps, new)
-            wgmma.clear(chunk.keys, low, high)
-            wgmma.clear(chunk.values, low, high)
+            access.store(chunk.steps, new)
+            tensor_cores.clear(chunk.keys, low, high)
+            tensor_cores.clear(chunk.values, low, high)
 
         return chunk
 
@@ -144,24 +143,24 @@ class Walk:
 
         In units of log2, which exp2 takes as they are.
         """
-        new = mosaic.load(plgpu, chunk.steps, _OVER)
+        new = access.load(chunk.steps, _OVER)
         by_rows = sums(along(limited(new * self.rate), 1), iota(0), iota(1)) * _LOG2E
-        mosaic.store(plgpu, self.line, by_rows)
+        access.store(self.line, by_rows)
         plgpu.commit_smem()
         return by_rows
 
     def sums(self):
         """Those in `line`: loaded again and again, since registers are scarce."""
-        return mosaic.load(plgpu, self.line, _OVER)
+        return access.load(self.line, _OVER)
 
     def left_of(self, chunk):
         """`[values, tokens]`: `x`, what of it is written, and what is left of that at the end.
 
         The last two rounded, for products. And the log2 of the whole chunk's decay.
         """
-        there = mosaic.load(plgpu, chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
+        there = access.load(chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
         dtype, there, last = there.dtype, there.astype(jnp.float32), self.line[CHUNK - 1]
-        written = there * along(mosaic.load(plgpu, chunk.steps, _OVER), 1)
+        written = there * along(access.load(chunk.steps, _OVER), 1)
         left = written * along(jnp.exp2(last - self.sums()), 1)
         return there, written.astype(dtype), left.astype(dtype), last
 
@@ -169,19 +168,19 @@ class Walk:
 def scratch(sizes, columns, interpreted):
     """Shared memory of a `Walk`, with `columns` of operands that are in registers."""
     shared = {
-        "keys": wgmma.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype),
-        "values": wgmma.tile(_STAGES, CHUNK, VALUES, dtype=sizes.dtype),
+        "keys": tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype),
+        "values": tensor_cores.tile(_STAGES, CHUNK, VALUES, dtype=sizes.dtype),
         "steps": plgpu.SMEM((_STAGES, CHUNK), jnp.float32),
         "line": plgpu.SMEM((CHUNK,), jnp.float32),
     }
     if interpreted:
-        shared["spare"] = wgmma.tile(VALUES, columns, dtype=sizes.dtype)
+        shared["spare"] = tensor_cores.tile(VALUES, columns, dtype=sizes.dtype)
     return shared
 
 
 def queries(sizes):
     """More of it, for outputs."""
-    return wgmma.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype)
+    return tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype)
 
 
 def arrived(copies):
@@ -220,7 +219,7 @@ def initial(sizes, tile, pool, layer, rows):
     """The state that the tile's sequence starts from."""
     first = (layer[0] * sizes.num_slots + tile.slot) * sizes.candidates
     source = pool.at[first + jnp.maximum(tile.source, 0), rows]
-    state = mosaic.load(plgpu, source, plgpu.Layout.WGMMA).astype(jnp.float32)
+    state = access.load(source, plgpu.Layout.WGMMA).astype(jnp.float32)
     return jnp.where(jnp.broadcast_to(tile.source >= 0, state.shape), state, 0.0)
 
 
@@ -262,7 +261,7 @@ def _add_tile(
         state, log = carry
         walk.sum_up(chunk)
         _, _, left, last = walk.left_of(chunk)
-        (state,) = wgmma.accumulate(spare, (state * jnp.exp2(last), left, chunk.keys))
+        (state,) = tensor_cores.accumulate(spare, (state * jnp.exp2(last), left, chunk.keys))
         done()
         return state, log + last
 
@@ -278,11 +277,11 @@ def _add_tile(
     def _():
         @pl.when(tile.index == 0)
         def _():
-            mosaic.store(plgpu, added.at[index, rows], initial(sizes, tile, pool, layer, rows))
+            access.store(added.at[index, rows], initial(sizes, tile, pool, layer, rows))
             leave(jnp.float32(1.0))
 
         @pl.when(tile.index > 0)
         def _():
             state, log = walk.over(before.chunks, step, start)
-            mosaic.store(plgpu, added.at[index, rows], state)
+            access.store(added.at[index, rows], state)
             leave(jnp.exp2(log))

@@ -35,8 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import device, tensor_cores
 from jaxspec.pallas.mamba2.replay_block import Head
 from jaxspec.pallas.recurrent.replay import asked_rows
 from jaxspec.pallas.recurrent.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
@@ -119,7 +118,7 @@ def _scratch(sizes, dtype):
     """A block's shared memory and barriers; `dtype`: of C."""
     heads = sizes.together
     return {
-        "state": wgmma.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
+        "state": tensor_cores.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "reads": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
         "keys": plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype),
         "updates": plgpu.SMEM((heads, sizes.window, sizes.values), sizes.dtype),

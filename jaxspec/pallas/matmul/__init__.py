@@ -1,1 +1,1 @@
-"""TODO"""
+"""Products of a weight, with what comes before and after them."""

@@ -18,9 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.scores import NO_COLUMN, NOTHING, best_of
 
@@ -118,8 +116,8 @@ class _Sizes:
     def scratch(self, dtype) -> dict[str, Any]:
         """The ring, as tensor cores want it."""
         return {
-            "tokens": wgmma.tile(self.stages, self.tile, CHUNK, dtype=dtype),
-            "ring": wgmma.tile(self.stages, CHUNK, _COLUMNS, dtype=dtype),
+            "tokens": tensor_cores.tile(self.stages, self.tile, CHUNK, dtype=dtype),
+            "ring": tensor_cores.tile(self.stages, CHUNK, _COLUMNS, dtype=dtype),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             # A chunk's rows go to all blocks of a cluster, so all must be done with the last.
             "free": plgpu.ClusterBarrier(
@@ -165,7 +163,7 @@ def _block(
         none, first = everywhere(-jnp.inf, jnp.float32), everywhere(0, jnp.int32)
         so_far = lax.fori_loop(0, count, step, (none, first, none))
         for out, values in zip((best, ids, nearest), so_far, strict=True):
-            mosaic.store(plgpu, out.at[team * sizes.cluster + part, rows], values)
+            access.store(out.at[team * sizes.cluster + part, rows], values)
 
 
 def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free):
@@ -229,7 +227,7 @@ def _without(scores, start, never, bounds):
         columns = start + _places(scores)
 
         def one(slot, scores):
-            column = mosaic.load(plgpu, never.at[slot], _BY_ROW)
+            column = access.load(never.at[slot], _BY_ROW)
             return jnp.where(columns == _spread(column, scores), -jnp.inf, scores)
 
         scores = jnp.where(columns < ids, scores, -jnp.inf)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device, layouts
+from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.matmul.few_rows import MOST_ROWS
 from jaxspec.pallas.matmul.products import COLUMNS
 
@@ -61,7 +60,7 @@ class Product:
     def layout(self):
         """Register layout of the rows: each in one warp, and stored to `tile` without conflicts."""
         if self.tiled == 64:
-            return layouts.row_layout(plgpu, self.inner, itemsize=2, most_lanes=32)
+            return layouts.row_layout(self.inner, itemsize=2, most_lanes=32)
         # Eight lanes, which store at once, have two rows of a tile and not one of two tiles.
         tiling = plgpu.Tiling(((8, 128), (2, 32), (8,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-4, -3, -2), vector_dim=-1)
@@ -111,7 +110,7 @@ def put_out(product, tile, out):
     for row in range(out.shape[0]):
         # Of four lanes that share a row each has another two tokens, and one of the eight is it.
         of_row = jnp.sum(jnp.where(token == row, product, 0.0), axis=1)
-        mosaic.store(plgpu, tile.at[row], of_row.astype(tile.dtype))
+        access.store(tile.at[row], of_row.astype(tile.dtype))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, out.shape[0])], out)
     plgpu.wait_smem_to_gmem(0)

@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.gemm import parts_of, rows_of
 from jaxspec.pallas.matmul.gemm_wave_kernel import wave_kernel
@@ -63,8 +62,8 @@ class Tile:
         rows = self.stages, self.rows, CHUNK
         columns = self.stages, self.pieces, CHUNK, COLUMNS
         return {
-            "tokens": wgmma.tile(*rows, dtype=self.dtype),
-            "ring": wgmma.tile(*columns, dtype=self.dtype),
+            "tokens": tensor_cores.tile(*rows, dtype=self.dtype),
+            "ring": tensor_cores.tile(*columns, dtype=self.dtype),
             "arrived": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
         }
 
@@ -189,7 +188,7 @@ def _launch(name, x, weight, starts, step, finish, y, interpret):
         body,
         kernel_name=name,
         out_type=y,
-        scratch_types=tile.scratch() | {"out": wgmma.tile(rows, COLUMNS, dtype=y.dtype)},
+        scratch_types=tile.scratch() | {"out": tensor_cores.tile(rows, COLUMNS, dtype=y.dtype)},
         # The last varies fastest: blocks with the same part of the weight run side by side.
         grid=(parts, columns, row_blocks),
         grid_names=("part", "column", "row"),

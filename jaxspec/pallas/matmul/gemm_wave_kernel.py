@@ -17,9 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
-from jaxspec.pallas.gpu import tensor_cores as wgmma
+from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.gemm import Wave
 from jaxspec.pallas.matmul.products import COLUMNS
@@ -183,9 +181,9 @@ class _Rings:
             (stage, slot), slots = at, []
             for _ in self.groups:
                 slots.append(slot)
-                slot = mosaic.next_place(slot, self.slots)
+                slot = access.next_place(slot, self.slots)
             do(j, stage, slots)
-            return mosaic.next_place(stage, self.stages), slot
+            return access.next_place(stage, self.stages), slot
 
         lax.fori_loop(0, self.chunks, step, (jnp.int32(0), jnp.int32(0)))
 
@@ -199,10 +197,10 @@ class _Rings:
             others["rows_arrived"] = plgpu.Barrier(num_barriers=self.stages)
             others["rows_free"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.stages)
         if self.out_dtype:
-            others["out"] = wgmma.tile(warpgroups, _OUT_ROWS, COLUMNS, dtype=self.out_dtype)
+            others["out"] = tensor_cores.tile(warpgroups, _OUT_ROWS, COLUMNS, dtype=self.out_dtype)
         return others | {
-            "tokens": wgmma.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
-            "ring": wgmma.tile(*ring, dtype=dtype),
+            "tokens": tensor_cores.tile(self.stages, self.wave.rows, CHUNK, dtype=dtype),
+            "ring": tensor_cores.tile(*ring, dtype=dtype),
             "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots),
             # A piece goes to all blocks of a cluster, so all must be done with the last.
             "free": plgpu.ClusterBarrier(

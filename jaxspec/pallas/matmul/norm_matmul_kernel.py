@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device, layouts
+from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.matmul.few_rows import MOST_ROWS
 from jaxspec.pallas.matmul.few_rows_kernel import Product, put_out
 from jaxspec.pallas.matmul.products import COLUMNS
@@ -64,10 +63,10 @@ def _block(
     product.start(*source)
 
     # The norm's weight too is loaded before what others wait for.
-    layout = layouts.vectors(plgpu, x.shape[1] // device.THREADS)
-    scale = mosaic.load(plgpu, norm, layout)
+    layout = layouts.vectors(x.shape[1] // device.THREADS)
+    scale = access.load(norm, layout)
     _put_totals(x, delta, rows, None if total is None else (block == 0, total))
-    mosaic.store(plgpu, rows.at[MOST_ROWS], scale)
+    access.store(rows.at[MOST_ROWS], scale)
     plgpu.commit_smem()
     _norm(product.layout(), rows, eps, zero_centred, tile)
     plgpu.commit_smem()
@@ -83,21 +82,21 @@ def _put_totals(x, delta, rows, written):
     """
     count, features = x.shape
     for row, sum_ in enumerate(_totals(x, delta)):
-        mosaic.store(plgpu, rows.at[row], sum_)
+        access.store(rows.at[row], sum_)
         if written is not None:
             here, total = written
-            pl.when(here)(lambda at=total.at[row], x=sum_: mosaic.store(plgpu, at, x))
-    layout = layouts.vectors(plgpu, features // device.THREADS)
+            pl.when(here)(lambda at=total.at[row], x=sum_: access.store(at, x))
+    layout = layouts.vectors(features // device.THREADS)
     nothing = plgpu.layout_cast(jnp.zeros(features, x.dtype), layout)
     for row in range(count, MOST_ROWS):
-        mosaic.store(plgpu, rows.at[row], nothing)
+        access.store(rows.at[row], nothing)
 
 
 def _totals(x, delta):
     """What `x` and `delta` make in each row; all is loaded before anything is stored."""
     rows = range(x.shape[0])
     layout = plgpu.Layout.WG_STRIDED(x.shape[1:], vec_size=8)
-    load = functools.partial(mosaic.load, plgpu, layout=layout)
+    load = functools.partial(access.load, layout=layout)
     old = [load(x.at[row]) for row in rows]
     if delta is None:
         return old
@@ -123,15 +122,15 @@ def _norm(layout, rows, eps, zero_centred, tile):
     parts = [pl.ds(column, 1024) for column in range(0, features, 1024)]
     square = 0.0
     for part in parts:
-        x = mosaic.load(plgpu, rows.at[tokens, part], layout).astype(jnp.float32)
+        x = access.load(rows.at[tokens, part], layout).astype(jnp.float32)
         square = square + jnp.sum(x * x, axis=1)
     root = lax.rsqrt(square * (1 / features) + eps)
     if len(parts) > 1:
         plgpu.commit_smem()  # or the compiler would keep what is loaded again below
     for part in parts:
-        x = mosaic.load(plgpu, rows.at[tokens, part], layout).astype(jnp.float32)
-        scale = mosaic.load(plgpu, rows.at[MOST_ROWS, part], layout.reduce(0)).astype(jnp.float32)
+        x = access.load(rows.at[tokens, part], layout).astype(jnp.float32)
+        scale = access.load(rows.at[MOST_ROWS, part], layout.reduce(0)).astype(jnp.float32)
         scale = scale + 1.0 if zero_centred else scale
         normed = x * lax.broadcast_in_dim(root, x.shape, (0,))
         normed = normed * lax.broadcast_in_dim(scale, x.shape, (1,))
-        mosaic.store(plgpu, tile.at[:, part], normed.astype(tile.dtype))
+        access.store(tile.at[:, part], normed.astype(tile.dtype))

@@ -7,8 +7,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 NOTHING = -1  # `sampling.NO_TOKEN`
-
-
 NO_COLUMN = 2**30  # behind all columns
 
 

@@ -11,12 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import layouts
+from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.matmul.few_rows import GATES, MOST_ROWS, parts_of
 from jaxspec.pallas.matmul.few_rows_kernel import Product, put_out
 from jaxspec.pallas.matmul.products import COLUMNS
-from jaxspec.pallas.norm import gated_norm
+from jaxspec.pallas.norm import gated_norm_block
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -86,7 +85,7 @@ def _finish(product, tile, source, out, y):
 def _finish_rows(product, rows, tile, *finish):
     """What `_finish` does, of rows that lie side by side."""
     plgpu.commit_smem()
-    mosaic.store(plgpu, tile, mosaic.load(plgpu, rows.reshape(*tile.shape), product.layout()))
+    access.store(tile, access.load(rows.reshape(*tile.shape), product.layout()))
     plgpu.commit_smem()
     _finish(product, tile, *finish)
 
@@ -117,13 +116,13 @@ def _gated_block(product, weight, x, y, *, ring, tile, arrived, rows, out):
     source = _source(product, weight, ring, arrived)
     product.start(*source)
     layout = plgpu.Layout.WG_STRIDED((product.inner,), vec_size=4)
-    load, begin = functools.partial(mosaic.load, plgpu, layout=layout), source[1]
+    load, begin = functools.partial(access.load, layout=layout), source[1]
     halves = [pl.ds(first + begin, product.inner) for first in (0, weight.shape[0])]
     loaded = [[load(x.at[token, half]) for half in halves] for token in range(x.shape[0])]
     for token, both in enumerate(loaded):
         gate, other = (a.astype(jnp.float32) for a in both)
         gated = gate / (1.0 + jnp.exp(-gate)) * other
-        mosaic.store(plgpu, rows.at[token], gated.astype(rows.dtype))
+        access.store(rows.at[token], gated.astype(rows.dtype))
     _finish_rows(product, rows, tile, source, out, y)
 
 
@@ -147,14 +146,14 @@ def _norm_block(
     product.start(*source)
     (tokens, _, dim), begin = heads.shape, lax.axis_index("part") * product.inner
     some = product.inner // dim, dim
-    layout = layouts.piece_layout(plgpu, *some, itemsize=4)
-    load = functools.partial(mosaic.load, plgpu, layout=layout)
-    scale = mosaic.load(plgpu, norm, layout.reduce(0))
+    layout = layouts.piece_layout(*some, itemsize=4)
+    load = functools.partial(access.load, layout=layout)
+    scale = access.load(norm, layout.reduce(0))
     mine, columns = pl.ds(lax.div(begin, dim), some[0]), pl.ds(first + begin, product.inner)
     loaded = [
         (load(heads.at[t, mine]), load(gates.at[t, columns].reshape(*some))) for t in range(tokens)
     ]
     for t, (x, gate) in enumerate(loaded):
-        normed = gated_norm.in_kernel(plgpu, layout, x, gate, scale, eps)
-        mosaic.store(plgpu, rows.at[t], normed.astype(rows.dtype))
+        normed = gated_norm_block.in_kernel(layout, x, gate, scale, eps)
+        access.store(rows.at[t], normed.astype(rows.dtype))
     _finish_rows(product, rows, tile, source, out, y)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Norms, and the residual stream that they add to."""

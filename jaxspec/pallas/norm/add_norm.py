@@ -1,15 +1,10 @@
 """Residual add and RMSNorm: what every layer of a decoder does before its mixer and its MLP."""
 
-import functools
-import operator
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.norm.residual import Delta, whole
 
@@ -35,7 +30,9 @@ def add_norm(
         return x, rms_norm(x, weight, eps, zero_centred=zero_centred)
     is_small = x.shape[1] < 512  # nobody waits for it
     if dispatch.runs_kernel("add_norm", _unsupported(x, delta, weight), by_choice=is_small):
-        return _add_norm_kernel(x, delta, weight, eps=eps, zero_centred=zero_centred)
+        from jaxspec.pallas.norm.add_norm_kernel import add_norm_kernel
+
+        return add_norm_kernel(x, delta, weight, eps=eps, zero_centred=zero_centred)
     return add_norm_reference(x, delta, weight, eps, zero_centred=zero_centred)
 
 
@@ -70,53 +67,10 @@ _MOST = 8192  # features: a thread keeps 64 of them, of three arrays, in registe
 
 
 def _unsupported(x, delta, weight):
-    """Why `_add_norm_kernel` does not take these operands, or None."""
+    """Why `add_norm_kernel` does not take these operands, or None."""
     expected = x.dtype if delta.ndim == 2 else jnp.float32
     if delta.dtype != expected or x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return f"{x.dtype} and {delta.dtype} with a weight in {weight.dtype}"
     if x.shape[1] % (4 * device.THREADS) or x.shape[1] > _MOST:
         return f"{x.shape[1]} features"
     return None
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))
-def _add_norm_kernel(x, delta, weight, *, eps, zero_centred, interpret=None):
-    """`add_norm` on a Hopper GPU: a block has one row, all of it in registers.
-
-    `interpret`: parameters of Mosaic's interpreter.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    tokens, features = x.shape
-    vector = 16 // x.dtype.itemsize
-    if features % (device.THREADS * vector):
-        vector = 4  # 8 bytes: Qwen3.5-4B's 2560 in 16 bits
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
-
-    def body(x, delta, weight, total, normed):
-        row, load = lax.axis_index("row"), functools.partial(mosaic.load, plgpu, layout=layout)
-        # All loads before the first use, the weight's too: one wait for the memory.
-        where = (
-            [(row,)] if len(delta.shape) == 2 else [(part, row) for part in range(delta.shape[0])]
-        )
-        old, parts, scale = load(x.at[row]), [load(delta.at[i]) for i in where], load(weight)
-        new = functools.reduce(operator.add, parts).astype(x.dtype)
-        rounded = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(x.dtype)
-        wide = rounded.astype(jnp.float32)
-        mosaic.store(plgpu, total.at[row], rounded)
-        root = lax.rsqrt(jnp.sum(wide * wide) * (1 / features) + eps)
-        scale = scale.astype(jnp.float32) + 1.0 if zero_centred else scale.astype(jnp.float32)
-        mosaic.store(plgpu, normed.at[row], (wide * root * scale).astype(x.dtype))
-
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = plgpu.kernel(
-        body,
-        kernel_name="add_norm",
-        out_type=(out, out),
-        grid=(tokens,),
-        grid_names=("row",),
-        # Safe without barriers: nothing is read that is written, but the sum's own scratch.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    return kernel(x, delta, weight)

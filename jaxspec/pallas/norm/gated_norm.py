@@ -1,12 +1,10 @@
 """The output norm of Gated DeltaNet: each head normed, and gated by a part of the projection."""
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas.norm.add_norm import rms_norm
@@ -66,17 +64,3 @@ class GatedNorm:
         gate = self.gates[:, self.first : self.first + number * dim].reshape(heads.shape)
         gated = rms_norm(heads, self.weight, self.eps) * jax.nn.silu(gate.astype(jnp.float32))
         return gated.reshape(tokens, -1).astype(self.gates.dtype)
-
-
-def in_kernel(plgpu: Any, layout: Any, heads: Any, gates: Any, weight: Any, eps: float) -> Any:
-    """What `GatedNorm` makes of float32 heads in registers, before it is rounded.
-
-    `layout`: of heads and gates, with each head in one warp. Handed `plgpu` as `mosaic` is.
-    """
-    root = lax.rsqrt(jnp.sum(heads * heads, axis=1) * (1 / heads.shape[1]) + eps)
-    root, weight = (
-        plgpu.layout_cast(lax.broadcast_in_dim(x, heads.shape, (axis,)), layout)
-        for axis, x in enumerate((root, weight))
-    )
-    gates = gates.astype(jnp.float32)
-    return heads * root * weight * (gates / (1.0 + jnp.exp(-gates)))

@@ -1,1 +1,1 @@
-"""TODO"""
+"""What all recurrent layers share: choosing a state, replaying tokens, convolution, chunks."""

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
 ALIGN = 8
@@ -61,7 +61,7 @@ def store(ref, start, low, high, out):
     def _():
         # Values are neighbours in memory, and in this layout a thread has two.
         turned = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        mosaic.store(plgpu, ref.at[pl.ds(start, CHUNK)].transpose((1, 0)), turned)
+        access.store(ref.at[pl.ds(start, CHUNK)].transpose((1, 0)), turned)
 
     @pl.when(jnp.logical_not(whole))
     def _():
@@ -69,7 +69,7 @@ def store(ref, start, low, high, out):
 
         def one(t, _):
             row = jnp.sum(jnp.where(place == t, out, 0.0), axis=1)
-            mosaic.store(plgpu, ref.at[start + t], row)
+            access.store(ref.at[start + t], row)
 
         lax.fori_loop(low, high, one, None)
 
@@ -77,4 +77,4 @@ def store(ref, start, low, high, out):
 def store_nothing(ref, begin, end):
     """Zeros for the tokens from `begin` to `end`."""
     nothing = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    lax.fori_loop(begin, end, lambda t, _: mosaic.store(plgpu, ref.at[t], nothing), None)
+    lax.fori_loop(begin, end, lambda t, _: access.store(ref.at[t], nothing), None)

@@ -6,7 +6,6 @@ products with its factors: queries and keys of the one, C of the other.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
+from jaxspec.pallas.gpu import access, device
 from jaxspec.pallas.recurrent.replay import must_fold
 from jaxspec.pallas.recurrent.replay_layouts import factor_layout, rows_layout
 
@@ -104,8 +102,8 @@ class ReplayBlock:
     def __init__(self, sizes, refs, row, head):
         """`refs`: everything in memory, by name. `row`: by the order of the blocks."""
         self.sizes, self.refs, self.head = sizes, refs, head
-        self.load = functools.partial(mosaic.load, plgpu)
-        self.store = functools.partial(mosaic.store, plgpu)
+        self.load = access.load
+        self.store = access.store
         asked = [refs.rows[i, row] for i in range(6)]
         self.row, self.slot, self.begin, self.length, self.count, self.conv_begin = asked
         self.layer = refs.layer[0]

@@ -7,12 +7,8 @@ import pytest
 
 from benchmarks.measure.shapes import ATTENTION, AttentionShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.inputs import (
-    _attention_inputs_kernel,
-    attention_inputs,
-    attention_inputs_reference,
-    rotate,
-)
+from jaxspec.pallas.attention.inputs import attention_inputs, attention_inputs_reference, rotate
+from jaxspec.pallas.attention.inputs_kernel import attention_inputs_kernel
 
 EPS = 1e-6
 LAYERS, PAGES, LAYER = 2, 4, 1
@@ -143,7 +139,7 @@ def test_the_kernel_equals_the_oracle_without_races(shape, gated, dtype, half, s
     def run(qkv, norms, angles, kv, layer, kv_slots, **rule):
         interpret = plgpu.InterpretGPUParams(detect_races=True)
         layer = jnp.asarray(layer, jnp.int32)
-        return _attention_inputs_kernel(
+        return attention_inputs_kernel(
             qkv, norms, *angles, kv, layer, kv_slots, **rule, interpret=interpret
         )
 

@@ -19,9 +19,10 @@ from gdn_replays import (
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.inputs import GdnHeads, gdn_inputs_reference
+from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.inputs import gdn_inputs_reference
 from jaxspec.pallas.gated_delta.replay import GdnRing
-from jaxspec.pallas.recurrent.conv_update import past_rows
+from jaxspec.pallas.recurrent.conv_ring import past_rows
 from jaxspec.pallas.recurrent.replay import next_ring_length, ring_rows
 
 reference = jax.jit(gdn_conv_replay_reference, static_argnums=(6, 11))

@@ -8,13 +8,9 @@ from convolution import REAL, ROWS, operands
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.inputs import (
-    GdnHeads,
-    _gdn_inputs_kernel,
-    gdn_inputs,
-    gdn_inputs_reference,
-    split_qkv,
-)
+from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference, split_qkv
+from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 
 reference = jax.jit(gdn_inputs_reference, static_argnums=(4, 8))
 
@@ -98,7 +94,7 @@ def test_the_kernel_equals_its_reference_without_races(interpreter, shape, dtype
     def run(x, weight, decay, conv, layer, *index):
         layer = jnp.asarray(layer, jnp.int32)
         operands = x, weight.T, decay, conv, layer, *index
-        return _gdn_inputs_kernel(*operands, interpret=interpreter)
+        return gdn_inputs_kernel(*operands, interpret=interpreter)
 
     check(shape, *projection(shape, dtype, width, spare=spare), run)
     assert not get_races().races_found

@@ -10,7 +10,7 @@ from gated_delta import operands as tokens_of
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_reference
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 
 LAYERS, SLOTS, CANDIDATES, KEY_HEADS, VALUE_HEADS, VALUE_DIM, KEY_DIM = 2, 6, 3, 2, 4, 5, 8
 POOL = (LAYERS, SLOTS, CANDIDATES, VALUE_HEADS, VALUE_DIM, KEY_DIM)
@@ -185,7 +185,7 @@ def test_the_kernels_equal_their_reference_without_races(
 
     from jaxspec.pallas.gated_delta.prefill_kernel import prefill
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(access, "MULTIPROCESSORS", multiprocessors)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
     def run(*args):

@@ -8,7 +8,8 @@ from gated_delta import int32, operands, oracle
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.step import _gdn_step_kernel, gdn_step, gdn_step_reference
+from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
+from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 
 LAYERS, SLOTS, CANDIDATES = 2, 5, 4
 POOL = (LAYERS, SLOTS, CANDIDATES, 6, 5, 8)  # of `gated_delta.SMALL`
@@ -173,7 +174,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim
 
     def run(*args):
         layer = jnp.asarray(args[6], jnp.int32)
-        return _gdn_step_kernel(*args[:6], layer, *args[7:], interpret=interpret)
+        return gdn_step_kernel(*args[:6], layer, *args[7:], interpret=interpret)
 
     shape = GdnShape(2, 4, key_dim=key_dim, value_dim=value_dim)
     check(*kernel_case(shape, dtype, width), run)

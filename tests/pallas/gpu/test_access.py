@@ -5,22 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device, layouts
+from jaxspec.pallas.gpu import access, device, layouts
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "shape", "layout"),
     [
-        (jnp.bfloat16, (256,), lambda plgpu: layouts.vectors(plgpu, 2)),
-        (jnp.float32, (512,), lambda plgpu: layouts.vectors(plgpu, 4)),
-        (jnp.bfloat16, (48,), lambda plgpu: layouts.lane_layout(plgpu, 48)),
-        (jnp.float32, (64,), lambda plgpu: layouts.lane_layout(plgpu, 64)),
-        (jnp.bfloat16, (16, 32), lambda plgpu: layouts.piece_layout(plgpu, 16, 32, 2)),
-        (jnp.bfloat16, (2, 32), lambda plgpu: layouts.piece_layout(plgpu, 2, 32, 2)),
-        (jnp.float32, (1, 8), lambda plgpu: layouts.piece_layout(plgpu, 1, 8, 4)),
-        (jnp.float32, (4, 8), lambda plgpu: layouts.piece_layout(plgpu, 4, 8, 4)),
+        (jnp.bfloat16, (256,), lambda plgpu: layouts.vectors(2)),
+        (jnp.float32, (512,), lambda plgpu: layouts.vectors(4)),
+        (jnp.bfloat16, (48,), lambda plgpu: layouts.lane_layout(48)),
+        (jnp.float32, (64,), lambda plgpu: layouts.lane_layout(64)),
+        (jnp.bfloat16, (16, 32), lambda plgpu: layouts.piece_layout(16, 32, 2)),
+        (jnp.bfloat16, (2, 32), lambda plgpu: layouts.piece_layout(2, 32, 2)),
+        (jnp.float32, (1, 8), lambda plgpu: layouts.piece_layout(1, 8, 4)),
+        (jnp.float32, (4, 8), lambda plgpu: layouts.piece_layout(4, 8, 4)),
     ],
 )
 def test_what_is_loaded_is_stored(dtype, shape, layout):
@@ -28,8 +27,8 @@ def test_what_is_loaded_is_stored(dtype, shape, layout):
 
     def body(x, out):
         piece = jax.lax.axis_index("piece")
-        values = mosaic.load(plgpu, x.at[piece], layout(plgpu))
-        mosaic.store(plgpu, out.at[piece], values)
+        values = access.load(x.at[piece], layout(plgpu))
+        access.store(out.at[piece], values)
 
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(3, *shape)), dtype)
@@ -51,5 +50,5 @@ def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
 def test_the_next_place_of_a_ring_is_the_remainder(places):
     place = jnp.int32(0)
     for n in range(1, 3 * places):
-        place = mosaic.next_place(place, places)
+        place = access.next_place(place, places)
         assert place == n % places

@@ -8,7 +8,8 @@ from mamba2 import SMALL, int32, one_row, operands, oracle, spoil
 
 from benchmarks.measure.shapes import MAMBA2, Mamba2Shape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.step import _mamba2_step_kernel, mamba2_step, mamba2_step_reference
+from jaxspec.pallas.mamba2.step import mamba2_step, mamba2_step_reference
+from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 
 LAYERS, SLOTS, CANDIDATES = 2, 5, 4
 POOL = (LAYERS, SLOTS, CANDIDATES, SMALL.heads, SMALL.head_dim, SMALL.state_dim)
@@ -154,7 +155,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, x_dtype, head_dim,
 
     def run(*args):
         layer = jnp.asarray(args[7], jnp.int32)
-        return _mamba2_step_kernel(*args[:7], layer, *args[8:], interpret=interpret)
+        return mamba2_step_kernel(*args[:7], layer, *args[8:], interpret=interpret)
 
     shape = Mamba2Shape(4, 2, head_dim, state_dim)
     check(*kernel_case(shape, dtype, x_dtype, width), run)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.matmul.scores import NOTHING
 from jaxspec.plan import MAX_STOP_IDS
@@ -111,7 +111,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 
     from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(access, "MULTIPROCESSORS", 2)
     x, weight, forbidden = operands(rows, features, ids, slots)
     never = jnp.asarray(forbidden, jnp.int32)
     kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)

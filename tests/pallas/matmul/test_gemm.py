@@ -8,7 +8,7 @@ from products import check, operands, product
 
 from benchmarks.measure.shapes import HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 from jaxspec.pallas.matmul.gemm import MOST_PARTS, choose, parts_of, rows_of
 from jaxspec.pallas.matmul.split_matmul import split_matmul
 from jaxspec.pallas.norm.residual import whole
@@ -31,7 +31,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 
     from jaxspec.pallas.matmul.gemm_kernel import gemm_kernel
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(access, "MULTIPROCESSORS", multiprocessors)
     x, weight = operands(tokens, inner, outer, dtype)
     y = gemm_kernel(x, weight, interpret=interpreter)
     assert y.dtype == dtype
@@ -44,7 +44,7 @@ def test_a_ring_that_is_refilled_equals_the_oracle_without_races(monkeypatch, in
 
     from jaxspec.pallas.matmul.gemm_kernel import gemm_kernel
 
-    monkeypatch.setattr(mosaic, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
+    monkeypatch.setattr(access, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
     x, weight = operands(16, 448, 64, jnp.bfloat16)
     check(gemm_kernel(x, weight, interpret=interpreter), product(x, weight), jnp.bfloat16)
     assert not get_races().races_found
@@ -142,7 +142,7 @@ def test_a_ring_without_room_is_refused(monkeypatch):
     from jaxspec.pallas.matmul.gemm_kernel import Tile
 
     chunk = 2 * 64 * (16 + 64)
-    monkeypatch.setattr(mosaic, "room", lambda blocks: 2 * chunk + 1000)
+    monkeypatch.setattr(access, "room", lambda blocks: 2 * chunk + 1000)
     x = jnp.zeros((16, 128), jnp.bfloat16)
     assert Tile.of(x, 16, 1, 128, 1, beside=1000).stages == 2
     assert Tile.of(x, 16, 1, 64, 1, beside=2000).stages == 1

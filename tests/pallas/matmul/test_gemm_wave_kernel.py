@@ -10,8 +10,7 @@ from products import LOST, check, operands, product
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
-from jaxspec.pallas.gpu import device
+from jaxspec.pallas.gpu import access, device
 from jaxspec.pallas.matmul.gemm import Wave, choose, rows_of
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 
@@ -59,7 +58,7 @@ def test_pairs_of_columns_meet_and_rings_are_refilled(monkeypatch, interpreter, 
 
     from jaxspec.pallas.matmul.gemm_wave_kernel import wave_kernel
 
-    monkeypatch.setattr(mosaic, "room", lambda blocks: 1024 * kib)
+    monkeypatch.setattr(access, "room", lambda blocks: 1024 * kib)
     x, weight = operands(tokens, 448, 384, jnp.bfloat16)
     cut, options = Wave(*rows_of(tokens), 2, 2, 1), {"gates": True, "interpret": interpreter}
     y = wave_kernel("pairs", x, weight, cut, products_of_pairs, cluster=1, **options)
@@ -139,10 +138,10 @@ def test_rings_without_room_are_refused(monkeypatch, tokens):
 
     cut, dtype, chunk = Wave(*rows_of(tokens), 3, 2, 1), jnp.dtype(jnp.bfloat16), 64 * 1024
     beside = 0 if tokens > 128 else 24 * 1024
-    monkeypatch.setattr(mosaic, "room", lambda blocks: 2 * chunk + beside)
+    monkeypatch.setattr(access, "room", lambda blocks: 2 * chunk + beside)
     rings = _Rings.of(cut, 64, dtype, dtype)
     assert min(rings.stages, rings.slots // len(rings.groups)) >= 1 and rings.slots > 1
-    monkeypatch.setattr(mosaic, "room", lambda blocks: chunk + beside)
+    monkeypatch.setattr(access, "room", lambda blocks: chunk + beside)
     assert _Rings.of(cut, 1, dtype, dtype).stages == 1
     with pytest.raises(ValueError, match="room for 2 chunks of 65536 bytes, but there are 65536"):
         _Rings.of(cut, 64, dtype, dtype)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 from jaxspec.pallas.matmul.norm_matmul import _unsupported, norm_matmul, norm_matmul_reference
 
 EPS = 1e-6
@@ -98,7 +98,7 @@ def test_blocks_are_twice_as_wide_where_there_would_be_too_many(monkeypatch, int
     """The last has columns that there are not, up to a whole half."""
     from jaxspec.pallas.matmul.norm_matmul_kernel import norm_matmul_kernel
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(access, "MULTIPROCESSORS", 2)
 
     def run(x, delta, norm, eps, weight, **rule):
         return norm_matmul_kernel(x, delta, norm, weight, eps=eps, interpret=interpreter, **rule)

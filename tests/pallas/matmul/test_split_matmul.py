@@ -9,7 +9,7 @@ from products import LOST, check, operands, product
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access as mosaic
+from jaxspec.pallas.gpu import access
 from jaxspec.pallas.matmul.few_rows import parts_of
 from jaxspec.pallas.matmul.split_matmul import (
     _cannot_gate,
@@ -121,7 +121,7 @@ def test_the_whole_product_equals_the_oracle_without_races(
 
     from jaxspec.pallas.matmul.split_matmul_kernel import matmul_kernel
 
-    monkeypatch.setattr(mosaic, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(access, "MULTIPROCESSORS", 2)
     x, weight = operands(tokens, inner, outer, dtype)
     y = matmul_kernel(x, weight, interpret=interpreter)
     assert y.shape == (tokens, outer)

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.measure.shapes import HIDDEN
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.norm.add_norm import _add_norm_kernel, add_norm, add_norm_reference, rms_norm
+from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference, rms_norm
+from jaxspec.pallas.norm.add_norm_kernel import add_norm_kernel
 
 EPS = 1e-6
 LOST = 1  # the row that has a NaN
@@ -101,7 +102,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 
     def run(x, delta, weight, eps, *, zero_centred):
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        return _add_norm_kernel(
+        return add_norm_kernel(
             x, delta, weight, eps=eps, zero_centred=zero_centred, interpret=interpret
         )
 

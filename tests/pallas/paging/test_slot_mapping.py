@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.paging.slot_mapping import _slot_mapping_kernel, slot_mapping
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 
 
 def oracle(page_tables, slots, positions, live, page_size):
@@ -54,12 +55,12 @@ def test_the_kernel_maps_alike_without_races(num_tokens):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    check(functools.partial(_slot_mapping_kernel, interpret=interpret), num_tokens)
+    check(functools.partial(slot_mapping_kernel, interpret=interpret), num_tokens)
     assert not get_races().races_found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [64, 2047])
 def test_on_a_gpu_op_and_kernel_map_alike(num_tokens):
-    for op in (slot_mapping, _slot_mapping_kernel):
+    for op in (slot_mapping, slot_mapping_kernel):
         check(op, num_tokens)

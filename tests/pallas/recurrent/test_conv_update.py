@@ -8,13 +8,9 @@ from convolution import REAL, ROWS, int32, operands
 
 from benchmarks.measure.shapes import GDN
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.recurrent.conv_update import (
-    _conv_update_kernel,
-    conv_prefill,
-    conv_update,
-    conv_update_reference,
-    past_rows,
-)
+from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update, conv_update_reference
+from jaxspec.pallas.recurrent.conv_update_kernel import conv_update_kernel
 
 LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
 WINDOW = KERNEL + DRAFTS
@@ -166,7 +162,7 @@ def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, k
 
     def run(x, weight, conv, layer, *index):
         layer = jnp.asarray(layer, jnp.int32)
-        return _conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
+        return conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
 
     check(*operands(channels, dtype, width, kernel, spare), run)
     assert not get_races().races_found

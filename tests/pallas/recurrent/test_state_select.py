@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.measure.shapes import GDN
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.recurrent.state_select import _state_select_kernel, state_select
+from jaxspec.pallas.recurrent.state_select import state_select
+from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 
 
 def test_the_state_after_the_last_accepted_token_is_kept():
@@ -49,7 +50,7 @@ def test_the_kernel_selects_alike_without_races(dtype, state):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
     def run(states, layer, *index):
-        return _state_select_kernel(states, jnp.int32(layer), *index, interpret=interpret)
+        return state_select_kernel(states, jnp.int32(layer), *index, interpret=interpret)
 
     check(run, state, dtype)
     assert not get_races().races_found
@@ -61,7 +62,7 @@ def test_the_kernel_selects_alike_without_races(dtype, state):
 def test_on_a_gpu_op_and_kernel_select_alike(shape, dtype):
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
     check(jax.jit(state_select, static_argnums=1), state, dtype)
-    check(lambda x, layer, *index: _state_select_kernel(x, jnp.int32(layer), *index), state, dtype)
+    check(lambda x, layer, *index: state_select_kernel(x, jnp.int32(layer), *index), state, dtype)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from jaxspec.config import Buckets
 from jaxspec.plan import Fork, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.programs.warmup import programs, warm_up
+from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampling import make_verifier
 
 SIZES = Buckets(

@@ -1,0 +1,1 @@
+"""The benchmarks; `python -m benchmarks.<room>.<name> --help` says what each measures."""

@@ -1,0 +1,21 @@
+"""`GatedNorm` inside a kernel."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def in_kernel(layout: Any, heads: Any, gates: Any, weight: Any, eps: float) -> Any:
+    """What `GatedNorm` makes of float32 heads in registers, before it is rounded.
+
+    `layout`: of heads and gates, with each head in one warp.
+    """
+    root = lax.rsqrt(jnp.sum(heads * heads, axis=1) * (1 / heads.shape[1]) + eps)
+    root, weight = (
+        plgpu.layout_cast(lax.broadcast_in_dim(x, heads.shape, (axis,)), layout)
+        for axis, x in enumerate((root, weight))
+    )
+    gates = gates.astype(jnp.float32)
+    return heads * root * weight * (gates / (1.0 + jnp.exp(-gates)))
