@@ -1,14 +1,20 @@
-"""The two parts of a step's tokens, as ops take them: decode rectangle and prompt chunks."""
+"""The two parts of a step's tokens, as ops take them: decode rectangle and prompt chunks.
+
+Index arrays are int32. Padding may hold anything: it is computed, and changes nothing.
+"""
 
 import flax.struct
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+NO_SLOT = -1  # the keys and values of this token are written nowhere
 
 
 @flax.struct.dataclass
 class DecodeRegion:
     """The rectangle of `rows x width` tokens that decode: the last token of a row, then its drafts.
 
-    A row with slot 0 or `query_len` 0 is padding: it is computed and changes nothing.
+    A row is live if its slot is positive and it has tokens; any other row is padding.
     """
 
     slots: Int[Array, " rows"]  # request slot in every pool; 0 is the null slot
@@ -16,6 +22,10 @@ class DecodeRegion:
     query_len: Int[Array, " rows"]  # real tokens of the row, 0..width
     state_offset: Int[Array, " rows"]  # drafts accepted last: the true candidate
     ring_length: Int[Array, " rows"]  # tokens of the ring that the slot's state lacks
+
+    def is_live(self, num_slots: int) -> Bool[Array, " rows"]:
+        """Rows that a pool of `num_slots` slots is read and written for."""
+        return _is_live(self.slots, self.query_len, num_slots)
 
 
 @flax.struct.dataclass
@@ -30,5 +40,22 @@ class PrefillRegion:
     query_start: Int[Array, " seqs+1"]
     state_offset: Int[Array, " seqs"]
 
+    @property
+    def query_len(self) -> Int[Array, " seqs"]:
+        """Tokens of each chunk."""
+        return self.query_start[1:] - self.query_start[:-1]
 
-NO_SLOT = -1  # the keys and values of this token are written nowhere
+    def is_live(self, num_slots: int) -> Bool[Array, " seqs"]:
+        """Chunks that a pool of `num_slots` slots is read and written for."""
+        return _is_live(self.slots, self.query_len, num_slots)
+
+
+def _is_live(
+    slots: Int[Array, " n"], query_len: Int[Array, " n"], num_slots: int
+) -> Bool[Array, " n"]:
+    return (slots > 0) & (slots < num_slots) & (query_len > 0)
+
+
+def real_tokens(query_len: Int[Array, " rows"], width: int) -> Bool[Array, "rows width"]:
+    """Which tokens of a rectangle are real: the first `query_len` of each row."""
+    return jnp.arange(width, dtype=jnp.int32)[None, :] < query_len[:, None]

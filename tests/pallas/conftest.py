@@ -1,7 +1,10 @@
-"""Mosaic's interpreter, as tests of kernels want it."""
+"""What tests of kernels run in: Mosaic's interpreter, and the compiler for an H200."""
+
+import importlib.util
 
 import jax
 import pytest
+from sm90 import H200
 
 
 @pytest.fixture
@@ -25,3 +28,18 @@ def interpreter(monkeypatch):
 
     monkeypatch.setattr(gpu_callbacks, "_get", get_reshaped)
     return plgpu.InterpretGPUParams(detect_races=True)
+
+
+@pytest.fixture(scope="session")
+def h200():
+    """A device that is not there; programs for it compile, and cannot run."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("the kernels need jax 0.11")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("needs jax-cuda13-pjrt and jax-cuda13-plugin, installed with --no-deps")
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
+    )
+    return topology.devices[0]

@@ -5,16 +5,13 @@ No GPU is needed, only two wheels (142 MB) of jax's version, 0.11 or later:
 `JAX_PLATFORMS=cpu`.
 """
 
-import importlib.util
 import re
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.model_shapes import SHAPES
 from benchmarks.measure.shapes import (
@@ -60,101 +57,7 @@ from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.regions import DecodeRegion
 
-pytestmark = [
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_cuda13_plugin") is None,
-        reason="needs the wheels jax-cuda13-pjrt and jax-cuda13-plugin, installed with --no-deps",
-    ),
-]
-
 OPTIMIZED = True  # as for a user
-
-H200 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150109880320
-  driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def h200():
-    """A device that is not there; programs for it compile, and cannot run."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=H200
-    )
-    return topology.devices[0]
-
-
-def compile_for(h200, monkeypatch, step, operands, donated=()):
-    """The compiled program; ptxas' report goes to stdout."""
-    from jax.sharding import AbstractDevice
-
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    sharding = SingleDeviceSharding(h200)
-    operands = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands
-    )
-    device = AbstractDevice(device_kind=h200.device_kind, num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = jax.jit(step, donate_argnums=donated).trace(*operands).lower()
-    with nothing_kept_on_disk():
-        return lowered.compile()
-
-
-@contextmanager
-def nothing_kept_on_disk():
-    """A cached program reports nothing, and one for a device that is not there cannot be read.
-
-    JAX asks whether the cache is on once a process; only `reset_cache` makes it ask again.
-    """
-    was_on = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was_on)
-        compilation_cache.reset_cache()
-
-
-def array(*dims, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def assert_lean(compiled, report, pool=None, between=65536, spills=0):
-    """No spills, and the donated pool or pools, if any, written in place.
-
-    `between`: bytes that kernels may hand on to others, where there is no pool. `spills`: bytes, of
-    a kernel that is faster despite them.
-    """
-    assert "for 'sm_90a'" in report
-    stores, loads = (
-        set(re.findall(rf"(\d+) bytes spill {x}", report)) for x in ("stores", "loads")
-    )
-    assert max(map(int, stores | loads)) <= spills
-    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
-    memory = compiled.memory_analysis()
-    if pool is None:
-        assert memory.temp_size_in_bytes < between
-        return
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
-    assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < size / 8
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])

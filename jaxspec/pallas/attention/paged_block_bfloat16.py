@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block import lay_out
 from jaxspec.pallas.gpu import tensor_cores
 
@@ -18,14 +18,14 @@ def scratch(sizes, interpreted):
     ring = tensor_cores.tile(plan.stages, plan.keys, dim)
     scratch = {
         "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
-        "tile": tensor_cores.tile(online_softmax.ROWS, dim),
+        "tile": tensor_cores.tile(softmax.ROWS, dim),
         "keys": ring,
         "values": ring,
-        "sums": plgpu.SMEM((online_softmax.ROWS,), jnp.float32),
+        "sums": plgpu.SMEM((softmax.ROWS,), jnp.float32),
         "arrived": sizes.barriers(),
     }
     if interpreted:
-        scratch["weights"] = tensor_cores.tile(online_softmax.ROWS, plan.keys)
+        scratch["weights"] = tensor_cores.tile(softmax.ROWS, plan.keys)
     return scratch
 
 
@@ -33,8 +33,8 @@ def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=Non
     """One block in bfloat16: scores and sums by the tensor cores, in float32."""
     plan, dim = sizes.plan, sizes.pages.head_dim
     sees, place = (
-        share.sees(sizes, online_softmax.iota(plan.keys, 0)),
-        online_softmax.iota(plan.keys, 1),
+        share.sees(sizes, softmax.iota(plan.keys, 0)),
+        softmax.iota(plan.keys, 1),
     )
     here, keys_here, values_here = arrived
     plgpu.barrier_wait(here)
@@ -48,9 +48,7 @@ def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=Non
         scores = tensor_cores.product(tile, keys.at[stage].transpose((1, 0)))
         pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
         scores = jnp.where(place <= sees - base, scores, -jnp.inf)
-        weight, (acc, peak, total) = online_softmax.weigh(
-            state, scores, dim**-0.5 * online_softmax.LOG2E
-        )
+        weight, (acc, peak, total) = softmax.weigh(state, scores, dim**-0.5 * softmax.LOG2E)
         plgpu.barrier_wait(values_here.at[stage])
         pl.when(base + plan.keys > share.length)(
             lambda: tensor_cores.clear(values.at[stage], 0, share.length - base)
@@ -59,16 +57,16 @@ def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=Non
         pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
         return (acc, peak, total), share.find(again + 1)
 
-    carry = online_softmax.empty(dim), share.find(plan.stages)
+    carry = softmax.empty(dim), share.find(plan.stages)
     state, _ = lax.fori_loop(0, share.count, step, carry)
     _, peak, total = state
-    tile[...] = online_softmax.result(state).astype(tile.dtype)
+    tile[...] = softmax.result(state).astype(tile.dtype)
     if plan.splits == 1:
         plgpu.commit_smem()
         lay_out(sizes, tile, asked)
         share.put_out(sizes, asked)
         return
-    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * online_softmax.LOG2E
+    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * softmax.LOG2E
     plgpu.commit_smem()
     out, sums_out = share.outputs
     plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, sizes.height)], out)

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block_bfloat16 import _AT_ONCE
 from jaxspec.pallas.gpu import access, layouts
 
@@ -40,9 +40,7 @@ def float32(sizes, share, asked, keys, values, arrived):
         for r, state in enumerate(carry):
             query = access.load(asked.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
-            score = jnp.where(
-                place <= sees[r], score * (dim**-0.5 * online_softmax.LOG2E), -jnp.inf
-            )
+            score = jnp.where(place <= sees[r], score * (dim**-0.5 * softmax.LOG2E), -jnp.inf)
             new.append(_softmax_add(state, score, value))
         return tuple(new)
 
@@ -66,9 +64,9 @@ def float32(sizes, share, asked, keys, values, arrived):
         return states, share.find(again + 1)
 
     empty = (
-        online_softmax.full((_AT_ONCE, dim), 0.0, layout),
-        online_softmax.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
-        online_softmax.full((_AT_ONCE,), 0.0, layout.reduce(1)),
+        softmax.full((_AT_ONCE, dim), 0.0, layout),
+        softmax.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
+        softmax.full((_AT_ONCE,), 0.0, layout.reduce(1)),
     )
     states, _ = lax.fori_loop(
         0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
@@ -98,7 +96,7 @@ def _over_places(acc, peak, total):
     weight = jnp.exp2(peak - most)
     total = jnp.sum(total * weight)
     acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
-    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * online_softmax.LOG2E)
+    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * softmax.LOG2E)
     return acc / jnp.where(total > 0, total, 1.0), log_sum
 
 

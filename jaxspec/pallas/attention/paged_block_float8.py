@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block import lay_out
 from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.paging.page_tiles import float8_tile
@@ -66,13 +66,11 @@ def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left
         stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
         again = j + plan.stages
         plgpu.barrier_wait(keys_here.at[stage])
-        scores: Any = online_softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
+        scores: Any = softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
         for columns in parts:
             key, queries = _keys(keys.at[stage, :, columns]), tile.at[:, columns]
             (scores,) = tensor_cores.accumulate(left[0], (scores, key, queries.transpose((1, 0))))
-        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (
-            dim**-0.5 * online_softmax.LOG2E
-        )
+        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (dim**-0.5 * softmax.LOG2E)
         new = jnp.maximum(peak, scores.max(axis=0))
         safe = jnp.where(new == -jnp.inf, 0.0, new)
         weight = jnp.exp2(scores - lax.broadcast_in_dim(safe, shape, (1,)))
@@ -92,9 +90,9 @@ def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left
         return (tuple(new_acc), new, total), share.find(again + 1)
 
     empty = (
-        (online_softmax.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
-        online_softmax.full((sizes.height,), -jnp.inf, _ACROSS),
-        online_softmax.full(shape, 0.0, plgpu.Layout.WGMMA),
+        (softmax.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
+        softmax.full((sizes.height,), -jnp.inf, _ACROSS),
+        softmax.full(shape, 0.0, plgpu.Layout.WGMMA),
     )
     state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
     _store(state, parts, tile, sums)
@@ -121,7 +119,7 @@ def _store(state, parts, tile, sums):
     for part, columns in zip(acc, parts, strict=True):
         part = part * lax.broadcast_in_dim(1 / total, part.shape, (1,))
         tile.at[:, columns].transpose((1, 0))[...] = part.astype(jnp.float16)
-    sums[...] = peak + jnp.log(total) * online_softmax.LOG2E
+    sums[...] = peak + jnp.log(total) * softmax.LOG2E
     plgpu.commit_smem()
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax, output_gate, paged_block_float32
+from jaxspec.pallas.attention import output_gate, paged_block_float32
 from jaxspec.pallas.attention import paged_block_bfloat16 as blocks
 from jaxspec.pallas.attention import paged_block_float8 as blocks8
 from jaxspec.pallas.attention.paged_block import Plan, Sizes, begin
@@ -37,7 +37,7 @@ def plan_for(blocks: int, context: int, head_dim: int, itemsize: int, queries: i
     most = max(8 * (context // (8 * keys)), context // 256)
     splits = max(1, min(fit * device.MULTIPROCESSORS // blocks, most, 64))
     # Queries as they come, eights of them, and as tensor cores want them; keys and values.
-    of_one = 2 * head_dim * (-(-queries // 8) * 8 + online_softmax.ROWS + 2 * keys)
+    of_one = 2 * head_dim * (-(-queries // 8) * 8 + softmax.ROWS + 2 * keys)
     fits_twice = of_one <= device.room(splits * blocks)
     may_be_two = head_dim == 256 and itemsize == 2 and splits * blocks > device.MULTIPROCESSORS
     return Plan(keys, 1 if may_be_two and fits_twice else 2, splits)
@@ -101,7 +101,7 @@ def _launch(sizes, operands, kv_heads, params):
         block, scratch, padded = (
             blocks.bfloat16,
             blocks.scratch(sizes, bool(params)),
-            online_softmax.ROWS,
+            softmax.ROWS,
         )
         reductions = 0
     else:

@@ -1,7 +1,7 @@
 """`prefill_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
 
 A block has some tokens of one sequence, and of their heads those that share one key head. Two
-warpgroups have `online_softmax.ROWS` of these queries each; a third copies tiles of keys and values
+warpgroups have `softmax.ROWS` of these queries each; a third copies tiles of keys and values
 into a ring in shared memory for both (Shah et al. 2024, FlashAttention-3, figure 1, algorithm 1).
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.attention import online_softmax
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.gpu import access, layouts, tensor_cores
 from jaxspec.pallas.paging.page_tiles import PageTiles, float8_tile
 
@@ -41,7 +41,7 @@ class _Sizes:
     @property
     def rows(self) -> int:
         """Tokens of a warpgroup: what fits, in whole tiles of 8 rows, which copies want."""
-        return online_softmax.ROWS // self.heads // 8 * 8
+        return softmax.ROWS // self.heads // 8 * 8
 
     @property
     def tokens(self) -> int:
@@ -126,7 +126,7 @@ def _scratch(sizes, dtype, interpreted):
     ring = tensor_cores.tile(_STAGES, keys, dim)
     free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
     scratch = {
-        "tile": tensor_cores.tile(_WARPGROUPS, online_softmax.ROWS, dim),
+        "tile": tensor_cores.tile(_WARPGROUPS, softmax.ROWS, dim),
         "ring": (ring, ring),
         "arrived": (sizes.pages.barriers(_STAGES),) * 2,
         "free": (free, free),
@@ -138,7 +138,7 @@ def _scratch(sizes, dtype, interpreted):
         scratch["landed"] = (sizes.pages.barriers(1),) * 2
         scratch["arrived"] = (plgpu.Barrier(num_barriers=_STAGES),) * 2
     if interpreted:
-        scratch["weights"] = tensor_cores.tile(_WARPGROUPS, online_softmax.ROWS, keys)
+        scratch["weights"] = tensor_cores.tile(_WARPGROUPS, softmax.ROWS, keys)
     return scratch
 
 
@@ -182,7 +182,7 @@ def _block(
         mine_weights = None if weights is None else weights.at[warpgroup]
         spans = count, position, ahead, end
         state = _attend(sizes, spans, mine, ring, arrived, free, cleared, mine_weights)
-        mine[...] = online_softmax.result(state).astype(mine.dtype)
+        mine[...] = softmax.result(state).astype(mine.dtype)
         plgpu.commit_smem()
         tokens = pl.ds(index * sizes.tokens + ahead, sizes.rows)
         for of_tile, of_head in zip(rows, columns, strict=True):
@@ -242,7 +242,7 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
     keys, values = ring
 
     def mask(scores, j):
-        row, place = (online_softmax.iota(size, i) for i in range(2))
+        row, place = (softmax.iota(size, i) for i in range(2))
         sees = position + ahead + lax.rem(row, jnp.int32(sizes.rows))
         return jnp.where(place <= sees - j * size, scores, -jnp.inf)
 
@@ -262,13 +262,11 @@ def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[0].at[stage]))
         # Tiles that all queries see whole need no mask.
         scores = lax.cond(base + size > position + 1, mask, lambda scores, j: scores, scores, j)
-        weight, (acc, peak, total) = online_softmax.weigh(
-            state, scores, dim**-0.5 * online_softmax.LOG2E
-        )
+        weight, (acc, peak, total) = softmax.weigh(state, scores, dim**-0.5 * softmax.LOG2E)
         plgpu.barrier_wait(arrived[1].at[stage])
         pl.when(base + size > end)(lambda: clear(values.at[stage], end - base))
         (acc,) = tensor_cores.accumulate(weights, (acc, weight, values.at[stage]))
         pl.when(refilled)(lambda: plgpu.barrier_arrive(free[1].at[stage]))
         return acc, peak, total
 
-    return lax.fori_loop(0, count, step, online_softmax.empty(dim))
+    return lax.fori_loop(0, count, step, softmax.empty(dim))

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gated_delta.prefill_chunks import Sizes, prepare
+from jaxspec.pallas.gated_delta.prefill_block import Sizes, prepare
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_nothing
 from jaxspec.pallas.recurrent.chunks import CHUNK
