@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention import output_gate, paged_block_float32
 from jaxspec.pallas.attention import paged_block_bfloat16 as blocks
 from jaxspec.pallas.attention import paged_block_float8 as blocks8
