@@ -1,11 +1,10 @@
-"""Writes the tables of figures in README.md from the files in benchmarks/results.
+"""Writes the tables of figures in the documents from the files in benchmarks/results.
 
-    python -m benchmarks.report.tables [--check] [--readme FILE]
+    python -m benchmarks.report.tables [--check] [DOCUMENT ...]
 
-A table stands in the README between `<!-- table: NAME -->` and `<!-- end -->`, each on a line of
-its own; what is between them is made here. `--check` changes nothing and exits with 1 if a table is
-not what its file says. A new table is a function from what the file holds to text, and a line in
-TABLES.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, each on a line of its own, and is
+made here. `--check` changes nothing and exits with 1 if a table is not what its files say. A new
+table is a function from what the files hold to text, and a line in TABLES.
 """
 
 import argparse
@@ -17,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.model_shapes import SHAPES
-from benchmarks.report import prefill_tables
+from benchmarks.report import against_peer, prefill_tables
 from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "measurements.md"]
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
@@ -204,19 +204,22 @@ def _decode_cases(figures: Figures) -> list[Figures]:
     return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
 
 
-TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {
-    "first command": ("first_command_cpu.json", first_command),
-    "acceptance": ("acceptance_cpu.json", acceptance),
-    "decoding": ("cpu_decoding.json", decoding),
-    "drafts": ("cpu_decoding.json", drafts),
-    "scaling": ("cpu_decoding.json", scaling),
-    "step gap": ("step_gap_h200.json", step_gap),
-    "decode": ("decode_h200.json", decode),
-    "prefill": ("decode_h200.json", prefill),
-    "long prompts": ("prefill_h200.json", prefill_tables.prompts_alone),
-    "mixed steps": ("prefill_h200.json", prefill_tables.prompts_beside_rows),
-    "start-up": ("startup_h200.json", prefill_tables.start_up),
-    "kernels": ("kernels_h200.json", kernels),
+# Name: the function, and the files whose contents it takes.
+TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
+    "against vLLM": (against_peer.table, "decode_h200.json", "peer_h200.json", "traffic_h200.json"),
+    "first command": (first_command, "first_command_cpu.json"),
+    "acceptance": (acceptance, "acceptance_cpu.json"),
+    "decoding": (decoding, "cpu_decoding.json"),
+    "drafts": (drafts, "cpu_decoding.json"),
+    "scaling": (scaling, "cpu_decoding.json"),
+    "step gap": (step_gap, "step_gap_h200.json"),
+    "decode": (decode, "decode_h200.json"),
+    "prefill": (prefill, "decode_h200.json"),
+    "traffic": (against_peer.traffic, "traffic_h200.json"),
+    "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
+    "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
+    "start-up": (prefill_tables.start_up, "startup_h200.json"),
+    "kernels": (kernels, "kernels_h200.json"),
 }
 PLACE = re.compile(r"<!-- table: (.*?) -->\n((?:(?!<!--).)*)<!-- end -->", re.DOTALL)
 
@@ -234,34 +237,37 @@ def filled(text: str, results: Path = RESULTS) -> str:
         name = place[1]
         if name not in TABLES:
             raise ValueError(f"There is no table {name!r}; known are {', '.join(TABLES)}.")
-        file, table = TABLES[name]
-        if not (results / file).exists():
-            raise ValueError(
-                f"Table {name!r} needs {results / file}: run its benchmark with --json."
-            )
-        made = table(json.loads((results / file).read_text()))
+        table, *files = TABLES[name]
+        for file in files:
+            if not (results / file).exists():
+                raise ValueError(
+                    f"Table {name!r} needs {results / file}: run its benchmark with --json."
+                )
+        made = table(*(json.loads((results / file).read_text()) for file in files))
         return f"<!-- table: {name} -->\n{made}\n<!-- end -->"
 
     return PLACE.sub(fill, text)
 
 
 def main() -> None:
+    """Write the tables of every document, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only")
-    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
+    parser.add_argument("documents", nargs="*", type=Path, default=DOCUMENTS, metavar="DOCUMENT")
     args = parser.parse_args()
-    text = args.readme.read_text()
-    try:
-        new = filled(text)
-    except ValueError as error:
-        sys.exit(f"{args.readme}: {error}")
-    if args.check and new != text:
-        sys.exit(
-            f"{args.readme}: a table is not what {RESULTS} says. "
-            "Run `python -m benchmarks.report.tables` to write it."
-        )
-    if new != text:
-        args.readme.write_text(new)
+    for document in args.documents:
+        text = document.read_text()
+        try:
+            new = filled(text)
+        except ValueError as error:
+            sys.exit(f"{document}: {error}")
+        if new != text and args.check:
+            sys.exit(
+                f"{document}: a table is not what {RESULTS} says. Run "
+                "`python -m benchmarks.report.tables` to write it."
+            )
+        if new != text:
+            document.write_text(new)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""README: its figures are the measured ones, its links lead somewhere, its code runs."""
+"""The documents: figures are the measured ones, links lead somewhere, README's code runs."""
 
 import importlib
 import json
@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-READMES = [
+DOCUMENTS = [
     path
-    for path in sorted(ROOT.rglob("README.md"))
+    for path in sorted([*ROOT.rglob("README.md"), *ROOT.glob("docs/*.md")])
     if not any(part.startswith(".") or part == "lib" for part in path.relative_to(ROOT).parts)
 ]
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)|<(?:img|a|source)\b[^>]*?(?:src|href|srcset)=\"([^\"]+)\"")
@@ -26,9 +26,29 @@ def tables(monkeypatch):
 
 
 def test_tables_are_what_the_results_say(tables):
+    shown = set()
+    for document in tables.DOCUMENTS:
+        text = document.read_text()
+        assert tables.filled(text) == text, "Run `python -m benchmarks.report.tables`."
+        shown |= {place[0] for place in tables.PLACE.findall(text)}
+    assert shown == set(tables.TABLES)
+
+
+def test_readme_is_for_newcomers():
+    """It fits a few screens, and its figures need no commit to be understood."""
     text = README.read_text()
-    assert tables.filled(text) == text, "Run `python -m benchmarks.report.tables` to write them."
-    assert {place[0] for place in tables.PLACE.findall(text)} == set(tables.TABLES)
+    assert text.count("\n") <= 180
+    assert not re.findall(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b", text)
+
+
+def test_the_picture_beside_the_peer_has_a_pair_of_bars_for_each_case(tables, tmp_path):
+    peer = tables.against_peer
+    figures = [
+        json.loads((tables.RESULTS / f"{x}_h200.json").read_text()) for x in ("decode", "peer")
+    ]
+    peer.picture(*figures, tmp_path / "bars.svg")
+    drawn = (tmp_path / "bars.svg").read_text()
+    assert drawn.count("<!-- 64 rows") == 2 and "vLLM" in drawn
 
 
 def test_a_table_is_made_anew_and_a_wrong_place_is_refused(tables, tmp_path):
@@ -54,7 +74,7 @@ def test_a_public_kernel_stands_beside_ours(tables):
     assert both == "| `gdn_step`, float32, 64 x 4 | 10.0 | 50.0 | 19.9 | 90% |"
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(path):
     for match in LINK.finditer(CODE.sub("", path.read_text())):
         target = (match[1] or match[2]).partition("#")[0]

@@ -1,0 +1,143 @@
+"""jaxspec beside vLLM: README's table and picture, and the table of real traffic."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report.markdown_table import markdown
+
+RESULTS = Path(__file__).parents[1] / "results"
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "against_vllm.svg"
+Figures = dict[str, Any]
+
+# Cases of decode_h200.json: shape, rows, dtype of recurrent states, decode steps a dispatch.
+CASES = [
+    *(("qwen3.5-0.8b", rows, "float32", 16) for rows in (1, 8, 64)),
+    ("qwen3.5-9b", 1, "float32", 8),
+    ("qwen3.5-9b", 8, "float32", 8),
+    ("qwen3.5-9b", 64, "float16", 8),
+]
+DRAFTS = 3
+
+
+def table(decode: Figures, peer: Figures, traffic: Figures) -> str:
+    """A row for each of `CASES`, then what a user gets without an option."""
+    lines = []
+    for case, ours, theirs in _measured(decode, peer):
+        shape, rows, state_dtype, steps = case
+        setting = f"{steps} steps a dispatch, 32,768 draft ids"
+        setting += f", {state_dtype} states" * (state_dtype != "float32")
+        work = f"{_size(shape)}, {rows} request" + "s" * (rows > 1)
+        lines.append([work, "ms a token", setting, *_compared(theirs, ours, ".2f", less=True)])
+    equal = {
+        (x["engine"], x.get("setting")): x["ms_per_token"]
+        for x in traffic["equal"]["results"]
+        if x["rows"] == 64
+    }
+    trace = {
+        (x["engine"], x.get("setting")): x["tokens_per_second"] for x in traffic["trace"]["results"]
+    }
+    for measured, unit, work, form, less in (
+        (equal, "ms a token", "64 requests of equal lengths", ".2f", True),
+        (trace, "tokens a second", "256 requests of unequal lengths", ",.0f", False),
+    ):
+        theirs, ours = measured["vllm", None], measured["jaxspec", "defaults"]
+        compared = _compared(theirs, ours, form, less=less)
+        lines.append([f"{_size(traffic['shape'])}, {work}", unit, "defaults", *compared])
+    return markdown(["model, work", "unit", "jaxspec's setting", "vLLM", "jaxspec", "gain"], lines)
+
+
+def traffic(figures: Figures) -> str:
+    """Requests of equal and of unequal lengths, with defaults and with settings chosen by hand."""
+    lines = []
+    for work, key, form in (
+        ("equal", "ms_per_token", ".2f"),
+        ("trace", "tokens_per_second", ",.0f"),
+    ):
+        for case in figures[work]["results"]:
+            requests = (
+                "256 of unequal lengths" if work == "trace" else f"{case['rows']} x (512, 256)"
+            )
+            engine = "vLLM" if case["engine"] == "vllm" else f"jaxspec, {case['setting']}"
+            unit = "tokens a second" if work == "trace" else "ms a token"
+            lines.append([requests, engine, f"{case[key]:{form}}", unit])
+    for case in figures["long"]["results"]:
+        if "tokens_per_second" in case:
+            requests = f"{case['requests']} x (8192, 1024), {case['rows']} rows"
+            engine = f"jaxspec, by hand, {case['drafts']} drafts"
+            lines.append(
+                [requests, engine, f"{case['tokens_per_second']:,}", "tokens a second, in and out"]
+            )
+    return markdown(["requests (tokens in, out)", "engine", "speed", "unit"], lines)
+
+
+def _measured(decode: Figures, peer: Figures) -> list[tuple[Any, float, float]]:
+    """Each of `CASES` with our milliseconds a token and vLLM's."""
+    keys = "shape", "rows", "state_dtype", "steps_per_dispatch"
+    ours = {
+        tuple(x[key] for key in keys): x["ms_per_token"]
+        for x in decode["results"]
+        if x["drafts"] == DRAFTS and x["prompt"] == peer["prompt"]
+    }
+    theirs = {
+        (x["shape"], x["rows"]): x["ms_per_token"] for x in peer["results"] if x["drafts"] == DRAFTS
+    }
+    return [(case, ours[case], theirs[case[:2]]) for case in CASES]
+
+
+def _size(shape: str) -> str:
+    return shape.removeprefix("qwen3.5-").upper()
+
+
+def _compared(theirs: float, ours: float, form: str, *, less: bool) -> list[str]:
+    """Both, and how many times better ours is; `less`: less is better."""
+    gain = theirs / ours if less else ours / theirs
+    return [f"{theirs:{form}}", f"{ours:{form}}", f"{gain:.2f}x"]
+
+
+def picture(decode: Figures, peer: Figures, path: Path) -> None:
+    """Bars of milliseconds a token, a pair for each of `CASES`, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    measured = _measured(decode, peer)
+    with plt.rc_context({"svg.hashsalt": "jaxspec", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
+        for offset, engine, colour, column in (
+            (-0.2, "vLLM 0.25.1", "#b0b0b0", 2),
+            (0.2, "jaxspec", "#3b6fb6", 1),
+        ):
+            heights = [row[column] for row in measured]
+            bars = axes.bar(
+                [i + offset for i in range(len(measured))],
+                heights,
+                0.38,
+                color=colour,
+                label=engine,
+            )
+            axes.bar_label(bars, [f"{x:.2f}" for x in heights], padding=1, fontsize=7)
+        names = [f"{_size(case[0])}\n{case[1]} row" + "s" * (case[1] > 1) for case, *_ in measured]
+        axes.set_xticks(range(len(measured)), names)
+        axes.set_ylabel("milliseconds a token and row")
+        axes.set_title("Decoding with 3 drafts, one H200, bfloat16: less is better", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    """Draw the picture anew."""
+    parser = argparse.ArgumentParser(description="Draws README's picture of jaxspec beside vLLM.")
+    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE")
+    args = parser.parse_args()
+    names = "decode_h200.json", "peer_h200.json"
+    decode, peer = (json.loads((RESULTS / name).read_text()) for name in names)
+    picture(decode, peer, args.picture)
+
+
+if __name__ == "__main__":
+    main()
