@@ -1,6 +1,8 @@
 """Strict dtypes and ranks, exact fp32 products on a GPU too, and compiled programs kept on disk."""
 
+import collections
 import gc
+import importlib.util
 import json
 import os
 import shutil
@@ -35,15 +37,52 @@ jax.config.update("jax_default_matmul_precision", "highest")
 enable_compilation_cache()
 
 
-def pytest_collection_modifyitems(items):
-    """`LONG` modules come first; what needs a GPU with kernels is skipped where there is none."""
+NOT_HERE = pytest.StashKey[collections.Counter]()  # why, and how many tests
+
+
+def pytest_configure(config):
+    config.stash[NOT_HERE] = collections.Counter()
+
+
+def pytest_collection_modifyitems(config, items):
+    """`LONG` modules come first; tests that this machine can't run are left out and counted."""
     items.sort(key=lambda item: not getattr(item.module, "LONG", False))
+    reasons = {item: reason for item in items if (reason := _why_not_here(item))}
+    config.stash[NOT_HERE].update(reasons.values())
+    config.hook.pytest_deselected(items=list(reasons))
+    items[:] = [item for item in items if item not in reasons]
+
+
+def _why_not_here(item):
+    """What a test needs that is not here, or None."""
     _, missing = dispatch.kernels_here()
-    if missing is None:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=missing))
+    if missing and item.get_closest_marker("gpu"):
+        return f"need a Hopper GPU with kernels ({missing})"
+    needs_mosaic = {"interpreter", "h200"} & set(item.fixturenames)
+    if jax.__version_info__ < (0, 11) and (needs_mosaic or item.get_closest_marker("mosaic")):
+        return f"need jax 0.11 and Python 3.12 (this is jax {jax.__version__})"
+    if "h200" in item.fixturenames and not importlib.util.find_spec("jax_cuda13_plugin"):
+        return "need the compiler for GPUs (jax-cuda13-pjrt and jax-cuda13-plugin, with --no-deps)"
+    return None
+
+
+def pytest_sessionfinish(session):
+    """A process of `pytest -n 2` tells the one that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["not here"] = dict(session.config.stash[NOT_HERE])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Every process leaves out the same tests, so one count is all of them."""
+    node.config.stash[NOT_HERE] |= collections.Counter(node.workeroutput["not here"])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    counts = config.stash[NOT_HERE]
+    if counts:
+        why = "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+        terminalreporter.write_line(f"Not run here: {why}.")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -60,7 +60,7 @@ def test_a_table_is_made_anew_and_a_wrong_place_is_refused(tables, tmp_path):
     assert "| empty | 2.5 | 3.0 | 900 |\n| filled | 2.5 | 1.0 | 900 |\n<!-- end -->\nb\n" in new
     assert new.startswith("a\n") and "old" not in new
     assert tables.filled(new, tmp_path) == new
-    with pytest.raises(ValueError, match="no table 'nothing'; known are first command,"):
+    with pytest.raises(ValueError, match="no table 'nothing'; known are against vLLM,"):
         tables.filled("<!-- table: nothing -->\n<!-- end -->\n", tmp_path)
     with pytest.raises(ValueError, match="has no `<!-- end -->`"):
         tables.filled("<!-- table: acceptance -->\n" + text, tmp_path)

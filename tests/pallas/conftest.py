@@ -1,8 +1,5 @@
 """What tests of kernels run in: Mosaic's interpreter, and the compiler for an H200."""
 
-import importlib.util
-
-import jax
 import pytest
 from sm90 import H200
 
@@ -10,8 +7,6 @@ from sm90 import H200
 @pytest.fixture
 def interpreter(monkeypatch):
     """With its race detector, and taught to read a reference reshaped."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("Mosaic's interpreter needs jax 0.11")
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,10 +28,6 @@ def interpreter(monkeypatch):
 @pytest.fixture(scope="session")
 def h200():
     """A device that is not there; programs for it compile, and cannot run."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("the kernels need jax 0.11")
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("needs jax-cuda13-pjrt and jax-cuda13-plugin, installed with --no-deps")
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
