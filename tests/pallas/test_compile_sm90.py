@@ -525,20 +525,8 @@ LAYERS = [  # kind, rows, width, kernels, other fusions
     ("GatedDeltaNet", 1, 4, [*_FEW[1], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 8, 1, [*_FEW[1], *_GATED_DELTA_NET, "split_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 64, 4, [*_MORE[0], *_GATED_DELTA_NET, *_MORE[1]], 3),
-    (
-        "GatedAttention",
-        1,
-        1,
-        [*_FEW[0], *_ATTENTION, "split_matmul", *_FEW[0]],
-        0,
-    ),
-    (
-        "GatedAttention",
-        1,
-        4,
-        [*_FEW[1], *_ATTENTION, "split_matmul", *_FEW[1]],
-        0,
-    ),
+    ("GatedAttention", 1, 1, [*_FEW[0], *_ATTENTION, "split_matmul", *_FEW[0]], 0),
+    ("GatedAttention", 1, 4, [*_FEW[1], *_ATTENTION, "split_matmul", *_FEW[1]], 0),
     ("GatedAttention", 64, 4, [*_MORE[0], *_ATTENTION, *_MORE[1]], 0),
 ]
 
