@@ -58,7 +58,7 @@ class Refs(NamedTuple):
     """Operands and outputs of the kernel, in global memory."""
 
     queries: Any  # [tokens of all rows, heads, head_dim]
-    pool: Any  # [layers * 2 * pages * page_size, kv_heads * head_dim]
+    pool: Any  # as `flatten_pool` gives it
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
     slots: Any  # [rows], as all that follow

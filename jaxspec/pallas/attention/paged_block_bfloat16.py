@@ -15,7 +15,7 @@ LSE_ROWS = softmax.ROWS  # of a query tile
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in order of their addresses."""
+    """Barriers and shared memory of a block, in the order of allocation."""
 
     q_produced: Any
     k_produced: Any

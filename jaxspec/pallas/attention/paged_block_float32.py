@@ -15,7 +15,7 @@ _LANES = 8  # positions taken at once: two a warp, each by half of it
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in order of their addresses."""
+    """Barriers and shared memory of a block, in the order of allocation."""
 
     q_produced: Any
     k_produced: Any

@@ -23,7 +23,7 @@ _PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value a query
 
 
 class Smem(NamedTuple):
-    """Barriers and shared memory of a block, in order of their addresses."""
+    """Barriers and shared memory of a block, in the order of allocation."""
 
     q_produced: Any
     k_produced: Any

@@ -26,7 +26,7 @@ from jaxspec.pallas.attention import (
 from jaxspec.pallas.attention.paged_block import Block, BlockSizes, Refs, run
 from jaxspec.pallas.attention.paged_tiling import MERGED_AT_ONCE, choose_tiling, max_query_rows
 from jaxspec.pallas.gpu import access, layouts
-from jaxspec.pallas.paging.page_tiles import PageTiles
+from jaxspec.pallas.paging.page_tiles import PageTiles, flatten_pool
 
 
 @functools.partial(jax.jit, static_argnames=("tiling", "interpret"))
@@ -38,25 +38,18 @@ def paged_attention_kernel(
     `tiling` is chosen where it is None. `interpret`: parameters of Mosaic's interpreter.
     """
     num_rows, width, heads, head_dim = queries.shape
-    layers, _, num_pages, page_size, kv_heads, _ = kv.shape
-    num_slots, table_width = page_tables.shape
+    page_size, kv_heads = kv.shape[3:5]
     group = heads // kv_heads
     tokens = min(width, max_query_rows(kv.dtype, head_dim) // group)
     if tiling is None:
-        blocks, context = num_rows * kv_heads * -(-width // tokens), table_width * page_size
+        blocks = num_rows * kv_heads * -(-width // tokens)
+        context = page_tables.shape[1] * page_size
         tiling = choose_tiling(blocks, context, head_dim, kv.dtype.itemsize, tokens * group)
-    pages = PageTiles(
-        block_kv=tiling.block_kv,
-        head_dim=head_dim,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_slots=num_slots,
-        table_width=table_width,
-    )
+    pages = PageTiles.of(kv, page_tables, tiling.block_kv)
     sizes = BlockSizes(tiling, width, group, tokens, pages)
     operands = {
         "queries": queries.reshape(-1, heads, head_dim),
-        "pool": kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim),
+        "pool": flatten_pool(kv),
         "layer": layer[None],
         "page_tables": page_tables,
         "slots": rows.slots,

@@ -17,7 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.gpu import access, layouts, tensor_cores
-from jaxspec.pallas.paging.page_tiles import KEYS, VALUES, PageTiles, PoolHead, float8_tile
+from jaxspec.pallas.paging.page_tiles import (
+    KEYS,
+    VALUES,
+    PageTiles,
+    PoolHead,
+    flatten_pool,
+    float8_tile,
+)
 
 _BLOCK_KV = {64: 128, 128: 128, 256: 64}  # positions of a tile, by head_dim: registers bound them
 _STAGES = 2  # tiles of a ring; with heads of 256 shared memory is then full
@@ -55,22 +62,18 @@ class _Refs(NamedTuple):
 
     work: Any  # [blocks, 4], see `_schedule`
     queries: Any  # [tokens, heads * head_dim]
-    pool: Any  # [layers * 2 * pages * page_size, kv_heads * head_dim]
+    pool: Any  # as `flatten_pool` gives it
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
     out: Any  # [blocks * tokens of a block, heads * head_dim]
 
 
 class _Smem(NamedTuple):
-    """Barriers and shared memory, in order of their addresses; in pairs those of keys come first.
+    """Barriers and shared memory, in the order of allocation; of a pair, keys come first."""
 
-    A barrier has one phase a tile: `produced` when it has come, `consumed` when both warpgroups
-    are done with it.
-    """
-
-    produced: tuple[Any, Any]
-    cleared: Any  # the first warpgroup has cleared what was not written
-    consumed: tuple[Any, Any]
+    produced: tuple[Any, Any]  # a barrier for each tile of the ring: it has come
+    cleared: Any  # a barrier: the first warpgroup has cleared what nobody wrote
+    consumed: tuple[Any, Any]  # as `produced`: both warpgroups are done with the tile
     float8_produced: tuple[Any, Any] | None  # None unless the pool has 8 bits
     float8_tiles: tuple[Any, Any] | None  # [block_kv, head_dim], as copied
     ring: tuple[Any, Any]  # [_STAGES, block_kv, head_dim]
@@ -98,22 +101,13 @@ def prefill_attention_kernel(
     interpreter.
     """
     num_tokens, heads, head_dim = queries.shape
-    layers, _, num_pages, page_size, kv_heads, _ = kv.shape
-    num_slots, table_width = page_tables.shape
-    pages = PageTiles(
-        block_kv=block_kv or _BLOCK_KV[head_dim],
-        head_dim=head_dim,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_slots=num_slots,
-        table_width=table_width,
-    )
+    kv_heads = kv.shape[4]
+    pages = PageTiles.of(kv, page_tables, block_kv or _BLOCK_KV[head_dim])
     sizes = _BlockSizes(pages, heads // kv_heads)
     # The barrier keeps XLA from computing a token's row anew for every element that it gathers.
     work, row = lax.optimization_barrier(_schedule(sizes, chunks, num_tokens))
     flat = queries.reshape(num_tokens, heads * head_dim)
     flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block's
-    pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
     params = {} if interpret is None else {"interpret": interpret}
 
     def body(*refs, smem):
@@ -131,44 +125,44 @@ def prefill_attention_kernel(
         # No sum crosses warps, and the rings may need all of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
-    )(work, flat, pool, layer[None], page_tables)
+    )(work, flat, flatten_pool(kv), layer[None], page_tables)
     # A gather of rows, which XLA fuses with what the caller does to them.
     out = out.reshape(-1, heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
 
 
 def _schedule(sizes, chunks, num_tokens):
-    """What every block does, and the row of the blocks' output that each token has.
+    """The work of every block, and the row of the blocks' output that each token has.
 
-    It is the same for all layers, so that XLA computes it once. The first is `[blocks, 4]`: slot,
-    first token, its position, and how many positions the tokens see, 0 where there is nothing to
-    do. A token of no chunk gets a row beyond the output.
+    Both are the same for all layers, so that XLA computes them once. The work is `[blocks, 4]`: the
+    fields of `_Work` but the last; `end` is 0 where there is nothing to do. A token of no chunk
+    gets a row beyond the output.
     """
     num_seqs, pages, size = chunks.slots.shape[0], sizes.pages, sizes.tokens
-    begin, end = chunks.query_start[:-1], chunks.query_start[1:]
+    starts, ends = chunks.query_start[:-1], chunks.query_start[1:]
     live = chunks.is_live(pages.num_slots)
-    length = jnp.where(live, jnp.clip(end - begin, 0, num_tokens), 0)
-    last = jnp.cumsum(lax.div(length + size - 1, jnp.int32(size)), dtype=jnp.int32)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1]])
+    length = jnp.where(live, jnp.clip(ends - starts, 0, num_tokens), 0)
+    last_block = jnp.cumsum(lax.div(length + size - 1, jnp.int32(size)), dtype=jnp.int32)
+    first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last_block[:-1]])
 
     block = jnp.arange(num_tokens // size + num_seqs, dtype=jnp.int32)
-    seq = jnp.sum(block[:, None] >= last[None, :], axis=1, dtype=jnp.int32)
+    seq = jnp.sum(block[:, None] >= last_block[None, :], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, num_seqs - 1)
-    offset = (block - first[seq]) * size
+    offset = (block - first_block[seq]) * size
     count = jnp.clip(length[seq] - offset, 0, size)
     # Clamped: what the host sent is not trusted to stay inside of memory.
     position = jnp.clip(chunks.num_computed[seq], 0, pages.context) + offset
-    sees = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
+    end = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
     # A block near the end begins earlier, with tokens that are none of its own.
-    token = begin[seq] + offset
+    token = starts[seq] + offset
     start = jnp.clip(token, 0, max(0, num_tokens - size))
-    work = jnp.stack([chunks.slots[seq], start, position + start - token, sees], axis=1)
+    work = jnp.stack([chunks.slots[seq], start, position + start - token, end], axis=1)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.sum(token[:, None] >= end[None, :], axis=1, dtype=jnp.int32)
+    owner = jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     owner = jnp.minimum(owner, num_seqs - 1)
-    within = token - begin[owner]
-    token_block = first[owner] + lax.div(within, jnp.int32(size))
+    within = token - starts[owner]
+    token_block = first_block[owner] + lax.div(within, jnp.int32(size))
     token_block = jnp.clip(token_block, 0, block.shape[0] - 1)
     row = token_block * size + token - start[token_block]
     is_real = (within >= 0) & (within < length[owner])

@@ -19,10 +19,16 @@ def float8_tile(*shape):
     return plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
 
 
+def flatten_pool(kv):
+    """The pool as the kernels read it, `[layers * 2 * pages * page_size, kv_heads * head_dim]`."""
+    layers, _, num_pages, page_size, kv_heads, head_dim = kv.shape
+    return kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
+
+
 class PoolHead(NamedTuple):
     """One key head of one layer of the pool."""
 
-    pool: Any  # [layers * 2 * pages * page_size, kv_heads * head_dim], in global memory
+    pool: Any  # as `flatten_pool` gives it, in global memory
     layer: Any
     head: Any
 
@@ -40,6 +46,13 @@ class PageTiles:
     page_size: int
     num_slots: int
     table_width: int  # pages of a row in the page table
+
+    @classmethod
+    def of(cls, kv, page_tables, block_kv: int) -> "PageTiles":
+        """The tiles of rows with these page tables."""
+        num_pages, page_size, _, head_dim = kv.shape[2:]
+        num_slots, table_width = page_tables.shape
+        return cls(block_kv, head_dim, num_pages, page_size, num_slots, table_width)
 
     @property
     def context(self) -> int:
