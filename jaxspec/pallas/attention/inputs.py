@@ -36,8 +36,8 @@ def attention_inputs(
     `qkv` is a projection as it comes, its columns side by side: `heads` query heads, all key heads,
     all value heads. Where the queries are `gated`, each is followed by a gate of its size, which is
     not read. Queries and keys go through `norm` and then through `rotate` with the token's float32
-    `angles`; keys and values go through `kv_write`, which says what it does with `kv_slots` and
-    with other dtypes.
+    `angles`; keys and values go through `kv_write`, whose docstring defines `kv_slots` and the
+    casts.
 
     One kernel does all of it where projection, norm and pool are all bfloat16 or all float32, heads
     have 64, 128 or 256 channels, and the rotated channels divide them.

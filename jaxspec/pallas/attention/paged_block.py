@@ -42,7 +42,7 @@ class BlockSizes:
 
     @property
     def query_rows(self) -> int:
-        """Rows of a query tile, the heads of one token after the other's; a multiple of 8."""
+        """Rows of a query tile, token by token all heads of the group; rounded up to eights."""
         return -(-self.tokens * self.group // 8) * 8
 
     def query_barrier(self):
@@ -80,7 +80,7 @@ class BlockIndex(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row as a block sees it: clamped, since what the host sent may be out of range."""
+    """A row as a block sees it: clamped, since the host's numbers may be out of range."""
 
     slot: jax.Array
     start: jax.Array  # position of its first token
@@ -193,7 +193,7 @@ class Block:
 def run(sizes: BlockSizes, attend: Callable[[Block], None], refs: Refs, smem: Any):
     """Run one block: start its copies, then `attend`.
 
-    `smem` has the query tile `q_rows` with the barrier `q_produced`, and what `KVSplit` needs.
+    `smem` has the query tile `q_rows` with the barrier `q_produced`, and the rings of `KVSplit`.
     """
     axes = "tile", "split", "head", "row"
     query_tile, split, head, row = (lax.axis_index(name) for name in axes)
@@ -242,7 +242,7 @@ def _split_of(sizes, index, row, refs, smem) -> KVSplit:
 def copy_rows(sizes, source, target):
     """Copy a query tile between two buffers in shared memory, through registers.
 
-    One has its rows side by side, as they lie in global memory; the other is swizzled in tiles of
+    One has its rows side by side, as they lie in global memory. The other is swizzled in tiles of
     eight rows, as tensor cores read it.
     """
     layout = layouts.piece_layout(8, sizes.pages.head_dim, itemsize=2)

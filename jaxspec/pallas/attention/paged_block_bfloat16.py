@@ -25,7 +25,7 @@ class Smem(NamedTuple):
     lse: Any  # [ROWS]
     q_tile: Any  # [ROWS, head_dim], as tensor cores read it; the output afterwards
     values: Any  # as `keys`
-    weights: Any  # what the interpreter needs for an operand in registers, or None
+    weights: Any  # the interpreter's stand-in for an operand in registers, or None
 
 
 def smem(sizes: BlockSizes, interpreted: bool) -> Smem:

@@ -11,7 +11,7 @@ from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.attention.paged_block import Block, BlockSizes
 from jaxspec.pallas.gpu import access, layouts
 
-_LANES = 8  # positions taken at once: two a warp, each by half of it
+_LANES = 8  # positions taken at once: each of the four warps has two
 
 
 class Smem(NamedTuple):
@@ -56,7 +56,7 @@ def attend(block: Block):
         rows = pl.ds(i * _LANES, _LANES)
         key, value = (access.load(x.at[stage, rows], layout) for x in (smem.keys, smem.values))
         position = lane + (base + i * _LANES)
-        # Beyond the row others may have left what is not finite, and 0 * NaN is NaN.
+        # Values beyond the row may be another request's and not finite, and 0 * NaN is NaN.
         written = lax.broadcast_in_dim(position, value.shape, (0,)) < block.row.length
         value = jnp.where(written, value, 0.0)
         updated = []
@@ -107,7 +107,7 @@ def _update(state, score, value):
 
 
 def _store(block, states):
-    """Put out what each query attended; a whole row by way of where its queries lay."""
+    """Put out the output of every query; a whole row's goes through `q_rows` to be gated."""
     q_rows = block.smem.q_rows
     for r, state in enumerate(states):
         output, lse = _merge_lanes(state)

@@ -30,7 +30,7 @@ class Smem(NamedTuple):
     v_produced: Any
     q_rows: Any  # [query_rows, head_dim], as copied
     keys: Any  # [stages, block_kv, head_dim], in 8 bits
-    keys_operand: Any  # what the interpreter needs for keys in registers, or None
+    keys_operand: Any  # the interpreter's stand-in for keys in registers, or None
     values_operand: Any  # the same for values
     lse: Any  # [query_rows]
     q_tile: Any  # [query_rows, head_dim] in float16; the output afterwards
@@ -161,7 +161,7 @@ def _load_keys(tile):
 def _load_values(tile, written):
     """A tile transposed to `[channels, positions]`, likewise; 0 from position `written` on.
 
-    Others may have left there what is not finite, and 0 * NaN is NaN.
+    Values there may be another request's and not finite, and 0 * NaN is NaN.
     """
     value = access.load(tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)

@@ -57,8 +57,8 @@ def paged_attention_kernel(
         "query_len": rows.query_len,
     }
     params = {} if interpret is None else {"interpret": interpret}
-    # The last kernel gates, if the projection's columns divide: one reads them as heads, each with
-    # its query and its gate, the merging one as fours of a thread.
+    # The last kernel gates, if it can read the projection: as heads of a query and its gate where
+    # it is this one, in vectors of four columns where it is the merging one. Otherwise XLA gates.
     divisor = 2 * head_dim if tiling.splits == 1 else 4
     in_kernel, by_xla = gate, None
     if gate is not None and gate.projected.shape[1] % divisor:
@@ -75,7 +75,7 @@ def paged_attention_kernel(
 
 
 class _DtypeBlock(NamedTuple):
-    """What the dtypes of queries and pool decide of a block."""
+    """The parts of the kernel that depend on the dtypes of queries and pool."""
 
     attend: Callable[[Block], None]
     smem: Any
@@ -85,6 +85,7 @@ class _DtypeBlock(NamedTuple):
 
 
 def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
+    """The block for these dtypes, which `_why_not_kernel` has let pass."""
     # Where layouts are inferred (Warpgroup), jax 0.11.2 swizzles plain buffers too, and
     # `store_heads` read a token's heads of 64, fewer than eight rows, from the wrong addresses. In
     # float32 all views are of one row, which keeps it plain.
@@ -163,9 +164,9 @@ def _attend(sizes, operands, kv_heads, params):
 def _merge(sizes, out, lse, gate, queries, params):
     """The output of all splits together, gated where there is a gate.
 
-    `out` is `[splits and more, rows, kv_heads, query rows of a row, head_dim]`; nobody wrote those
-    beyond the splits. A kernel of its own: XLA would make three, and a launch is a tenth of the
-    time of a long row.
+    `out` is `[splits and more, rows, kv_heads, query rows of a row, head_dim]`; those beyond the
+    splits are not written. This is a kernel of its own because XLA would make three, and a launch
+    is a tenth of the time of a long row.
     """
     _, width, heads, dim = queries.shape
     group, splits = sizes.group, sizes.tiling.splits

@@ -72,13 +72,13 @@ class _Smem(NamedTuple):
     """Barriers and shared memory, in the order of allocation; of a pair, keys come first."""
 
     produced: tuple[Any, Any]  # a barrier for each tile of the ring: it has come
-    cleared: Any  # a barrier: the first warpgroup has cleared what nobody wrote
+    cleared: Any  # a barrier: the first warpgroup has cleared the values that are not written
     consumed: tuple[Any, Any]  # as `produced`: both warpgroups are done with the tile
     float8_produced: tuple[Any, Any] | None  # None unless the pool has 8 bits
     float8_tiles: tuple[Any, Any] | None  # [block_kv, head_dim], as copied
     ring: tuple[Any, Any]  # [_STAGES, block_kv, head_dim]
     queries: Any  # [_WARPGROUPS, ROWS, head_dim]; the output afterwards
-    weights: Any  # what the interpreter needs for an operand in registers, or None
+    weights: Any  # the interpreter's stand-in for an operand in registers, or None
 
 
 class _Work(NamedTuple):
@@ -126,7 +126,7 @@ def prefill_attention_kernel(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
     )(work, flat, flatten_pool(kv), layer[None], page_tables)
-    # A gather of rows, which XLA fuses with what the caller does to them.
+    # XLA fuses this gather of rows with the caller's next operation.
     out = out.reshape(-1, heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
 
@@ -150,7 +150,7 @@ def _schedule(sizes, chunks, num_tokens):
     seq = jnp.minimum(seq, num_seqs - 1)
     offset = (block - first_block[seq]) * size
     count = jnp.clip(length[seq] - offset, 0, size)
-    # Clamped: what the host sent is not trusted to stay inside of memory.
+    # Clamped: the host's numbers are not trusted to stay inside of memory.
     position = jnp.clip(chunks.num_computed[seq], 0, pages.context) + offset
     end = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
     # A block near the end begins earlier, with tokens that are none of its own.
@@ -191,9 +191,9 @@ def _smem(sizes, pool_dtype, interpreted) -> _Smem:
 
 
 def _run_block(sizes, refs, smem):
-    """Find what this block does, and share it among the warpgroups."""
+    """Read this block's work, and give each warpgroup its part."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
-    index = refs.work.shape[0] - 1 - index  # the last tokens see most, and should not begin last
+    index = refs.work.shape[0] - 1 - index  # the last tokens take longest, and begin first
     slot, token, position, end = (refs.work[index, i] for i in range(4))
     count = lax.div(end + sizes.pages.block_kv - 1, sizes.pages.block_kv)
     work = _Work(slot, token, position, end, count)
@@ -313,7 +313,7 @@ def _attend(sizes, work, ahead, queries, weights_operand, smem):
         return jnp.where(position <= newest - j * block_kv, scores, -jnp.inf)
 
     def clear(tile, written):
-        """Zero what nobody wrote: it may not be finite, and 0 * NaN is NaN."""
+        """Zero the values that are not written: they may not be finite, and 0 * NaN is NaN."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():

@@ -20,8 +20,8 @@ def kv_write(
 ) -> KVPool:
     """The pool with the keys and values of this step's tokens written into one layer.
 
-    They are cast to the pool's dtype. A pool of float8_e4m3fn saturates: what lies beyond its range
-    becomes its largest number, 448; NaN stays NaN. `kv_slots` (int32) comes from `slot_mapping`. A
+    They are cast to the pool's dtype. A pool of float8_e4m3fn saturates: a number beyond its range
+    becomes its largest, 448 or -448; NaN stays NaN. `kv_slots` (int32) comes from `slot_mapping`. A
     token is dropped where its slot is -1, lies in the null page or lies beyond the pool. No two
     tokens of a step may have the same slot.
     """
