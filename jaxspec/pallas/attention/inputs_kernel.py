@@ -35,9 +35,11 @@ def attention_inputs_kernel(
         token_angles = cos.at[token], sin.at[token]
 
         def norm_and_rotate(weight, pieces):
-            return _norm_and_rotate(pieces, weight, token_angles, norm, qkv.dtype)
+            return _norm_and_rotate(
+                pieces, weight, token_angles, qkv.dtype, norm.eps, norm.zero_centred
+            )
 
-        @pl.when(block < key_blocks)  # they begin first: their stores wait for an index
+        @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
         def _():
             head, slot = block * block_keys, kv_slots[token]
             k = _load_heads(by_head.at[token, pl.ds(first_key + head, block_keys)], half, head_dim)
@@ -96,7 +98,7 @@ def _store_heads(heads, pieces):
         access.store(heads.at[:, pl.ds(i * half, half)], piece)
 
 
-def _norm_and_rotate(pieces, weight, angles, norm, dtype):
+def _norm_and_rotate(pieces, weight, angles, dtype, eps, zero_centred):
     """The pieces of heads, normalised and rotated, with the roundings of the specification."""
     heads, half = pieces[0].shape
     layout = layouts.piece_layout(heads, half, dtype.itemsize).reduce(0)
@@ -110,9 +112,9 @@ def _norm_and_rotate(pieces, weight, angles, norm, dtype):
     cos, sin = map(broadcast, angles)
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = functools.reduce(jnp.add, [x * x for x in wide])
-    scale = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / (half * len(pieces))) + norm.eps)
+    scale = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / (half * len(pieces))) + eps)
     scale = lax.broadcast_in_dim(scale, (heads, half), (0,))
-    weights = [w + 1.0 if norm.zero_centred else w for w in weights]
+    weights = [w + 1.0 if zero_centred else w for w in weights]
     normed = [(x * scale * w).astype(dtype) for x, w in zip(wide, weights, strict=True)]
     first, second = (x.astype(jnp.float32) for x in normed[:2])
     rotated = first * cos - second * sin, second * cos + first * sin

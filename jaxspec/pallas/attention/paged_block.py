@@ -1,8 +1,8 @@
-"""What the blocks of all dtypes of `paged_attention_kernel` do alike.
+"""The parts of a block of `paged_attention_kernel` that are the same in all dtypes.
 
-A block starts the copies of its queries and of its first tiles of keys and values (`run`), computes
-on them as `paged_block_<dtype>.py` says, and puts out its heads or, where several blocks share a
-row, its split.
+A block starts the copies of its queries and of its first tiles of keys and values (`run`). Then
+`paged_block_<dtype>.py` attends over them, and puts out heads or, where several blocks share a row,
+one split.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ class Refs(NamedTuple):
     pool: Any  # as `flatten_pool` gives it
     layer: Any  # [1]
     page_tables: Any  # [slots, pages]
-    slots: Any  # [rows], as all that follow
+    slots: Any  # [rows], as the next two
     num_computed: Any
     query_len: Any
     out: Any  # as `queries`; with splits [splits, rows, kv_heads, query rows of a row, head_dim]
-    lse: Any = None  # with splits alone: [splits, rows, kv_heads, query tiles, query rows]
-    gates: Any = None  # [tokens, heads, query's channels before the gate's], where the block gates
+    lse: Any = None  # with splits: [splits, rows, kv_heads, query tiles, query rows of a tile]
+    gates: Any = None  # if the block gates: [tokens, heads, 2 * head_dim], a query then its gate
 
 
 class BlockIndex(NamedTuple):
