@@ -4,9 +4,11 @@ import importlib
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention import decode_rows, prompt_chunks
 
 from jaxspec.pallas.attention.paged import paged_attention_reference
 
@@ -88,17 +90,19 @@ def test_vllms_attention_is_asked_for_the_work_of_ours(monkeypatch):
     kv = rng.normal(size=(2, 2, 7, 16, 2, 8)).astype(np.float16).astype(np.float32)
     queries = rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
     tables = np.array([[0, 0, 0], [1, 2, 3], [4, 5, 6]], np.int32)
-    index = [np.array(x, np.int32) for x in ([2, 1], [20, 37], [3, 3])]
-    expected = np.asarray(paged_attention_reference(queries, kv, 1, tables, *index))
-    operands = [torch.from_numpy(x) for x in (tables, *index)]
+    rows = decode_rows([2, 1], [20, 37], [3, 3])
+    chunks = prompt_chunks([2, 1], [20, 37], [0, 3, 6])
+    expected = np.asarray(paged_attention_reference(queries, kv, 1, tables, rows))
+    regions = tables, rows, chunks
+    tables, rows, chunks = jax.tree.map(lambda x: torch.from_numpy(np.array(x)), regions)
     pool = torch.from_numpy(kv).double(), torch.from_numpy(queries).double()
-    out = public_attention.paged_attention(function, pool, *operands)(1)
+    out = public_attention.paged_attention(function, pool, tables, rows)(1)
     np.testing.assert_allclose(out.reshape(queries.shape), expected, atol=1e-5)
-    flat, starts = pool[1].flatten(0, 1), torch.tensor([0, 3, 6], dtype=torch.int32)
-    call = public_attention.prefill_attention(function, (pool[0], flat), *operands[:3], starts)
+    flat = pool[0], pool[1].flatten(0, 1)
+    call = public_attention.prefill_attention(function, flat, tables, chunks)
     np.testing.assert_allclose(call(1).reshape(queries.shape), expected, atol=1e-5)
     single = torch.from_numpy(kv), torch.from_numpy(queries)
-    assert public_attention.paged_attention(function, single, *operands) is None
+    assert public_attention.paged_attention(function, single, tables, rows) is None
 
 
 @pytest.mark.parity

@@ -15,12 +15,10 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.model_shapes import SHAPES
 from benchmarks.measure.shapes import (
-    ATTENTION,
     GDN,
     HIDDEN,
     INTERMEDIATE,
     MAMBA2,
-    AttentionShape,
     GdnShape,
     Mamba2Shape,
 )
@@ -29,9 +27,6 @@ from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.models.config import parse_config
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.inputs import attention_inputs
-from jaxspec.pallas.attention.output_gate import OutputGate
-from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.heads import GdnHeads
 from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
@@ -49,8 +44,6 @@ from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.paging.kv_write import kv_write
-from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 from jaxspec.pallas.recurrent.conv_update import conv_update
 from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
 from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
@@ -134,77 +127,6 @@ def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
     compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
     assert_lean(compiled, capfd.readouterr().out, pool)
     assert "while(" not in compiled.as_text()  # which the host would wait for
-
-
-PAGED_CASES = [  # shape, dtype, rows, width, page size: up to a tile, and of several tiles
-    *(
-        (shape, *case, 16)
-        for shape in (*ATTENTION.values(), AttentionShape(14, 2, 128))
-        for case in (
-            *((jnp.bfloat16, *sizes) for sizes in ((1, 4), (64, 1), (64, 9))),
-            *((jnp.float8_e4m3fn, *sizes) for sizes in ((1, 4), (64, 9))),
-            (jnp.float32, 1, 9),
-        )
-    ),
-    *(
-        (ATTENTION[model], jnp.bfloat16, 64, 4, page_size)
-        for model in ("qwen3.5-27b", "qwen3-8b", "llama-3.2-1b")
-        for page_size in (32, 64)
-    ),
-    *(
-        (ATTENTION["qwen3.5-9b"], dtype, 1, 4, page_size)
-        for dtype in (jnp.float8_e4m3fn, jnp.float32)
-        for page_size in (32, 64)
-    ),
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype", "rows", "width", "page_size"), PAGED_CASES, ids=str)
-def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, page_size):
-    from jaxspec.pallas.attention.paged_kernel import attend, plan_for
-    from jaxspec.pallas.attention.paged_tiling import query_rows
-
-    def step(queries, kv, tables, slots, start, count, projected):
-        for gate in (OutputGate(projected), None):
-            queries = attend(queries, kv, jnp.int32(1), tables, slots, start, count, gate)
-        return queries, kv
-
-    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
-    queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
-    pool = array(2, 2, 32768, page_size, shape.kv_heads, shape.head_dim, dtype=dtype)
-    pages = 4096 // page_size  # of a row
-    tables, index = array(rows + 1, pages, dtype=jnp.int32), array(rows, dtype=jnp.int32)
-    projected = array(rows * width, 2 * shape.heads * shape.head_dim, dtype=wide)
-    operands = (queries, pool, tables, index, index, index, projected)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
-    # With a ring of one tile registers run out by one to five.
-    group, most = shape.heads // shape.kv_heads, query_rows(dtype, shape.head_dim)
-    tokens = min(width, most // group)
-    blocks = rows * shape.kv_heads * -(-width // tokens)
-    itemsize = jnp.dtype(dtype).itemsize
-    plan = plan_for(blocks, 4096, shape.head_dim, itemsize, tokens * group)
-    spills = 20 if plan.stages == 1 else 0
-    assert_lean(compiled, capfd.readouterr().out, pool, spills=spills)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_kv_write(h200, monkeypatch, dtype):
-    """No kernel, but XLA must neither widen nor copy a pool of 8 bits to scatter into it."""
-    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
-
-    def step(kv, keys, slots):
-        for layer in range(2):
-            kv = kv_write(kv, layer, keys, keys, slots)
-            keys = keys + kv[layer, 0, slots[:1], 0].astype(keys.dtype)
-        return kv
-
-    pool = array(2, 2, 32768, 16, 8, 128, dtype=dtype)
-    operands = pool, array(256, 8, 128, dtype=jnp.bfloat16), array(256, dtype=jnp.int32)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=0)
-    assert not re.findall(r"copy(-start)?\(", compiled.as_text())
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
-    assert memory.temp_size_in_bytes < 2**24
 
 
 REPLAY_CASES = [  # shape, dtype, width, rows; of 1, 2 and 16 rows a head takes 4, 2 and 1 block
@@ -571,30 +493,6 @@ def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, ids, slots):
     assert_lean(compiled, capfd.readouterr().out, between=tokens * ids / 8)  # not the scores
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
-def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
-    """Nor is a projection copied, which the kernel reads in two shapes; rotated is as published."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    rule = {"heads": shape.heads, "gated": gated, "eps": 1e-6, "zero_centred": gated}
-
-    def step(qkv, norms, angles, kv, slots):
-        for layer in range(2):
-            queries, kv = attention_inputs(qkv, norms, angles, kv, layer, slots, **rule)
-            qkv = jnp.sin(qkv) * queries[0, 0, 0]
-        return queries, kv
-
-    tokens, half = 64, shape.head_dim // (8 if gated else 2)
-    columns = ((1 + gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    qkv, norms = array(tokens, columns, dtype=dtype), array(2, shape.head_dim, dtype=dtype)
-    angles, slots = (array(tokens, half),) * 2, array(tokens, dtype=jnp.int32)
-    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
-    compiled = compile_for(h200, monkeypatch, step, (qkv, norms, angles, pool, slots), donated=3)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    assert "transpose(" not in compiled.as_text()
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_state_select(h200, monkeypatch, capfd, shape, dtype):
@@ -605,38 +503,6 @@ def test_state_select(h200, monkeypatch, capfd, shape, dtype):
     states = array(2, 9, 4, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
     compiled = compile_for(h200, monkeypatch, step, (states, index, index))
     assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize("tokens", [64, 2047])
-def test_slot_mapping(h200, monkeypatch, capfd, tokens):
-    def step(*operands):
-        return slot_mapping_kernel(*operands, page_size=16)
-
-    index = array(tokens, dtype=jnp.int32)
-    operands = (array(257, 2048, dtype=jnp.int32), index, index, array(tokens, dtype=jnp.bool_))
-    compiled = compile_for(h200, monkeypatch, step, operands)
-    assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
-def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(queries, kv, tables, *index):
-        for layer in range(2):
-            queries = prefill_attention(queries, kv, layer, tables, *index)
-        return queries, kv
-
-    seqs, tokens = 5, 2048
-    queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
-    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
-    tables, index = array(65, 256, dtype=jnp.int32), array(seqs, dtype=jnp.int32)
-    operands = (queries, pool, tables, index, index, array(seqs + 1, dtype=jnp.int32))
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
-    assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
 
 
 def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
@@ -653,14 +519,15 @@ def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
 _FEW = ["norm_matmul"], ["add_norm", "matmul"]  # of one row, and of up to 8
 _MORE = ["add_norm", "gemm"], ["split_gemm", "add_norm", "matmul_silu"]  # of 16 to 256
 _GATED_DELTA_NET = ["gdn_conv_replay"]
+_ATTENTION = ["attention_inputs", "paged_attention"]
 LAYERS = [  # kind, rows, width, kernels, other fusions
     ("GatedDeltaNet", 1, 1, [*_FEW[0], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[0]], 1),
     ("GatedDeltaNet", 1, 4, [*_FEW[1], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 8, 1, [*_FEW[1], *_GATED_DELTA_NET, "split_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 64, 4, [*_MORE[0], *_GATED_DELTA_NET, *_MORE[1]], 3),
-    ("GatedAttention", 1, 1, [*_FEW[0], "attention_inputs", "attend", "split_matmul", *_FEW[0]], 0),
-    ("GatedAttention", 1, 4, [*_FEW[1], "attention_inputs", "attend", "split_matmul", *_FEW[1]], 0),
-    ("GatedAttention", 64, 4, [*_MORE[0], "attention_inputs", "attend", *_MORE[1]], 0),
+    ("GatedAttention", 1, 1, [*_FEW[0], *_ATTENTION, "split_matmul", *_FEW[0]], 0),
+    ("GatedAttention", 1, 4, [*_FEW[1], *_ATTENTION, "split_matmul", *_FEW[1]], 0),
+    ("GatedAttention", 64, 4, [*_MORE[0], *_ATTENTION, *_MORE[1]], 0),
 ]
 
 

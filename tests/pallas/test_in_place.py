@@ -17,6 +17,7 @@ from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 LAYERS, ROWS, WIDTH, TOKENS = 3, 2, 2, 8
 ONE = jnp.ones(ROWS, jnp.int32)
@@ -28,9 +29,13 @@ def attention(pool, layer, x, start):
     pool = kv_write(pool, layer, new, new, jnp.arange(8, 8 + TOKENS, dtype=jnp.int32))
     tables = jnp.ones((4, 3), jnp.int32)
     rectangle = jnp.ones((ROWS, WIDTH, 2, 4))
-    out = paged_attention(rectangle, pool, layer, tables, SLOTS, ONE, ONE)
-    chunks = prefill_attention(jnp.ones((TOKENS, 2, 4)), pool, layer, tables, SLOTS, ONE, start)
-    return out.sum() + chunks.sum(), pool
+    rows = DecodeRegion(
+        slots=SLOTS, num_computed=ONE, query_len=ONE, state_offset=ONE, ring_length=ONE
+    )
+    out = paged_attention(rectangle, pool, layer, tables, rows)
+    chunks = PrefillRegion(slots=SLOTS, num_computed=ONE, query_start=start, state_offset=ONE)
+    prompts = prefill_attention(jnp.ones((TOKENS, 2, 4)), pool, layer, tables, chunks)
+    return out.sum() + prompts.sum(), pool
 
 
 def convolution(pool, layer, x, start):

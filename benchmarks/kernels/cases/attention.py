@@ -1,4 +1,4 @@
-"""The cases of what precedes attention; `kernel_cases.OPS` lists them."""
+"""The cases of attention and of the pages it reads; `table.OPS` lists them."""
 
 import functools
 from collections.abc import Iterator
@@ -7,9 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.case import INPUTS, Case, about
+from benchmarks.kernels.case import FEW, INPUTS, MANY, Case, about, live_rows
 from benchmarks.measure.shapes import ATTENTION
-from jaxspec.pallas.attention.inputs import attention_inputs, attention_inputs_reference
+from jaxspec.pallas.attention.inputs import (
+    QKNorm,
+    attention_inputs,
+    attention_inputs_reference,
+)
+from jaxspec.pallas.attention.paged import paged_attention, paged_attention_reference
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.paging.slot_mapping import slot_mapping, slot_mapping_reference
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 PAGE_SIZE = 16
 
@@ -19,13 +27,14 @@ def attention_inputs_cases() -> Iterator[Case]:
     for model in ("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b", "qwen3-8b"):
         for rows, width in ((64, 4), (64, 1), (8, 4), (1, 4), (1, 1), (8192, 1)):
             if model == "qwen3.5-9b" or (rows, width) == (64, 4):
-                yield _case(model, ATTENTION[model], jnp.dtype("bfloat16"), rows, width)
-    yield _case("qwen3.5-9b", ATTENTION["qwen3.5-9b"], jnp.dtype("float32"), 64, 4)
+                yield _attention_inputs_case(model, jnp.dtype("bfloat16"), rows, width)
+    yield _attention_inputs_case("qwen3.5-9b", jnp.dtype("float32"), 64, 4)
 
 
-def _case(model, shape, dtype, rows, width):
+def _attention_inputs_case(model, dtype, rows, width):
     """A prompt's tokens are rows of one."""
-    tokens, gated, rng = rows * width, model.startswith("qwen3.5"), np.random.default_rng(0)
+    shape, rng = ATTENTION[model], np.random.default_rng(0)
+    tokens, gated = rows * width, model.startswith("qwen3.5")
     half = shape.head_dim // (8 if gated else 2)
     columns = ((1 + gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     keys = jax.random.split(jax.random.key(0), INPUTS)
@@ -35,15 +44,13 @@ def _case(model, shape, dtype, rows, width):
     angles = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     pages = 1 + -(-tokens // PAGE_SIZE)
     slots = PAGE_SIZE + rng.permutation((pages - 1) * PAGE_SIZE)[:tokens]
+    norm = QKNorm(jnp.ones((2, shape.head_dim), dtype), eps=1e-6, zero_centred=gated)
 
-    def run(op, pool, layer, projections, norms, angles, slots):
-        queries, pool = op(
-            projections[layer % INPUTS], norms, angles, pool, layer, slots,
-            heads=shape.heads, gated=gated, eps=1e-6, zero_centred=gated,
-        )  # fmt: skip
-        return queries, pool
+    def run(op, pool, layer, projections, norm, angles, slots):
+        qkv = projections[layer % INPUTS]
+        return op(qkv, norm, angles, pool, layer, slots, heads=shape.heads, gated=gated)
 
-    of_queries, of_pool = (
+    query_bytes, pool_bytes = (
         tokens * heads * shape.head_dim * dtype.itemsize
         for heads in (shape.heads, 2 * shape.kv_heads)
     )
@@ -54,12 +61,154 @@ def _case(model, shape, dtype, rows, width):
         run=functools.partial(run, attention_inputs),
         reference=functools.partial(run, attention_inputs_reference),
         pool=lambda layers: jnp.zeros((layers, 2, pages, *page), dtype),
-        layer_bytes=of_pool,
-        operands=(
-            projections,
-            jnp.ones((2, shape.head_dim), dtype),
-            angles,
-            jnp.asarray(slots, jnp.int32),
-        ),
-        total_bytes=2 * (of_queries + of_pool + angles[0].nbytes) + 4 * tokens,
+        layer_bytes=pool_bytes,
+        operands=(projections, norm, angles, jnp.asarray(slots, jnp.int32)),
+        total_bytes=2 * (query_bytes + pool_bytes + angles[0].nbytes) + 4 * tokens,
     )
+
+
+def slot_mapping_cases() -> Iterator[Case]:
+    """The latency: each call takes the slots of the one before as positions."""
+    for rows, width in ((1, 4), (64, 4), (256, 8)):
+        yield _slot_mapping_case(rows, width)
+
+
+def _slot_mapping_case(rows, width, pages=2048):
+    rng = np.random.default_rng(0)
+    tables = jnp.asarray(rng.integers(1, 2**20, (1 + rows, pages)), jnp.int32)
+    slots = jnp.repeat(live_rows(rows, width)[0], width)
+
+    def run(op, positions, layer, tables, slots, live):
+        # The barrier keeps XLA from making one program of several calls.
+        out = jax.lax.optimization_barrier(op(tables, slots, positions, live, page_size=PAGE_SIZE))
+        return out, out
+
+    return Case(
+        op="slot_mapping",
+        about={"rows": rows, "width": width, "tokens": rows * width},
+        run=functools.partial(run, slot_mapping),
+        reference=functools.partial(run, slot_mapping_reference),
+        pool=lambda layers: jnp.arange(rows * width, dtype=jnp.int32),
+        layer_bytes=4 * rows * width,
+        operands=(tables, slots, jnp.ones(rows * width, bool)),
+        total_bytes=rows * width * (4 * 4 + 1),
+        calls=2 * MANY,
+    )
+
+
+def paged_attention_cases() -> Iterator[Case]:
+    """Many rows for all models; more sizes, pages and float32 on the heads of one or two."""
+    for model in ATTENTION:
+        yield _paged_attention_case(model, 64, 4096, 4)
+        if model in ("qwen3-8b", "qwen3.5-9b"):
+            for rows, context, width in ((1, 32768, 4), (8, 4096, 4), (64, 4096, 1)):
+                yield _paged_attention_case(model, rows, context, width)
+        if model == "qwen3-8b":
+            yield _paged_attention_case(model, 64, 4096, 4, page_size=64)
+        if model in ("qwen3-8b", "qwen3.5-9b"):
+            for rows, context in ((64, 4096), (1, 32768)):
+                yield _paged_attention_case(model, rows, context, 4, dtype="float8_e4m3fn")
+        if model == "qwen3.5-9b":
+            yield _paged_attention_case(model, 64, 4096, 4, dtype="float32")
+
+
+def _paged_attention_case(model, rows, context, width, page_size=PAGE_SIZE, dtype="bfloat16"):
+    rng, shape, dtype = np.random.default_rng(0), ATTENTION[model], jnp.dtype(dtype)
+    pages = rows * context // page_size
+    tables = _page_tables(rng, rows, pages)
+    slots = _int32(1 + rng.permutation(rows))
+    unread = jnp.zeros_like(slots)  # only recurrent layers read it
+    region = DecodeRegion(
+        slots=slots,
+        num_computed=jnp.full_like(slots, context - width),
+        query_len=jnp.full_like(slots, width),
+        state_offset=unread,
+        ring_length=unread,
+    )
+    page = (page_size, shape.kv_heads, shape.head_dim)
+    layer_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys = jax.random.split(jax.random.key(0))
+        queries = (rows, width, shape.heads, shape.head_dim)
+        kv = (layers, 2, 1 + pages, *page)
+        wide = jnp.bfloat16 if dtype.itemsize == 1 else dtype
+        kv, queries = map(functools.partial(jax.random.normal, dtype=wide), keys, (kv, queries))
+        return kv.astype(dtype), queries
+
+    def run(op, pool, layer, tables, region):
+        kv, queries = pool
+        out = op(queries, kv, layer, tables, region)
+        return out, (kv, out)
+
+    return Case(
+        op="paged_attention",
+        about=about(
+            model, shape, dtype, rows=rows, context=context, width=width, page_size=page_size
+        ),
+        run=functools.partial(run, paged_attention),
+        reference=functools.partial(run, paged_attention_reference),
+        pool=pool,
+        layer_bytes=layer_bytes,
+        operands=(tables, region),
+        total_bytes=layer_bytes,
+    )
+
+
+def prefill_attention_cases() -> Iterator[Case]:
+    """Chunks that begin their prompts, and chunks after 4096 tokens."""
+    for model in ("qwen3.5-9b", "qwen3-8b"):
+        for seqs, length in ((1, 8192), (8, 1024)):
+            for context in (0, 4096):
+                yield _prefill_attention_case(model, seqs, length, context)
+
+
+def _prefill_attention_case(model, seqs, length, context):
+    rng, shape = np.random.default_rng(0), ATTENTION[model]
+    pages = seqs * (context + length) // PAGE_SIZE
+    tables = _page_tables(rng, seqs, pages)
+    slots = _int32(1 + rng.permutation(seqs))
+    chunks = PrefillRegion(
+        slots=slots,
+        num_computed=jnp.full_like(slots, context),
+        query_start=_int32(length * np.arange(seqs + 1)),
+        state_offset=jnp.zeros_like(slots),  # only recurrent layers read it
+    )
+    tokens, heads, kv_heads, dim = seqs * length, shape.heads, shape.kv_heads, shape.head_dim
+    kv_bytes = 2 * pages * PAGE_SIZE * kv_heads * dim * 2
+
+    def pool(layers):
+        """The pool, and the queries: a call's output, so that the calls follow each other."""
+        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
+        kv = jax.random.normal(keys[0], (layers, 2, 1 + pages, PAGE_SIZE, kv_heads, dim), dtype)
+        return kv, jax.random.normal(keys[1], (tokens, heads, dim), dtype)
+
+    def run(pool, layer, tables, chunks):
+        kv, queries = pool
+        out = prefill_attention(queries, kv, layer, tables, chunks)
+        return out, (kv, out)
+
+    sizes = {"seqs": seqs, "length": length, "context": context, "page_size": PAGE_SIZE}
+    return Case(
+        op="prefill_attention",
+        about=about(model, shape, "bfloat16", **sizes),
+        run=run,
+        reference=None,
+        pool=pool,
+        layer_bytes=kv_bytes,
+        operands=(tables, chunks),
+        total_bytes=kv_bytes + 2 * tokens * heads * dim * 2,
+        calls=FEW,
+        flops=4 * heads * dim * seqs * length * (2 * context + length + 1) // 2,
+    )
+
+
+def _page_tables(rng, rows, pages):
+    """Page tables of slots `0..rows`, with all pages but the null page in random order."""
+    tables = 1 + rng.permutation(pages).reshape(rows, -1)
+    return _int32(np.concatenate((np.zeros_like(tables[:1]), tables)))
+
+
+def _int32(values):
+    return jnp.asarray(values, jnp.int32)

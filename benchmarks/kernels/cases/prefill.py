@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.kernels.case import FEW, Case, about
-from benchmarks.measure.shapes import ATTENTION, GDN, MAMBA2
-from jaxspec.pallas.attention.prefill import prefill_attention
+from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.prefill import _gdn_prefill_chunked, gdn_prefill
 from jaxspec.pallas.mamba2.prefill import _mamba2_prefill_chunked, mamba2_prefill
 
@@ -99,48 +97,3 @@ def mamba2_tokens(shape, *batch):
     shared = (*batch, shape.groups, shape.state_dim)
     b, c = (jax.random.normal(key, shared, jnp.bfloat16) for key in keys[3:])
     return x, dt, a, b, c, jnp.ones(shape.heads)
-
-
-def prefill_attention_cases() -> Iterator[Case]:
-    """Chunks that begin their prompts, and chunks after 4096 tokens."""
-    for model in ("qwen3.5-9b", "qwen3-8b"):
-        for seqs, length in ((1, 8192), (8, 1024)):
-            for context in (0, 4096):
-                yield _prefill_attention_case(model, seqs, length, context)
-
-
-def _prefill_attention_case(model, seqs, length, context, page_size=16):
-    rng, shape = np.random.default_rng(0), ATTENTION[model]
-    pages = seqs * (context + length) // page_size
-    tables = 1 + rng.permutation(pages).reshape(seqs, -1)
-    tables = np.concatenate((np.zeros_like(tables[:1]), tables))
-    slots, before = 1 + rng.permutation(seqs), np.full(seqs, context)
-    start = length * np.arange(seqs + 1)
-    tokens, heads, kv_heads, dim = seqs * length, shape.heads, shape.kv_heads, shape.head_dim
-    kv_bytes = 2 * pages * page_size * kv_heads * dim * 2
-
-    def pool(layers):
-        """The pool, and the queries: a call's output, so that the calls follow each other."""
-        keys, dtype = jax.random.split(jax.random.key(0)), jnp.bfloat16
-        kv = jax.random.normal(keys[0], (layers, 2, 1 + pages, page_size, kv_heads, dim), dtype)
-        return kv, jax.random.normal(keys[1], (tokens, heads, dim), dtype)
-
-    def run(pool, layer, *index):
-        kv, queries = pool
-        out = prefill_attention(queries, kv, layer, *index)
-        return out, (kv, out)
-
-    return Case(
-        op="prefill_attention",
-        about=about(
-            model, shape, "bfloat16", seqs=seqs, length=length, context=context, page_size=page_size
-        ),
-        run=run,
-        reference=None,
-        pool=pool,
-        layer_bytes=kv_bytes,
-        operands=tuple(jnp.asarray(x, jnp.int32) for x in (tables, slots, before, start)),
-        total_bytes=kv_bytes + 2 * tokens * heads * dim * 2,
-        calls=FEW,
-        flops=4 * heads * dim * seqs * length * (2 * context + length + 1) // 2,
-    )

@@ -1,6 +1,7 @@
-"""vLLM's Triton attention for both of our cases of it; `public_kernels.KERNELS` lists them.
+"""vLLM's Triton attention for both of our cases of it; `recurrent.KERNELS` lists them.
 
-0.25.1 cuts the positions of a row into segments where it has one token, 0.33 where it has up to 8.
+vLLM 0.25.1 cuts the positions of a row into segments where it has one token, 0.33 where it has up
+to 8.
 """
 
 from collections.abc import Callable
@@ -8,38 +9,39 @@ from typing import Any
 
 import torch
 
-# As vLLM's backend (`triton_attn.py`) has them: up to so many blocks a row is cut into segments.
-_BLOCKS, _SEGMENTS = 128, 16
+from jaxspec.regions import DecodeRegion, PrefillRegion
+
+# From vLLM's backend (`triton_attn.py`): a row is cut into segments up to so many blocks.
+_MAX_BLOCKS, _SEGMENTS = 128, 16
 
 
-def paged_attention(
-    function: Any, pool: Any, tables: Any, slots: Any, start: Any, count: Any
-) -> Callable | None:
-    """The same work. float32, which it would round, and pools of 8 bits it is not asked for."""
+def paged_attention(function: Any, pool: Any, tables: Any, rows: DecodeRegion) -> Callable | None:
+    """The same work, but for float32, which it would round, and pools of 8 bits."""
     kv, queries = pool
     if queries.dtype != kv.dtype or kv.dtype == torch.float32:
         return None
-    return _attention(function, kv, queries.flatten(0, 1), tables[slots], start, count)
+    queries, row_tables = queries.flatten(0, 1), tables[rows.slots]
+    return _attention(function, kv, queries, row_tables, rows.num_computed, rows.query_len)
 
 
-def prefill_attention(
-    function: Any, pool: Any, tables: Any, slots: Any, before: Any, start: Any
-) -> Callable:
+def prefill_attention(function: Any, pool: Any, tables: Any, chunks: PrefillRegion) -> Callable:
     """The same work."""
-    return _attention(function, *pool, tables[slots], before, start.diff())
+    kv, queries = pool
+    query_len, row_tables = chunks.query_start.diff(), tables[chunks.slots]
+    return _attention(function, kv, queries, row_tables, chunks.num_computed, query_len)
 
 
-def _attention(function, kv, queries, tables, before, count):
-    """`queries` `[tokens, heads, head_dim]`, a row's behind the other's."""
+def _attention(function, kv, queries, tables, num_computed, query_len):
+    """`queries` is `[tokens, heads, head_dim]`, one row's after the other's."""
     tokens, heads, dim = queries.shape
-    threshold = _BLOCKS // kv.shape[4]
-    length, out = before + count, torch.empty_like(queries)
-    starts = torch.nn.functional.pad(count.cumsum(0, dtype=torch.int32), (1, 0))
+    threshold = _MAX_BLOCKS // kv.shape[4]
+    length, out = num_computed + query_len, torch.empty_like(queries)
+    starts = torch.nn.functional.pad(query_len.cumsum(0, dtype=torch.int32), (1, 0))
     segments = max(threshold, tokens), heads, _SEGMENTS
     new = {"dtype": torch.float32, "device": queries.device}
     options = {
         "cu_seqlens_q": starts,
-        "max_seqlen_q": int(count.max()),
+        "max_seqlen_q": int(query_len.max()),
         "seqused_k": length,
         "max_seqlen_k": int(length.max()),
         "softmax_scale": dim**-0.5,

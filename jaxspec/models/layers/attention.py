@@ -13,7 +13,7 @@ from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.rope import Rotation
-from jaxspec.pallas.attention.inputs import attention_inputs
+from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
@@ -36,26 +36,11 @@ def attend(
     decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
     rectangle = queries[:split].reshape(decode.slots.shape[0], inputs.width, *queries.shape[1:])
     gates = (None, None) if gate is None else gate.split(split)
-    out = paged_attention(
-        rectangle,
-        kv,
-        layer,
-        inputs.page_tables,
-        decode.slots,
-        decode.num_computed,
-        decode.query_len,
-        gates[0],
-    ).reshape(split, *queries.shape[1:])
+    out = paged_attention(rectangle, kv, layer, inputs.page_tables, decode, gates[0]).reshape(
+        split, *queries.shape[1:]
+    )
     if prefill is not None:
-        chunks = prefill_attention(
-            queries[split:],
-            kv,
-            layer,
-            inputs.page_tables,
-            prefill.slots,
-            prefill.num_computed,
-            prefill.query_start,
-        )
+        chunks = prefill_attention(queries[split:], kv, layer, inputs.page_tables, prefill)
         out = jnp.concatenate([out, chunks if gates[1] is None else gates[1](chunks)])
     return out
 
@@ -94,15 +79,13 @@ class Attention(nnx.Module):
         config = self.config
         queries, kv = attention_inputs(
             projected,
-            self.norms[...],
+            QKNorm(self.norms[...], config.rms_norm_eps, self.zero_centred),
             angles,
             cache.kv,
             layer,
             inputs.kv_slots,
             heads=config.num_heads,
             gated=self.gated,
-            eps=config.rms_norm_eps,
-            zero_centred=self.zero_centred,
         )
         if asked is not None:
             queries, projected, inputs = queries[asked.index], projected[asked.index], asked.inputs

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding; `pallas/attention_inputs.py` rotates."""
+"""The angles of rotary position embedding; `pallas/attention/inputs.py` rotates."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: of a verify's queries and of prompt chunks."""
+"""Attention over paged keys and values, by the queries of a verify and of prompt chunks."""

@@ -1,59 +1,66 @@
 """What attention reads: normalised, rotated queries, and the pool with this step's keys, values."""
 
+import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.norm.add_norm import rms_norm
-from jaxspec.pallas.paging.kv_write import kv_write, kv_write_reference
+from jaxspec.pallas.paging.kv_write import KVPool, kv_write, kv_write_reference
 
-Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
-_KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
+Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # cosines, sines
+
+
+@flax.struct.dataclass
+class QKNorm:
+    """The norms of query heads and key heads: `rms_norm` with these weights, head by head."""
+
+    weights: Float[Array, "2 head_dim"]  # of queries, of keys
+    eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
+    zero_centred: bool = flax.struct.field(pytree_node=False)  # multiplies by `1 + weights`
 
 
 def attention_inputs(
     qkv: Float[Array, "tokens columns"],
-    norms: Float[Array, "2 head_dim"],
+    norm: QKNorm,
     angles: Rotation,
-    kv: _KV,
+    kv: KVPool,
     layer: int,
     kv_slots: Int[Array, " tokens"],
     *,
     heads: int,
     gated: bool,
-    eps: float,
-    zero_centred: bool,
-) -> tuple[Float[Array, "tokens heads head_dim"], _KV]:
-    """Queries in the dtype of `qkv`, and the pool with the keys and values of one layer written.
+) -> tuple[Float[Array, "tokens heads head_dim"], KVPool]:
+    """Queries in the dtype of `qkv`, and the pool with one layer's keys and values written.
 
-    `qkv` is a projection as it comes, its columns side by side: all query heads, each followed by
-    a gate of its size where they are `gated`, which is not read; all key heads; all value heads.
-    ValueError where the columns are not as many as that makes. Queries and keys go through
-    `rms_norm` head by head, with `eps`, `zero_centred` and the weights `norms[0]` and `norms[1]`,
-    and then through `rotate` with the token's float32 `angles`; keys and values through `kv_write`,
-    which says what becomes of `kv_slots` and of other dtypes.
+    `qkv` is a projection as it comes, its columns side by side: `heads` query heads, all key heads,
+    all value heads. Where the queries are `gated`, each is followed by a gate of its size, which is
+    not read. Queries and keys go through `norm` and then through `rotate` with the token's float32
+    `angles`; keys and values go through `kv_write`, whose docstring defines `kv_slots` and the
+    casts.
 
-    One kernel where projection, norms and pool are all bfloat16 or all float32, heads are of 64,
-    128 or 256 channels, and as many as are rotated together divide them.
+    One kernel does all of it where projection, norm and pool are all bfloat16 or all float32, heads
+    have 64, 128 or 256 channels, and the rotated channels divide them.
+
+    Raises:
+        ValueError: the projection has other columns.
     """
     _check_columns(qkv, kv, heads, gated)
-    if dispatch.runs_kernel("attention_inputs", _unsupported(qkv, norms, angles, kv)):
+    if dispatch.runs_kernel("attention_inputs", _why_not_kernel(qkv, norm, angles, kv)):
         from jaxspec.pallas.attention.inputs_kernel import attention_inputs_kernel
 
+        on_device = dispatch.layer_index(kv, layer)
         return attention_inputs_kernel(
-            qkv, norms, *angles, kv, dispatch.layer_index(kv, layer), kv_slots,
-            heads=heads, gated=gated, eps=eps, zero_centred=zero_centred,
-        )  # fmt: skip
-    q, k, v = _parts(qkv, norms, angles, kv, heads, gated, eps, zero_centred)
-    return q, kv_write(kv, layer, k, v, kv_slots)
+            qkv, norm, angles, kv, on_device, kv_slots, heads=heads, gated=gated
+        )
+    queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
+    return queries, kv_write(kv, layer, keys, values, kv_slots)
 
 
-def attention_inputs_reference(
-    qkv, norms, angles, kv, layer, kv_slots, *, heads, gated, eps, zero_centred
-):
+def attention_inputs_reference(qkv, norm, angles, kv, layer, kv_slots, *, heads, gated):
     """The specification of `attention_inputs`."""
-    q, k, v = _parts(qkv, norms, angles, kv, heads, gated, eps, zero_centred)
-    return q, kv_write_reference(kv, layer, k, v, kv_slots)
+    queries, keys, values = _queries_keys_values(qkv, norm, angles, kv, heads, gated)
+    return queries, kv_write_reference(kv, layer, keys, values, kv_slots)
 
 
 def _check_columns(qkv, kv, heads, gated):
@@ -67,16 +74,16 @@ def _check_columns(qkv, kv, heads, gated):
         )
 
 
-def _parts(qkv, norms, angles, kv, heads, gated, eps, zero_centred):
-    """Queries, keys and values of a projection, `[tokens, heads, head_dim]`."""
+def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
+    """Queries, keys and values of a projection, each `[tokens, heads, head_dim]`."""
     tokens, (kv_heads, head_dim) = qkv.shape[0], kv.shape[4:]
-    keys = (1 + gated) * heads * head_dim
-    q, k, v = jnp.split(qkv, [keys, keys + kv_heads * head_dim], axis=-1)
+    query_columns = (1 + gated) * heads * head_dim
+    q, k, v = jnp.split(qkv, [query_columns, query_columns + kv_heads * head_dim], axis=-1)
     q = q.reshape(tokens, heads, -1)[..., :head_dim]
     k, v = (x.reshape(tokens, kv_heads, head_dim) for x in (k, v))
     q, k = (
-        rotate(rms_norm(x, weight, eps, zero_centred=zero_centred), angles)
-        for x, weight in ((q, norms[0]), (k, norms[1]))
+        rotate(rms_norm(x, weight, norm.eps, zero_centred=norm.zero_centred), angles)
+        for x, weight in ((q, norm.weights[0]), (k, norm.weights[1]))
     )
     return q, k, v
 
@@ -84,23 +91,23 @@ def _parts(qkv, norms, angles, kv, heads, gated, eps, zero_centred):
 def rotate(
     x: Float[Array, "tokens heads dim"], angles: Rotation
 ) -> Float[Array, "tokens heads dim"]:
-    """`x` with its first `2 * half` channels rotated, pairs `(i, i + half)`; the rest untouched.
+    """`x` with its first `2 * half` channels rotated, in pairs `(i, i + half)`.
 
-    In float32, then cast to `x`'s dtype. Su et al. 2021, "RoFormer".
+    The rotation is in float32, then cast to `x`'s dtype. Su et al. 2021, "RoFormer".
     """
     cos, sin = (a[:, None, :] for a in angles)
     half = cos.shape[-1]
     wide = x[..., : 2 * half].astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half:]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
 
 
-def _unsupported(qkv, norms, angles, kv):
+def _why_not_kernel(qkv, norm, angles, kv):
     """Why `attention_inputs_kernel` does not take these operands, or None."""
-    head_dim, half = kv.shape[5], angles[0].shape[1]
-    if not qkv.dtype == norms.dtype == kv.dtype or qkv.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"a projection in {qkv.dtype} and norms in {norms.dtype} for a {kv.dtype} pool"
+    head_dim, half, norm_dtype = kv.shape[5], angles[0].shape[1], norm.weights.dtype
+    if not qkv.dtype == norm_dtype == kv.dtype or qkv.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"a projection in {qkv.dtype} and norms in {norm_dtype} for a {kv.dtype} pool"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if half < 8 or head_dim % (2 * half):

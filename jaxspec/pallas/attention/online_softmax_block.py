@@ -1,52 +1,74 @@
-"""What attention on tensor cores is made of: one warpgroup, `ROWS` queries, tiles of positions.
+"""The online softmax on tensor cores: one warpgroup, `ROWS` queries, tiles of positions.
 
-Dao 2023, "FlashAttention-2". The state of a softmax that has seen some positions is `acc` (what its
-weights take from the values), `peak` (the largest score) and `total` (the sum of the weights); the
-weights are relative to the peak, and scores in units of log2.
+The letters are FlashAttention-2's (Dao 2023, algorithm 1). Scores are in units of log2.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # what wgmma takes
+ROWS = 64  # queries of a tile: the M of wgmma
 LOG2E = math.log2(math.e)
 
 
-def empty(head_dim):
+class State(NamedTuple):
+    """A softmax that has seen some positions."""
+
+    acc: Any  # sum of the weighted values, `[queries, head_dim]`
+    m_i: Any  # largest score, `[queries]`
+    l_i: Any  # sum of the weights, which are relative to `m_i`
+
+
+def empty(head_dim) -> State:
     """The state before any position."""
     column = plgpu.Layout.WGMMA.reduce(1)
-    return (
+    return State(
         full((ROWS, head_dim), 0.0, plgpu.Layout.WGMMA),
         full((ROWS,), -jnp.inf, column),
         full((ROWS,), 0.0, column),
     )
 
 
-def weigh(state, scores, scale):
-    """The weights of a tile of positions, and the state but for what they take from its values."""
-    acc, peak, total = state
-    new = jnp.maximum(peak, scores.max(axis=1) * scale)
-    safe = jnp.where(new == -jnp.inf, 0.0, new)
-    weight = jnp.exp2(scores * scale - lax.broadcast_in_dim(safe, scores.shape, (0,)))
-    fade = jnp.exp2(peak - safe)
-    acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))
-    return weight.astype(jnp.bfloat16), (acc, new, total * fade + weight.sum(axis=1))
+def update(state, scores, scale):
+    """The weights of a tile of positions, and the state to whose `acc` its values are to be added.
+
+    `scores` are `[queries, positions]`, -inf where a query does not see a position.
+    """
+    acc, m_i, l_i = state
+    m_new = jnp.maximum(m_i, scores.max(axis=1) * scale)
+    m_safe = finite(m_new)
+    weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(m_safe, scores.shape, (0,)))
+    rescale = jnp.exp2(m_i - m_safe)
+    acc = acc * lax.broadcast_in_dim(rescale, acc.shape, (0,))
+    rounded = weights.astype(jnp.bfloat16)
+    return rounded, State(acc, m_new, l_i * rescale + weights.sum(axis=1))
 
 
-def result(state):
+def finite(m_i):
+    """A maximum to subtract, also where no position was seen: -inf less -inf is NaN."""
+    return jnp.where(m_i == -jnp.inf, 0.0, m_i)
+
+
+def output(state):
     """The attention's output, 0 where no position was seen."""
-    acc, _, total = state
-    return acc * lax.broadcast_in_dim(1 / jnp.where(total == 0, 1.0, total), acc.shape, (0,))
+    acc, _, l_i = state
+    return acc * lax.broadcast_in_dim(1 / jnp.where(l_i == 0, 1.0, l_i), acc.shape, (0,))
 
 
-def iota(keys, dimension):
-    """Row (`dimension` 0) or position (1) of each score of a tile."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS, keys), dimension, layout=plgpu.Layout.WGMMA)
+def lse(state):
+    """The log2 of the sum of the exponentials of all scores, -inf where no position was seen."""
+    _, m_i, l_i = state
+    return m_i + jnp.log(jnp.where(l_i == 0, 1.0, l_i)) * LOG2E
+
+
+def tile_iota(block_kv, dimension):
+    """The row (`dimension` 0) or the position (1) of each score of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, block_kv), dimension, layout=plgpu.Layout.WGMMA)
 
 
 def full(shape, value, layout):
-    """An array of one value in registers."""
+    """A float32 array of one value in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -10,38 +10,39 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class OutputGate:
-    """What multiplies attended heads: the sigmoid of gates.
+    """Multiplies attended heads by the sigmoid of their gates.
+
+    Head by head the projection has `head_dim` columns of query and then as many of gate; columns
+    behind the last head are not read. The product is in float32 and is rounded to the dtype of the
+    heads.
 
     Qiu et al. 2025, "Gated Attention for Large Language Models", arXiv 2505.06708.
-
-    Head by head the projection has `head_dim` columns of query and then as many of gate; the others
-    behind all heads are not read. The product is float32, and rounded to the dtype of the heads.
     """
 
     projected: Float[Array, "tokens columns"]
 
     def split(self, tokens: int) -> "tuple[OutputGate, OutputGate]":
-        """Of the first `tokens`, and of the others."""
+        """The gate of the first `tokens`, and that of the others."""
         return OutputGate(self.projected[:tokens]), OutputGate(self.projected[tokens:])
 
     def check(self, tokens: int, heads: int, head_dim: int) -> None:
-        """Refuse a projection that is not of so many tokens and heads.
+        """Refuse a projection of other tokens or heads.
 
         Raises:
-            ValueError: it has other rows, or lacks columns.
+            ValueError: the projection has other rows, or lacks columns.
         """
-        least = 2 * heads * head_dim
-        if self.projected.shape[0] != tokens or self.projected.shape[1] < least:
+        columns = 2 * heads * head_dim
+        if self.projected.shape[0] != tokens or self.projected.shape[1] < columns:
             raise ValueError(
-                f"Of {tokens} tokens and {heads} heads of {head_dim} the projection must have "
-                f"{tokens} rows and at least {least} columns, got {self.projected.shape}. Hand "
-                "over all of it, for the same tokens, padding too."
+                f"The gates of {tokens} tokens with {heads} heads of {head_dim} need a projection "
+                f"of {tokens} rows and at least {columns} columns, got {self.projected.shape}. "
+                "Hand over all of it, for the same tokens, padding included."
             )
 
     def __call__(
         self, attended: Float[Array, "tokens heads head_dim"]
     ) -> Float[Array, "tokens heads head_dim"]:
-        """By XLA."""
+        """The gated heads, computed by XLA; ValueError as `check` says."""
         tokens, heads, head_dim = attended.shape
         self.check(tokens, heads, head_dim)
         pairs = self.projected[:, : 2 * heads * head_dim].reshape(tokens, heads, 2, head_dim)
@@ -49,6 +50,6 @@ class OutputGate:
         return (attended.astype(jnp.float32) * gate).astype(attended.dtype)
 
 
-def in_kernel(attended: Any, gate: Any) -> Any:
-    """The product in float32, in a kernel: `gate` in any dtype, as many as `attended`."""
+def gate_in_kernel(attended: Any, gate: Any) -> Any:
+    """The float32 product inside a kernel; `gate` is as large as `attended`, in any dtype."""
     return attended.astype(jnp.float32) / (1.0 + jnp.exp(-gate.astype(jnp.float32)))

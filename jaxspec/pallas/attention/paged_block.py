@@ -1,9 +1,14 @@
-"""What the blocks of `paged_attention_kernel` share: sizes, their part of the work, output."""
+"""The parts of a block of `paged_attention_kernel` that are the same in all dtypes.
+
+A block starts the copies of its queries and of its first tiles of keys and values (`run`). Then
+`paged_block_<dtype>.py` attends over them, and puts out heads or, where several blocks share a row,
+one split.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,174 +17,239 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import output_gate
+from jaxspec.pallas.attention.paged_tiling import Tiling
 from jaxspec.pallas.gpu import access, layouts
-from jaxspec.pallas.paging.page_tiles import PageTiles
+from jaxspec.pallas.paging.page_tiles import KEYS, VALUES, PageTiles, PoolHead
 
-_AT_ONCE = 4  # tokens put out in one turn of a loop
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the work is cut: positions in a tile, tiles in the ring, blocks that share a row."""
-
-    keys: int
-    stages: int
-    splits: int
+_STORE_UNROLL = 4  # tokens stored in one turn of the loop
+_MAX_FLOAT16 = 65280.0  # the largest bfloat16 that is finite in float16
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Static sizes a block knows."""
+class BlockSizes:
+    """Sizes that are static in a block."""
 
-    plan: Plan
+    tiling: Tiling
     width: int  # tokens of a row
-    group: int  # heads that share a key head
-    tokens: int  # of a tile of queries, each with all heads of the group
+    group: int  # query heads that share a key head
+    tokens: int  # of a query tile, each with all heads of the group
     pages: PageTiles
 
     @property
-    def tiles(self) -> int:
-        """Of queries, for a row."""
+    def query_tiles(self) -> int:
+        """Query tiles of a row."""
         return -(-self.width // self.tokens)
 
     @property
-    def height(self) -> int:
-        """Of a tile of queries, whose rows are heads by token; a multiple of 8."""
+    def query_rows(self) -> int:
+        """Rows of a query tile, token by token all heads of the group; rounded up to eights."""
         return -(-self.tokens * self.group // 8) * 8
 
-    def barriers(self):
-        """For the tile of queries, and for each tile of the rings of keys and of values."""
-        ring = self.pages.barriers(self.plan.stages)
-        return plgpu.Barrier(num_arrivals=self.tokens), ring, ring
+    def query_barrier(self):
+        """A barrier that completes when the whole query tile has been copied."""
+        return plgpu.Barrier(num_arrivals=self.tokens)
+
+    def ring_barriers(self):
+        """A barrier for each tile of a ring."""
+        return self.pages.barriers(self.tiling.stages)
+
+
+class Refs(NamedTuple):
+    """Operands and outputs of the kernel, in global memory."""
+
+    queries: Any  # [tokens of all rows, heads, head_dim]
+    pool: Any  # as `flatten_pool` gives it
+    layer: Any  # [1]
+    page_tables: Any  # [slots, pages]
+    slots: Any  # [rows], as the next two
+    num_computed: Any
+    query_len: Any
+    out: Any  # as `queries`; with splits [splits, rows, kv_heads, query rows of a row, head_dim]
+    lse: Any = None  # with splits: [splits, rows, kv_heads, query tiles, query rows of a tile]
+    gates: Any = None  # if the block gates: [tokens, heads, 2 * head_dim], a query then its gate
+
+
+class BlockIndex(NamedTuple):
+    """The block's place in the grid."""
+
+    query_tile: jax.Array
+    split: jax.Array
+    head: jax.Array  # the key head
+    row: jax.Array
+    first_token: jax.Array  # the row's token with which the query tile begins
+
+
+class Row(NamedTuple):
+    """A row as a block sees it: clamped, since the host's numbers may be out of range."""
+
+    slot: jax.Array
+    start: jax.Array  # position of its first token
+    query_len: jax.Array
+    length: jax.Array  # positions up to its last token, 0 for padding
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """What one block does: values on the device, and how it gets its tiles."""
+class KVSplit:
+    """The tiles of keys and values that one block reads, through a ring in shared memory."""
 
-    row: jax.Array
-    head: jax.Array  # of keys
-    first_token: jax.Array  # of the row, in the tile of queries
-    first: jax.Array  # tile of positions
-    count: jax.Array  # of those tiles
-    start: jax.Array  # position of the row's first token
-    length: jax.Array  # of the row, with its tokens
-    query_len: jax.Array  # tokens of the row
-    find: Callable  # (tile of the share) -> its pages
-    fetch: Callable  # (keys or values, tile of the share, stage, pages): starts the copies
-    outputs: tuple  # where what it attended goes; of several shares, where its sums go too
-    gates: Any  # of all tokens `[tokens, heads, gate behind query]`, or None
+    sizes: BlockSizes
+    refs: Refs
+    smem: Any  # has the rings `keys` and `values`, with the barriers `*_produced`
+    slot: jax.Array
+    head: jax.Array
+    first: jax.Array  # the split's first tile in its row
+    count: jax.Array
 
-    def sees(self, sizes, row):
-        """The newest position that a row of the tile of queries sees."""
-        token = self.first_token + lax.div(row, jnp.int32(sizes.group))
-        return jnp.where(token < self.query_len, self.start + token, -1)
+    def find_pages(self, tile):
+        """The pages of one of the split's tiles."""
+        return self.sizes.pages.find_pages(self.refs.page_tables, self.slot, self.first + tile)
 
-    def put_out(self, sizes, attended):
-        """The only share's output, gated, from plain shared memory."""
-        width, group, dim = sizes.width, sizes.group, sizes.pages.head_dim
-        (out,) = self.outputs
+    def fetch_keys(self, tile, stage, pages):
+        """Start copying a tile of keys into a stage of the ring."""
+        target, produced = self.smem.keys.at[stage], self.smem.k_produced.at[stage]
+        self._fetch(KEYS, tile, pages, target, produced)
 
-        def put(t, token):
-            for start, count in layouts.pieces_of(group):
-                heads = pl.ds(self.head * group + start, count)
-                layout = layouts.piece_layout(count, dim, out.dtype.itemsize)
-                piece = attended.at[pl.ds(t * group + start, count)]
-                piece = access.load(piece, layout)
-                if self.gates is not None:
-                    gate = self.gates.at[token, heads, pl.ds(dim, dim)]
-                    gate = access.load(gate, layout)
-                    piece = output_gate.in_kernel(piece, gate).astype(out.dtype)
-                access.store(out.at[token, heads], piece)
+    def fetch_values(self, tile, stage, pages):
+        """Start copying a tile of values into a stage of the ring."""
+        target, produced = self.smem.values.at[stage], self.smem.v_produced.at[stage]
+        self._fetch(VALUES, tile, pages, target, produced)
 
-        def put_some(i, _, count=_AT_ONCE):
-            for t in (i * _AT_ONCE + j for j in range(count)):
-                token = self.first_token + t
-                put_one = functools.partial(put, t, self.row * width + token)
-                put_one() if sizes.tiles == 1 else pl.when(token < width)(put_one)
+    def _fetch(self, kind, tile, pages, target, produced):
+        source = PoolHead(self.refs.pool, self.refs.layer[0], self.head)
+        self.sizes.pages.fetch(source, kind, self.first + tile, pages, target, produced)
 
-        whole, rest = divmod(sizes.tokens, _AT_ONCE)
-        lax.fori_loop(0, whole, put_some, None)
-        put_some(whole, None, rest)
+    def fill_ring(self):
+        """Start copying as many tiles as the ring holds."""
+        for stage in range(self.sizes.tiling.stages):
+
+            @pl.when(stage < self.count)
+            def _(stage=stage):
+                pages = self.find_pages(stage)
+                self.fetch_keys(stage, stage, pages)
+                self.fetch_values(stage, stage, pages)
 
 
-def begin(sizes, block, refs, *, asked, keys, values, arrived, **scratch):
-    """Find what this block does, start filling its ring, and run it.
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """All that a block knows once its copies are under way."""
 
-    `refs`: operands and outputs, by name.
+    sizes: BlockSizes
+    refs: Refs
+    smem: Any
+    index: BlockIndex
+    row: Row
+    kv: KVSplit
+    out: Any  # where its result goes: all of `refs.out`, or the split's rows there
+    lse: Any  # where the split's lse goes, or None
+
+    def newest_position(self, query_row):
+        """The last position that a row of the query tile sees, -1 for padding."""
+        token = self.index.first_token + lax.div(query_row, jnp.int32(self.sizes.group))
+        return jnp.where(token < self.row.query_len, self.row.start + token, -1)
+
+    def store_heads(self, attended):
+        """Put out the heads of a row that is this block's alone, gated if the block gates.
+
+        `attended` `[query_rows, head_dim]` is in shared memory, its rows side by side.
+        """
+        sizes, index = self.sizes, self.index
+
+        def store(t, token):
+            for start, count in layouts.pieces_of(sizes.group):
+                heads = pl.ds(index.head * sizes.group + start, count)
+                source = attended.at[pl.ds(t * sizes.group + start, count)]
+                self._store_some_heads(token, heads, source)
+
+        def store_several(i, _, count=_STORE_UNROLL):
+            for t in (i * _STORE_UNROLL + j for j in range(count)):
+                token = index.first_token + t
+                store_token = functools.partial(store, t, index.row * sizes.width + token)
+                if sizes.query_tiles == 1:
+                    store_token()
+                else:
+                    pl.when(token < sizes.width)(store_token)
+
+        turns, rest = divmod(sizes.tokens, _STORE_UNROLL)
+        lax.fori_loop(0, turns, store_several, None)
+        store_several(turns, None, rest)
+
+    def _store_some_heads(self, token, heads, attended):
+        """Put out neighbouring heads of a token, as many as a power of two."""
+        dim, dtype = self.sizes.pages.head_dim, self.refs.out.dtype
+        layout = layouts.piece_layout(heads.size, dim, dtype.itemsize)
+        result = access.load(attended, layout)
+        if self.refs.gates is not None:
+            gate = access.load(self.refs.gates.at[token, heads, pl.ds(dim, dim)], layout)
+            result = output_gate.gate_in_kernel(result, gate).astype(dtype)
+        access.store(self.refs.out.at[token, heads], result)
+
+    def copy_split(self, attended, lse):
+        """Put out one split of a row, from shared memory, as the merging kernel reads it."""
+        plgpu.copy_smem_to_gmem(attended, self.out)
+        plgpu.copy_smem_to_gmem(lse, self.lse)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def run(sizes: BlockSizes, attend: Callable[[Block], None], refs: Refs, smem: Any):
+    """Run one block: start its copies, then `attend`.
+
+    `smem` has the query tile `q_rows` with the barrier `q_produced`, and the rings of `KVSplit`.
     """
-    part, split, head, row = (lax.axis_index(name) for name in ("tile", "split", "head", "row"))
-    first_token = part * sizes.tokens
-    _fetch_queries(sizes, refs, row, head, first_token, asked, arrived[0])
-    plan, pages, slot = sizes.plan, sizes.pages, refs.slots[row]
-    live = (slot > 0) & (slot < pages.num_slots)
-    # Clamped: a row's position is not trusted either, and must not overflow.
-    start = jnp.clip(refs.num_computed[row], -sizes.width, pages.context)
-    query_len = jnp.where(live, jnp.clip(refs.query_len[row], 0, sizes.width), 0)
-    length = jnp.where(query_len > 0, jnp.clip(start + query_len, 0, pages.context), 0)
-    in_row = lax.div(length + plan.keys - 1, plan.keys)
-    in_share = lax.div(in_row + plan.splits - 1, plan.splits)
-    first = split * in_share
-    count = jnp.clip(in_row - first, 0, in_share)
-
-    def find(j):
-        return pages.find(refs.tables, slot, first + j)
-
-    def fetch(which, j, stage, found):
-        ring, barriers = (keys, values)[which], arrived[1 + which]
-        pages.fetch(
-            *(refs.pool, refs.layer[0], head, which),
-            *(first + j, found, ring.at[stage], barriers.at[stage]),
-        )
-
-    for stage in range(plan.stages):
-
-        @pl.when(stage < count)
-        def _(stage=stage):
-            found = find(stage)
-            fetch(0, stage, stage, found)
-            fetch(1, stage, stage, found)
-
-    outputs = (refs.out,)
-    if plan.splits > 1:
-        rows = pl.ds(part * sizes.height, sizes.height)
-        outputs = refs.out.at[split, row, head, rows], refs.sums.at[split, row, head, part]
-    share = Share(
-        row=row,
-        head=head,
-        first_token=first_token,
-        first=first,
-        count=count,
-        start=start,
-        length=length,
-        query_len=query_len,
-        find=find,
-        fetch=fetch,
-        outputs=outputs,
-        gates=refs.gates,
-    )
-    block(sizes, share, asked, keys, values, arrived, **scratch)
+    axes = "tile", "split", "head", "row"
+    query_tile, split, head, row = (lax.axis_index(name) for name in axes)
+    index = BlockIndex(query_tile, split, head, row, query_tile * sizes.tokens)
+    _fetch_queries(sizes, index, refs, smem)
+    row = _read_row(sizes, index, refs)
+    kv = _split_of(sizes, index, row, refs, smem)
+    kv.fill_ring()
+    out, lse = refs.out, None
+    if sizes.tiling.splits > 1:
+        query_rows = pl.ds(query_tile * sizes.query_rows, sizes.query_rows)
+        out = refs.out.at[split, index.row, head, query_rows]
+        lse = refs.lse.at[split, index.row, head, query_tile]
+    attend(Block(sizes, refs, smem, index, row, kv, out, lse))
 
 
-def _fetch_queries(sizes, refs, row, head, first_token, asked, arrived):
-    """Start their copies, side by side; of a tile with fewer tokens the row's last again."""
-    heads = pl.ds(head * sizes.group, sizes.group)
+def _fetch_queries(sizes, index, refs, smem):
+    """Start the copies of a query tile; where it has fewer tokens, the row's last is repeated."""
+    heads = pl.ds(index.head * sizes.group, sizes.group)
     for t in range(sizes.tokens):
-        token = row * sizes.width + jnp.minimum(first_token + t, sizes.width - 1)
-        to = asked.at[pl.ds(t * sizes.group, sizes.group)]
-        plgpu.copy_gmem_to_smem(refs.queries.at[token, heads], to, arrived)
+        token = index.row * sizes.width + jnp.minimum(index.first_token + t, sizes.width - 1)
+        target = smem.q_rows.at[pl.ds(t * sizes.group, sizes.group)]
+        plgpu.copy_gmem_to_smem(refs.queries.at[token, heads], target, smem.q_produced)
 
 
-def lay_out(sizes, source, target):
-    """Rows of queries, or what these attended to, from one form in shared memory to the other.
+def _read_row(sizes, index, refs) -> Row:
+    pages, slot = sizes.pages, refs.slots[index.row]
+    live = (slot > 0) & (slot < pages.num_slots)
+    # Clamped, so that sums do not overflow.
+    start = jnp.clip(refs.num_computed[index.row], -sizes.width, pages.context)
+    query_len = jnp.where(live, jnp.clip(refs.query_len[index.row], 0, sizes.width), 0)
+    length = jnp.where(query_len > 0, jnp.clip(start + query_len, 0, pages.context), 0)
+    return Row(slot, start, query_len, length)
 
-    As they lie side by side, and swizzled in tiles of eight rows, as tensor cores want them.
+
+def _split_of(sizes, index, row, refs, smem) -> KVSplit:
+    """The split's share of the row's tiles: as many for each split, fewer for the last ones."""
+    tiling = sizes.tiling
+    row_tiles = lax.div(row.length + tiling.block_kv - 1, tiling.block_kv)
+    split_tiles = lax.div(row_tiles + tiling.splits - 1, tiling.splits)
+    first = index.split * split_tiles
+    count = jnp.clip(row_tiles - first, 0, split_tiles)
+    return KVSplit(sizes, refs, smem, row.slot, index.head, first, count)
+
+
+def copy_rows(sizes, source, target):
+    """Copy a query tile between two buffers in shared memory, through registers.
+
+    One has its rows side by side, as they lie in global memory. The other is swizzled in tiles of
+    eight rows, as tensor cores read it.
     """
     layout = layouts.piece_layout(8, sizes.pages.head_dim, itemsize=2)
-    for rows in (pl.ds(start, 8) for start in range(0, sizes.height, 8)):
+    for rows in (pl.ds(start, 8) for start in range(0, sizes.query_rows, 8)):
         piece = access.load(source.at[rows], layout)
         if source.dtype != target.dtype:
-            most = 65280.0  # bfloat16's largest below that of float16
-            piece = jnp.clip(piece.astype(jnp.float32), -most, most).astype(target.dtype)
+            piece = jnp.clip(piece.astype(jnp.float32), -_MAX_FLOAT16, _MAX_FLOAT16)
+            piece = piece.astype(target.dtype)
         access.store(target.at[rows], piece)
     plgpu.commit_smem()

@@ -1,4 +1,6 @@
-"""The blocks of `paged_attention_kernel`: bfloat16 on tensor cores, float32 by multiply-adds."""
+"""A block of paged attention in bfloat16: products on tensor cores, sums in float32."""
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,69 +8,78 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
-from jaxspec.pallas.attention.paged_block import lay_out
+from jaxspec.pallas.attention.paged_block import Block, BlockSizes, copy_rows
 from jaxspec.pallas.gpu import tensor_cores
 
-_AT_ONCE = 8  # positions in float32: of 4 warps, a half each
+LSE_ROWS = softmax.ROWS  # of a query tile
 
 
-def scratch(sizes, interpreted):
-    """Shared memory and barriers of `bfloat16`."""
-    plan, dim = sizes.plan, sizes.pages.head_dim
-    ring = tensor_cores.tile(plan.stages, plan.keys, dim)
-    scratch = {
-        "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
-        "tile": tensor_cores.tile(softmax.ROWS, dim),
-        "keys": ring,
-        "values": ring,
-        "sums": plgpu.SMEM((softmax.ROWS,), jnp.float32),
-        "arrived": sizes.barriers(),
-    }
-    if interpreted:
-        scratch["weights"] = tensor_cores.tile(softmax.ROWS, plan.keys)
-    return scratch
+class Smem(NamedTuple):
+    """Barriers and shared memory of a block, in the order of allocation."""
+
+    q_produced: Any
+    k_produced: Any
+    v_produced: Any
+    q_rows: Any  # [query_rows, head_dim], as copied
+    keys: Any  # [stages, block_kv, head_dim]
+    lse: Any  # [ROWS]
+    q_tile: Any  # [ROWS, head_dim], as tensor cores read it; the output afterwards
+    values: Any  # as `keys`
+    weights: Any  # the interpreter's stand-in for an operand in registers, or None
 
 
-def bfloat16(sizes, share, asked, keys, values, arrived, tile, sums, weights=None):
-    """One block in bfloat16: scores and sums by the tensor cores, in float32."""
-    plan, dim = sizes.plan, sizes.pages.head_dim
-    sees, place = (
-        share.sees(sizes, softmax.iota(plan.keys, 0)),
-        softmax.iota(plan.keys, 1),
+def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
+    """What a block allocates."""
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
+    ring = tensor_cores.tile(tiling.stages, tiling.block_kv, dim)
+    return Smem(
+        q_produced=sizes.query_barrier(),
+        k_produced=sizes.ring_barriers(),
+        v_produced=sizes.ring_barriers(),
+        q_rows=plgpu.SMEM((sizes.query_rows, dim), jnp.bfloat16),
+        keys=ring,
+        lse=plgpu.SMEM((softmax.ROWS,), jnp.float32),
+        q_tile=tensor_cores.tile(softmax.ROWS, dim),
+        values=ring,
+        weights=tensor_cores.tile(softmax.ROWS, tiling.block_kv) if interpreted else None,
     )
-    here, keys_here, values_here = arrived
-    plgpu.barrier_wait(here)
-    lay_out(sizes, asked, tile)
 
-    def step(j, carry):
+
+def attend(block: Block):
+    """Attend over the block's tiles, and put out the result."""
+    sizes, smem, kv, length = block.sizes, block.smem, block.kv, block.row.length
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
+    newest = block.newest_position(softmax.tile_iota(tiling.block_kv, 0))
+    position = softmax.tile_iota(tiling.block_kv, 1)
+    plgpu.barrier_wait(smem.q_produced)
+    copy_rows(sizes, smem.q_rows, smem.q_tile)
+
+    def attend_tile(j, carry):
         state, pages = carry
-        stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
-        again = j + plan.stages
-        plgpu.barrier_wait(keys_here.at[stage])
-        scores = tensor_cores.product(tile, keys.at[stage].transpose((1, 0)))
-        pl.when(again < share.count)(lambda: share.fetch(0, again, stage, pages))
-        scores = jnp.where(place <= sees - base, scores, -jnp.inf)
-        weight, (acc, peak, total) = softmax.weigh(state, scores, dim**-0.5 * softmax.LOG2E)
-        plgpu.barrier_wait(values_here.at[stage])
-        pl.when(base + plan.keys > share.length)(
-            lambda: tensor_cores.clear(values.at[stage], 0, share.length - base)
+        stage, base = lax.rem(j, tiling.stages), (kv.first + j) * tiling.block_kv
+        refill = j + tiling.stages  # the tile that takes this one's stage
+        plgpu.barrier_wait(smem.k_produced.at[stage])
+        scores = tensor_cores.product(smem.q_tile, smem.keys.at[stage].transpose((1, 0)))
+        pl.when(refill < kv.count)(lambda: kv.fetch_keys(refill, stage, pages))
+        scores = jnp.where(position <= newest - base, scores, -jnp.inf)
+        weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)
+        plgpu.barrier_wait(smem.v_produced.at[stage])
+        values = smem.values.at[stage]
+        pl.when(base + tiling.block_kv > length)(
+            lambda: tensor_cores.clear(values, 0, length - base)
         )
-        (acc,) = tensor_cores.accumulate(weights, (acc, weight, values.at[stage]))
-        pl.when(again < share.count)(lambda: share.fetch(1, again, stage, pages))
-        return (acc, peak, total), share.find(again + 1)
+        (acc,) = tensor_cores.accumulate(smem.weights, (state.acc, weights, values))
+        pl.when(refill < kv.count)(lambda: kv.fetch_values(refill, stage, pages))
+        return state._replace(acc=acc), kv.find_pages(refill + 1)
 
-    carry = softmax.empty(dim), share.find(plan.stages)
-    state, _ = lax.fori_loop(0, share.count, step, carry)
-    _, peak, total = state
-    tile[...] = softmax.result(state).astype(tile.dtype)
-    if plan.splits == 1:
+    carry = softmax.empty(dim), kv.find_pages(tiling.stages)
+    state, _ = lax.fori_loop(0, kv.count, attend_tile, carry)
+    smem.q_tile[...] = softmax.output(state).astype(smem.q_tile.dtype)
+    if tiling.splits == 1:
         plgpu.commit_smem()
-        lay_out(sizes, tile, asked)
-        share.put_out(sizes, asked)
-        return
-    sums[...] = peak + jnp.log(jnp.where(total == 0, 1.0, total)) * softmax.LOG2E
-    plgpu.commit_smem()
-    out, sums_out = share.outputs
-    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, sizes.height)], out)
-    plgpu.copy_smem_to_gmem(sums, sums_out)
-    plgpu.wait_smem_to_gmem(0)
+        copy_rows(sizes, smem.q_tile, smem.q_rows)
+        block.store_heads(smem.q_rows)
+    else:
+        smem.lse[...] = softmax.lse(state)
+        plgpu.commit_smem()
+        block.copy_split(smem.q_tile.at[pl.ds(0, sizes.query_rows)], smem.lse)

@@ -1,4 +1,6 @@
-"""A block of paged attention in float32: products on the CUDA cores."""
+"""A block of paged attention in float32: multiply-adds, since tensor cores round to 10 bits."""
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,106 +8,125 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
-from jaxspec.pallas.attention.paged_block_bfloat16 import _AT_ONCE
+from jaxspec.pallas.attention.paged_block import Block, BlockSizes
 from jaxspec.pallas.gpu import access, layouts
 
-
-def scratch32(sizes):
-    """Shared memory and barriers of `float32`."""
-    ring = plgpu.SMEM((sizes.plan.stages, sizes.plan.keys, sizes.pages.head_dim), jnp.float32)
-    asked = plgpu.SMEM((sizes.height, sizes.pages.head_dim), jnp.float32)
-    return {"asked": asked, "keys": ring, "values": ring, "arrived": sizes.barriers()}
+_LANES = 8  # positions taken at once: each of the four warps has two
 
 
-def float32(sizes, share, asked, keys, values, arrived):
-    """One block in float32, which tensor cores would round to 10 bits.
+class Smem(NamedTuple):
+    """Barriers and shared memory of a block, in the order of allocation."""
 
-    Positions are taken `_AT_ONCE`, each by 16 lanes. A position's place among them keeps a softmax
-    of its own for every query, so that nothing crosses warps before the end.
+    q_produced: Any
+    k_produced: Any
+    v_produced: Any
+    q_rows: Any  # [query_rows, head_dim]; the output afterwards
+    keys: Any  # [stages, block_kv, head_dim]
+    values: Any  # as `keys`
+
+
+def smem(sizes: BlockSizes) -> Smem:
+    """What a block allocates."""
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
+    ring = plgpu.SMEM((tiling.stages, tiling.block_kv, dim), jnp.float32)
+    return Smem(
+        q_produced=sizes.query_barrier(),
+        k_produced=sizes.ring_barriers(),
+        v_produced=sizes.ring_barriers(),
+        q_rows=plgpu.SMEM((sizes.query_rows, dim), jnp.float32),
+        keys=ring,
+        values=ring,
+    )
+
+
+def attend(block: Block):
+    """Attend over the block's tiles, and put out the result.
+
+    Each of `_LANES` neighbouring positions has a softmax of its own for every query, `[_LANES]` and
+    `[_LANES, head_dim]`, so that nothing crosses warps before the end.
     """
-    plan, dim = sizes.plan, sizes.pages.head_dim
+    sizes, smem, kv = block.sizes, block.smem, block.kv
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
     layout = layouts.row_layout(dim, 4)
-    here, keys_here, values_here = arrived
-    within = plgpu.broadcasted_iota(jnp.int32, (_AT_ONCE,), 0, layout=layout.reduce(1))
-    sees = [share.sees(sizes, jnp.int32(r)) for r in range(sizes.height)]
-    plgpu.barrier_wait(here)
+    lane = plgpu.broadcasted_iota(jnp.int32, (_LANES,), 0, layout=layout.reduce(1))
+    newest = [block.newest_position(jnp.int32(r)) for r in range(sizes.query_rows)]
+    plgpu.barrier_wait(smem.q_produced)
 
-    def some(i, carry, stage, base):
-        rows = pl.ds(i * _AT_ONCE, _AT_ONCE)
-        key, value = (access.load(ring.at[stage, rows], layout) for ring in (keys, values))
-        place = within + (base + i * _AT_ONCE)
-        # What others left beyond the row may not be finite, and 0 * NaN is NaN.
-        value = jnp.where(lax.broadcast_in_dim(place, value.shape, (0,)) < share.length, value, 0.0)
-        new = []
-        for r, state in enumerate(carry):
-            query = access.load(asked.at[r], layout.reduce(0))
+    def attend_lanes(i, states, stage, base):
+        rows = pl.ds(i * _LANES, _LANES)
+        key, value = (access.load(x.at[stage, rows], layout) for x in (smem.keys, smem.values))
+        position = lane + (base + i * _LANES)
+        # Values beyond the row may be another request's and not finite, and 0 * NaN is NaN.
+        written = lax.broadcast_in_dim(position, value.shape, (0,)) < block.row.length
+        value = jnp.where(written, value, 0.0)
+        updated = []
+        for r, state in enumerate(states):
+            query = access.load(smem.q_rows.at[r], layout.reduce(0))
             score = jnp.sum(key * lax.broadcast_in_dim(query, key.shape, (1,)), axis=1)
-            score = jnp.where(place <= sees[r], score * (dim**-0.5 * softmax.LOG2E), -jnp.inf)
-            new.append(_softmax_add(state, score, value))
-        return tuple(new)
+            score = jnp.where(position <= newest[r], score * (dim**-0.5 * softmax.LOG2E), -jnp.inf)
+            updated.append(_update(state, score, value))
+        return tuple(updated)
 
-    def step(j, carry):
+    def attend_tile(j, carry):
         states, pages = carry
-        stage, again = lax.rem(j, plan.stages), j + plan.stages
-        base = (share.first + j) * plan.keys
-        plgpu.barrier_wait(keys_here.at[stage])
-        plgpu.barrier_wait(values_here.at[stage])
+        stage, refill = lax.rem(j, tiling.stages), j + tiling.stages
+        base = (kv.first + j) * tiling.block_kv
+        plgpu.barrier_wait(smem.k_produced.at[stage])
+        plgpu.barrier_wait(smem.v_produced.at[stage])
         states = lax.fori_loop(
-            0, plan.keys // _AT_ONCE, lambda i, x: some(i, x, stage, base), states
+            0, tiling.block_kv // _LANES, lambda i, x: attend_lanes(i, x, stage, base), states
         )
-
         plgpu.commit_smem()  # all threads have read the tiles that the next ones overwrite
 
-        @pl.when(again < share.count)
+        @pl.when(refill < kv.count)
         def _():
-            share.fetch(0, again, stage, pages)
-            share.fetch(1, again, stage, pages)
+            kv.fetch_keys(refill, stage, pages)
+            kv.fetch_values(refill, stage, pages)
 
-        return states, share.find(again + 1)
+        return states, kv.find_pages(refill + 1)
 
-    empty = (
-        softmax.full((_AT_ONCE, dim), 0.0, layout),
-        softmax.full((_AT_ONCE,), -jnp.inf, layout.reduce(1)),
-        softmax.full((_AT_ONCE,), 0.0, layout.reduce(1)),
+    empty = softmax.State(
+        softmax.full((_LANES, dim), 0.0, layout),
+        softmax.full((_LANES,), -jnp.inf, layout.reduce(1)),
+        softmax.full((_LANES,), 0.0, layout.reduce(1)),
     )
-    states, _ = lax.fori_loop(
-        0, share.count, step, ((empty,) * sizes.height, share.find(plan.stages))
-    )
-    _put_out32(sizes, share, asked, states)
+    carry = (empty,) * sizes.query_rows, kv.find_pages(tiling.stages)
+    states, _ = lax.fori_loop(0, kv.count, attend_tile, carry)
+    _store(block, states)
 
 
-def _put_out32(sizes, share, asked, states):
-    """What each query attended, of an only share by way of where the queries lay."""
-    for r, state in enumerate(states):
-        result, log_sum = _over_places(*state)
-        if sizes.plan.splits == 1:
-            access.store(asked.at[r], result)
-        else:
-            out, sums_out = share.outputs
-            sums_out[r] = log_sum
-            access.store(out.at[r], result)
-    if sizes.plan.splits == 1:
-        plgpu.commit_smem()
-        share.put_out(sizes, asked)
-
-
-def _over_places(acc, peak, total):
-    """One softmax from those of the places: the result, and log2 of the sum of its weights."""
-    most = jnp.max(peak)
-    most = jnp.where(most == -jnp.inf, 0.0, most)
-    weight = jnp.exp2(peak - most)
-    total = jnp.sum(total * weight)
-    acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
-    log_sum = jnp.where(total == 0, -jnp.inf, most + jnp.log(total) * softmax.LOG2E)
-    return acc / jnp.where(total > 0, total, 1.0), log_sum
-
-
-def _softmax_add(state, score, value):
-    """The sums of a softmax with one more position each: `score` [n], `value` [n, dim]."""
-    acc, peak, total = state
-    new = jnp.maximum(peak, score)
-    safe = jnp.where(new == -jnp.inf, 0.0, new)
-    weight, fade = jnp.exp2(score - safe), jnp.exp2(peak - safe)
-    acc = acc * lax.broadcast_in_dim(fade, acc.shape, (0,))
+def _update(state, score, value):
+    """A query's softmaxes with one more position each: `score` [_LANES] and its `value`."""
+    acc, m_i, l_i = state
+    m_new = jnp.maximum(m_i, score)
+    m_safe = softmax.finite(m_new)
+    weight, rescale = jnp.exp2(score - m_safe), jnp.exp2(m_i - m_safe)
+    acc = acc * lax.broadcast_in_dim(rescale, acc.shape, (0,))
     acc = acc + value * lax.broadcast_in_dim(weight, acc.shape, (0,))
-    return acc, new, total * fade + weight
+    return softmax.State(acc, m_new, l_i * rescale + weight)
+
+
+def _store(block, states):
+    """Put out the output of every query; a whole row's goes through `q_rows` to be gated."""
+    q_rows = block.smem.q_rows
+    for r, state in enumerate(states):
+        output, lse = _merge_lanes(state)
+        if block.sizes.tiling.splits == 1:
+            access.store(q_rows.at[r], output)
+        else:
+            block.lse[r] = lse
+            access.store(block.out.at[r], output)
+    if block.sizes.tiling.splits == 1:
+        plgpu.commit_smem()
+        block.store_heads(q_rows)
+
+
+def _merge_lanes(state):
+    """The output of one query, from the softmaxes of its lanes, and its lse."""
+    acc, m_i, l_i = state
+    m_max = softmax.finite(jnp.max(m_i))
+    weight = jnp.exp2(m_i - m_max)
+    l_sum = jnp.sum(l_i * weight)
+    acc = jnp.sum(acc * lax.broadcast_in_dim(weight, acc.shape, (0,)), axis=0)
+    lse = jnp.where(l_sum == 0, -jnp.inf, m_max + jnp.log(l_sum) * softmax.LOG2E)
+    return acc / jnp.where(l_sum > 0, l_sum, 1.0), lse

@@ -1,12 +1,13 @@
-"""The block of `paged_attention_kernel` over float8_e4m3fn: half of bfloat16's bytes.
+"""A block of paged attention over a pool of float8_e4m3fn: half of bfloat16's bytes.
 
-Tensor cores want 16 bits here. Tiles widened in shared memory would keep it busier than the memory
-(about 7 bytes in and out for each of the pool), so keys and values are widened in registers, as
-left operands: all is transposed, positions or channels down and queries across. Of those there are
-few, and a product takes 8 or 16 of them as well as 64.
+Tensor cores take 16 bits here. Widening tiles in shared memory would keep it busier than the global
+memory (about 7 bytes in and out for each byte of the pool), so keys and values are widened in
+registers, as left operands of the products. All is therefore transposed: positions or channels run
+down and queries run across. A row has few queries, and a product takes 8 or 16 columns as well as
+64.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,134 +15,158 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
-from jaxspec.pallas.attention.paged_block import lay_out
+from jaxspec.pallas.attention.paged_block import Block, BlockSizes, copy_rows
 from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.paging.page_tiles import float8_tile
 
-_ACROSS = plgpu.Layout.WGMMA.reduce(0)  # one value a query
+_PER_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value a query
 
 
-def scratch(sizes, interpreted):
-    """Shared memory and barriers of `float8`."""
-    plan, dim = sizes.plan, sizes.pages.head_dim
-    ring = float8_tile(plan.stages, plan.keys, dim)
-    scratch = {
-        "asked": plgpu.SMEM((sizes.height, dim), jnp.bfloat16),
-        "tile": tensor_cores.tile(sizes.height, dim, dtype=jnp.float16),
-        "weights": tensor_cores.tile(sizes.height, plan.keys, dtype=jnp.float16),
-        "keys": ring,
-        "values": ring,
-        "sums": plgpu.SMEM((sizes.height,), jnp.float32),
-        "arrived": sizes.barriers(),
-    }
+class Smem(NamedTuple):
+    """Barriers and shared memory of a block, in the order of allocation."""
+
+    q_produced: Any
+    k_produced: Any
+    v_produced: Any
+    q_rows: Any  # [query_rows, head_dim], as copied
+    keys: Any  # [stages, block_kv, head_dim], in 8 bits
+    keys_operand: Any  # the interpreter's stand-in for keys in registers, or None
+    values_operand: Any  # the same for values
+    lse: Any  # [query_rows]
+    q_tile: Any  # [query_rows, head_dim] in float16; the output afterwards
+    values: Any  # as `keys`
+    weights: Any  # [query_rows, block_kv] in float16
+
+
+def smem(sizes: BlockSizes, interpreted: bool) -> Smem:
+    """What a block allocates."""
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
+    ring = float8_tile(tiling.stages, tiling.block_kv, dim)
+    positions, channels = tiling.block_kv, _part_size(dim)
+    operands = None, None
     if interpreted:
-        shape = plan.keys, min(128, dim)
-        scratch["left"] = [tensor_cores.tile(*x, dtype=jnp.float16) for x in (shape, shape[::-1])]
-    return scratch
+        operands = (
+            tensor_cores.tile(positions, channels, dtype=jnp.float16),
+            tensor_cores.tile(channels, positions, dtype=jnp.float16),
+        )
+    return Smem(
+        q_produced=sizes.query_barrier(),
+        k_produced=sizes.ring_barriers(),
+        v_produced=sizes.ring_barriers(),
+        q_rows=plgpu.SMEM((sizes.query_rows, dim), jnp.bfloat16),
+        keys=ring,
+        keys_operand=operands[0],
+        values_operand=operands[1],
+        lse=plgpu.SMEM((sizes.query_rows,), jnp.float32),
+        q_tile=tensor_cores.tile(sizes.query_rows, dim, dtype=jnp.float16),
+        values=ring,
+        weights=tensor_cores.tile(sizes.query_rows, tiling.block_kv, dtype=jnp.float16),
+    )
 
 
-def float8(sizes, share, asked, keys, values, arrived, tile, weights, sums, left=(None, None)):
-    """One block, in float16, which has every number of float8_e4m3fn; sums in float32.
+def attend(block: Block):
+    """Attend over the block's tiles in float16, with sums in float32, and put out the result.
 
-    What was attended is float16 too, until the only share is put out, or several have merged.
-    Barriers are all written out.
+    float16 has every number of float8_e4m3fn. The output is float16 too until it is stored, or
+    until splits have merged. All barriers are written out: Mosaic adds none.
     """
-    plan, dim = sizes.plan, sizes.pages.head_dim
-    shape, some = (plan.keys, sizes.height), min(128, dim)
-    parts = [pl.ds(column, some) for column in range(0, dim, some)]  # registers bound them
-    place, query = (_iota(shape, i) for i in range(2))
-    sees = share.sees(sizes, query)
-    here, keys_here, values_here = arrived
-    plgpu.barrier_wait(here)
-    lay_out(sizes, asked, tile)
+    sizes, smem, kv = block.sizes, block.smem, block.kv
+    tiling, dim = sizes.tiling, sizes.pages.head_dim
+    shape, channels = (tiling.block_kv, sizes.query_rows), _part_size(dim)
+    parts = [pl.ds(start, channels) for start in range(0, dim, channels)]
+    position, query = (_iota(shape, i) for i in range(2))
+    newest = block.newest_position(query)
+    plgpu.barrier_wait(smem.q_produced)
+    copy_rows(sizes, smem.q_rows, smem.q_tile)
 
-    def refill(which, tile, stage, pages):
-        @plgpu.warp_map  # one warp alone: a copy a page is a fifth of all instructions
+    def refill(fetch, tile, stage, pages):
+        @plgpu.warp_map  # by one warp: the copies of a tile are a fifth of all instructions
         def _(warp):
-            first = (warp == 0) & (tile < share.count)
-            pl.when(first)(lambda: share.fetch(which, tile, stage, pages))
+            pl.when((warp == 0) & (tile < kv.count))(lambda: fetch(tile, stage, pages))
 
-    def step(j, carry):
-        (acc, peak, total), pages = carry
-        stage, base = lax.rem(j, plan.stages), (share.first + j) * plan.keys
-        again = j + plan.stages
-        plgpu.barrier_wait(keys_here.at[stage])
+    def attend_tile(j, carry):
+        (acc, m_i, l_i), pages = carry
+        stage, base = lax.rem(j, tiling.stages), (kv.first + j) * tiling.block_kv
+        next_tile = j + tiling.stages  # takes this one's stage
+        plgpu.barrier_wait(smem.k_produced.at[stage])
         scores: Any = softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
-        for columns in parts:
-            key, queries = _keys(keys.at[stage, :, columns]), tile.at[:, columns]
-            (scores,) = tensor_cores.accumulate(left[0], (scores, key, queries.transpose((1, 0))))
-        scores = jnp.where(place <= sees - base, scores, -jnp.inf) * (dim**-0.5 * softmax.LOG2E)
-        new = jnp.maximum(peak, scores.max(axis=0))
-        safe = jnp.where(new == -jnp.inf, 0.0, new)
-        weight = jnp.exp2(scores - lax.broadcast_in_dim(safe, shape, (1,)))
-        fade = jnp.exp2(peak - safe)
-        total = total * lax.broadcast_in_dim(fade, shape, (1,)) + weight
-        weights.transpose((1, 0))[...] = weight.astype(jnp.float16)
-        plgpu.commit_smem()  # all have read the keys too
-        refill(0, again, stage, pages)
-        plgpu.barrier_wait(values_here.at[stage])
+        for part in parts:
+            key, queries = _load_keys(smem.keys.at[stage, :, part]), smem.q_tile.at[:, part]
+            term = scores, key, queries.transpose((1, 0))
+            (scores,) = tensor_cores.accumulate(smem.keys_operand, term)
+        scores = jnp.where(position <= newest - base, scores, -jnp.inf)
+        scores = scores * (dim**-0.5 * softmax.LOG2E)
+        m_new = jnp.maximum(m_i, scores.max(axis=0))
+        m_safe = softmax.finite(m_new)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(m_safe, shape, (1,)))
+        rescale = jnp.exp2(m_i - m_safe)
+        l_i = l_i * lax.broadcast_in_dim(rescale, shape, (1,)) + weights
+        smem.weights.transpose((1, 0))[...] = weights.astype(jnp.float16)
+        plgpu.commit_smem()  # all threads have read the keys too
+        refill(kv.fetch_keys, next_tile, stage, pages)
+        plgpu.barrier_wait(smem.v_produced.at[stage])
         new_acc = []
-        for part, columns in zip(acc, parts, strict=True):
-            value = _values(values.at[stage, :, columns], share.length - base)
-            part = part * lax.broadcast_in_dim(fade, part.shape, (1,))
-            new_acc += tensor_cores.accumulate(left[1], (part, value, weights.transpose((1, 0))))
-        plgpu.commit_smem()  # all have read the values
-        refill(1, again, stage, pages)
-        return (tuple(new_acc), new, total), share.find(again + 1)
+        for part_acc, part in zip(acc, parts, strict=True):
+            value = _load_values(smem.values.at[stage, :, part], block.row.length - base)
+            part_acc = part_acc * lax.broadcast_in_dim(rescale, part_acc.shape, (1,))
+            term = part_acc, value, smem.weights.transpose((1, 0))
+            new_acc += tensor_cores.accumulate(smem.values_operand, term)
+        plgpu.commit_smem()  # all threads have read the values
+        refill(kv.fetch_values, next_tile, stage, pages)
+        return softmax.State(tuple(new_acc), m_new, l_i), kv.find_pages(next_tile + 1)
 
-    empty = (
-        (softmax.full((some, sizes.height), 0.0, plgpu.Layout.WGMMA),) * len(parts),
-        softmax.full((sizes.height,), -jnp.inf, _ACROSS),
+    # `acc` has the channels in parts, and `l_i` one sum for each position of a tile and query.
+    empty = softmax.State(
+        (softmax.full((channels, sizes.query_rows), 0.0, plgpu.Layout.WGMMA),) * len(parts),
+        softmax.full((sizes.query_rows,), -jnp.inf, _PER_QUERY),
         softmax.full(shape, 0.0, plgpu.Layout.WGMMA),
     )
-    state, _ = lax.fori_loop(0, share.count, step, (empty, share.find(plan.stages)))
-    _store(state, parts, tile, sums)
-    _put_out(sizes, share, asked, tile, sums)
+    carry = empty, kv.find_pages(tiling.stages)
+    state, _ = lax.fori_loop(0, kv.count, attend_tile, carry)
+    _store_to_smem(state, parts, smem)
+    if tiling.splits == 1:
+        copy_rows(sizes, smem.q_tile, smem.q_rows)
+        block.store_heads(smem.q_rows)
+    else:
+        block.copy_split(smem.q_tile, smem.lse)
 
 
-def _put_out(sizes, share, asked, tile, sums):
-    """What was attended, of an only share by way of where the queries lay."""
-    if sizes.plan.splits == 1:
-        lay_out(sizes, tile, asked)
-        share.put_out(sizes, asked)
-        return
-    out, sums_out = share.outputs
-    plgpu.copy_smem_to_gmem(tile, out)
-    plgpu.copy_smem_to_gmem(sums, sums_out)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _store(state, parts, tile, sums):
-    """The result and log2 of the sum of its weights, to shared memory."""
-    acc, peak, total = state
-    total = total.sum(axis=0)
-    total = jnp.where(total == 0, 1.0, total)
-    for part, columns in zip(acc, parts, strict=True):
-        part = part * lax.broadcast_in_dim(1 / total, part.shape, (1,))
-        tile.at[:, columns].transpose((1, 0))[...] = part.astype(jnp.float16)
-    sums[...] = peak + jnp.log(total) * softmax.LOG2E
+def _store_to_smem(state, parts, smem):
+    """Write the output to `q_tile`, and the lse."""
+    acc, m_i, l_i = state
+    l_i = l_i.sum(axis=0)
+    l_i = jnp.where(l_i == 0, 1.0, l_i)
+    for part_acc, part in zip(acc, parts, strict=True):
+        output = part_acc * lax.broadcast_in_dim(1 / l_i, part_acc.shape, (1,))
+        smem.q_tile.at[:, part].transpose((1, 0))[...] = output.astype(jnp.float16)
+    smem.lse[...] = m_i + jnp.log(l_i) * softmax.LOG2E
     plgpu.commit_smem()
+
+
+def _part_size(head_dim):
+    """Channels of a head taken at once; registers bound them."""
+    return min(128, head_dim)
 
 
 def _iota(shape, dimension):
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
-def _keys(tile):
-    """`[positions, channels]` in float16, as the left operand of a product."""
+def _load_keys(tile):
+    """A tile `[positions, channels]` in float16, as the left operand of a product."""
     key = access.load(tile, plgpu.Layout.WGMMA_UPCAST_2X)
     return plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
-def _values(tile, live):
-    """`[channels, positions]`, the same; 0 from position `live` on.
+def _load_values(tile, written):
+    """A tile transposed to `[channels, positions]`, likewise; 0 from position `written` on.
 
-    What others left there may not be finite, and 0 * NaN is NaN.
+    Values there may be another request's and not finite, and 0 * NaN is NaN.
     """
     value = access.load(tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)
 
     def clear(value):
-        return jnp.where(_iota(value.shape, 1) < live, value, jnp.zeros((), value.dtype))
+        return jnp.where(_iota(value.shape, 1) < written, value, jnp.zeros((), value.dtype))
 
-    return lax.cond(live < value.shape[1], clear, lambda value: value, value)
+    return lax.cond(written < value.shape[1], clear, lambda value: value, value)

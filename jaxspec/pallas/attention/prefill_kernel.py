@@ -1,12 +1,13 @@
-"""`prefill_attention` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+"""`prefill_attention` on a Hopper GPU (Pallas, Mosaic GPU).
 
-A block has some tokens of one sequence, and of their heads those that share one key head. Two
-warpgroups have `softmax.ROWS` of these queries each; a third copies tiles of keys and values
+A block has some tokens of one chunk, with those of their heads that share one key head. Two
+warpgroups compute, each on `softmax.ROWS` of these queries; a third copies tiles of keys and values
 into a ring in shared memory for both (Shah et al. 2024, FlashAttention-3, figure 1, algorithm 1).
 """
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,63 +17,107 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.attention import online_softmax_block as softmax
 from jaxspec.pallas.gpu import access, layouts, tensor_cores
-from jaxspec.pallas.paging.page_tiles import PageTiles, float8_tile
+from jaxspec.pallas.paging.page_tiles import (
+    KEYS,
+    VALUES,
+    PageTiles,
+    PoolHead,
+    flatten_pool,
+    float8_tile,
+)
 
-_KEYS = {64: 128, 128: 128, 256: 64}  # positions in a tile, by head dim: registers bound it
-_STAGES = 2  # tiles in a ring; at a head dim of 256 shared memory is then full
+_BLOCK_KV = {64: 128, 128: 128, 256: 64}  # positions of a tile, by head_dim: registers bound them
+_STAGES = 2  # tiles of a ring; with heads of 256 shared memory is then full
 _WARPGROUPS = 2  # that compute
-_REGISTERS = 232, 40  # of a thread that computes, that copies: 65536 a multiprocessor
-_WIDENING = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # the same over 8 bits, by head dim
+# Registers of a thread that computes and of one that copies; a multiprocessor has 65536.
+_REGISTERS = 232, 40
+_FLOAT8_REGISTERS = {64: (224, 56), 128: (224, 56), 256: (232, 40)}  # by head_dim
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Static sizes a block knows."""
+class _BlockSizes:
+    """Sizes that are static in a block."""
 
     pages: PageTiles
-    kv_heads: int
-    group: int
+    group: int  # query heads that share a key head
 
     @property
-    def heads(self) -> int:
-        """Of a warpgroup's queries. An even group is cut in two, so that both see as much."""
+    def warpgroup_heads(self) -> int:
+        """Heads of a warpgroup: half of an even group, so that both see as many positions."""
         return self.group if self.group % 2 else self.group // 2
 
     @property
-    def rows(self) -> int:
-        """Tokens of a warpgroup: what fits, in whole tiles of 8 rows, which copies want."""
-        return softmax.ROWS // self.heads // 8 * 8
+    def warpgroup_tokens(self) -> int:
+        """Tokens of a warpgroup: as many as fit, in eights, which copies want."""
+        return softmax.ROWS // self.warpgroup_heads // 8 * 8
 
     @property
     def tokens(self) -> int:
         """Tokens of a block."""
-        return self.rows * self.heads * _WARPGROUPS // self.group
+        return self.warpgroup_tokens * self.warpgroup_heads * _WARPGROUPS // self.group
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "interpret"))
-def attend(
-    queries, kv, layer, page_tables, slots, num_computed, query_start, *, keys=None, interpret=None
+class _Refs(NamedTuple):
+    """Operands and output, in global memory, in the order of the kernel's arguments."""
+
+    work: Any  # [blocks, 4], see `_schedule`
+    queries: Any  # [tokens, heads * head_dim]
+    pool: Any  # as `flatten_pool` gives it
+    layer: Any  # [1]
+    page_tables: Any  # [slots, pages]
+    out: Any  # [blocks * tokens of a block, heads * head_dim]
+
+
+class _Smem(NamedTuple):
+    """Barriers and shared memory, in the order of allocation; of a pair, keys come first."""
+
+    produced: tuple[Any, Any]  # a barrier for each tile of the ring: it has come
+    cleared: Any  # a barrier: the first warpgroup has cleared the values that are not written
+    consumed: tuple[Any, Any]  # as `produced`: both warpgroups are done with the tile
+    float8_produced: tuple[Any, Any] | None  # None unless the pool has 8 bits
+    float8_tiles: tuple[Any, Any] | None  # [block_kv, head_dim], as copied
+    ring: tuple[Any, Any]  # [_STAGES, block_kv, head_dim]
+    queries: Any  # [_WARPGROUPS, ROWS, head_dim]; the output afterwards
+    weights: Any  # the interpreter's stand-in for an operand in registers, or None
+
+
+class _Work(NamedTuple):
+    """What a block does: a row of `_schedule`."""
+
+    slot: Any
+    token: Any  # the first
+    position: Any  # of that token
+    end: Any  # positions that the block's tokens see together
+    count: Any  # tiles of them
+
+
+@functools.partial(jax.jit, static_argnames=("block_kv", "interpret"))
+def prefill_attention_kernel(
+    queries, kv, layer, page_tables, chunks, *, block_kv=None, interpret=None
 ):
     """`prefill_attention` with `layer` on the device, so that all layers share one kernel.
 
-    `keys`: positions in a tile. `interpret`: parameters of Mosaic's interpreter.
+    `block_kv`: positions of a tile, where not the default. `interpret`: parameters of Mosaic's
+    interpreter.
     """
     num_tokens, heads, head_dim = queries.shape
-    layers, _, num_pages, page_size, kv_heads, _ = kv.shape
-    pages = PageTiles(keys or _KEYS[head_dim], head_dim, num_pages, page_size, *page_tables.shape)
-    sizes = _Sizes(pages, kv_heads, heads // kv_heads)
-    schedule = _schedule(sizes, slots, num_computed, query_start, num_tokens)
-    # Or XLA would compute a token's row anew for every element that it gathers.
-    work, row = lax.optimization_barrier(schedule)
+    kv_heads = kv.shape[4]
+    pages = PageTiles.of(kv, page_tables, block_kv or _BLOCK_KV[head_dim])
+    sizes = _BlockSizes(pages, heads // kv_heads)
+    # The barrier keeps XLA from computing a token's row anew for every element that it gathers.
+    work, row = lax.optimization_barrier(_schedule(sizes, chunks, num_tokens))
     flat = queries.reshape(num_tokens, heads * head_dim)
-    flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # a block's at least
-    pool = kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
+    flat = jnp.pad(flat, ((0, max(0, sizes.tokens - num_tokens)), (0, 0)))  # at least one block's
     params = {} if interpret is None else {"interpret": interpret}
+
+    def body(*refs, smem):
+        _run_block(sizes, _Refs(*refs), smem)
+
     out = plgpu.kernel(
-        functools.partial(_block, sizes),
+        body,
         kernel_name="prefill_attention",
         out_type=jax.ShapeDtypeStruct((work.shape[0] * sizes.tokens, heads * head_dim), flat.dtype),
-        scratch_types=_scratch(sizes, kv.dtype, interpret is not None),
+        scratch_types={"smem": _smem(sizes, kv.dtype, interpret is not None)},
         grid=(kv_heads, work.shape[0]),
         grid_names=("head", "tile"),
         num_threads=_WARPGROUPS + 1,
@@ -80,193 +125,218 @@ def attend(
         # No sum crosses warps, and the rings may need all of shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **params,
-    )(work, flat, pool, layer[None], page_tables)
-    # A gather of rows, which XLA makes part of what the caller does with them.
+    )(work, flat, flatten_pool(kv), layer[None], page_tables)
+    # XLA fuses this gather of rows with the caller's next operation.
     out = out.reshape(-1, heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
 
 
-def _schedule(sizes, slots, num_computed, query_start, num_tokens):
-    """What every block does, and in which row of their output each token then is.
+def _schedule(sizes, chunks, num_tokens):
+    """The work of every block, and the row of the blocks' output that each token has.
 
-    The same for all layers, so that XLA computes it once. `[tiles, 4]`: slot, first token, its
-    position, and where what the tokens see ends, 0 if there is nothing to do. A token of no
-    sequence gets a row beyond the output.
+    Both are the same for all layers, so that XLA computes them once. The work is `[blocks, 4]`: the
+    fields of `_Work` but the last; `end` is 0 where there is nothing to do. A token of no chunk
+    gets a row beyond the output.
     """
-    seqs, pages, size = slots.shape[0], sizes.pages, sizes.tokens
-    begin, end = query_start[:-1], query_start[1:]
-    live = (slots > 0) & (slots < pages.num_slots)
-    length = jnp.where(live, jnp.clip(end - begin, 0, num_tokens), 0)
-    last = jnp.cumsum(lax.div(length + size - 1, jnp.int32(size)), dtype=jnp.int32)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1]])
+    num_seqs, pages, size = chunks.slots.shape[0], sizes.pages, sizes.tokens
+    starts, ends = chunks.query_start[:-1], chunks.query_start[1:]
+    live = chunks.is_live(pages.num_slots)
+    length = jnp.where(live, jnp.clip(ends - starts, 0, num_tokens), 0)
+    last_block = jnp.cumsum(lax.div(length + size - 1, jnp.int32(size)), dtype=jnp.int32)
+    first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last_block[:-1]])
 
-    tile = jnp.arange(num_tokens // size + seqs, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.sum(tile[:, None] >= last[None, :], axis=1, dtype=jnp.int32), seqs - 1)
-    offset = (tile - first[seq]) * size
+    block = jnp.arange(num_tokens // size + num_seqs, dtype=jnp.int32)
+    seq = jnp.sum(block[:, None] >= last_block[None, :], axis=1, dtype=jnp.int32)
+    seq = jnp.minimum(seq, num_seqs - 1)
+    offset = (block - first_block[seq]) * size
     count = jnp.clip(length[seq] - offset, 0, size)
-    # Clamped: what the host sent is not trusted to stay inside of memory.
-    position = jnp.clip(num_computed[seq], 0, pages.context) + offset
-    sees = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
+    # Clamped: the host's numbers are not trusted to stay inside of memory.
+    position = jnp.clip(chunks.num_computed[seq], 0, pages.context) + offset
+    end = jnp.where(count > 0, jnp.clip(position + count, 0, pages.context), 0)
     # A block near the end begins earlier, with tokens that are none of its own.
-    token = begin[seq] + offset
+    token = starts[seq] + offset
     start = jnp.clip(token, 0, max(0, num_tokens - size))
-    work = jnp.stack([slots[seq], start, position + start - token, sees], axis=1)
+    work = jnp.stack([chunks.slots[seq], start, position + start - token, end], axis=1)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(token[:, None] >= end[None, :], axis=1, dtype=jnp.int32), seqs - 1)
-    within = token - begin[owner]
-    block = jnp.clip(first[owner] + lax.div(within, jnp.int32(size)), 0, tile.shape[0] - 1)
-    row = block * size + token - start[block]
-    return work, jnp.where((within >= 0) & (within < length[owner]), row, tile.shape[0] * size)
+    owner = jnp.sum(token[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, num_seqs - 1)
+    within = token - starts[owner]
+    token_block = first_block[owner] + lax.div(within, jnp.int32(size))
+    token_block = jnp.clip(token_block, 0, block.shape[0] - 1)
+    row = token_block * size + token - start[token_block]
+    is_real = (within >= 0) & (within < length[owner])
+    return work, jnp.where(is_real, row, block.shape[0] * size)
 
 
-def _scratch(sizes, dtype, interpreted):
-    """Shared memory and barriers; `dtype` is the pool's."""
-    keys, dim = sizes.pages.keys, sizes.pages.head_dim
-    ring = tensor_cores.tile(_STAGES, keys, dim)
-    free = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
-    scratch = {
-        "tile": tensor_cores.tile(_WARPGROUPS, softmax.ROWS, dim),
-        "ring": (ring, ring),
-        "arrived": (sizes.pages.barriers(_STAGES),) * 2,
-        "free": (free, free),
-        "cleared": plgpu.Barrier(),
-    }
-    if dtype == jnp.float8_e4m3fn:
-        narrow = float8_tile(keys, dim)
-        scratch["narrow"] = (narrow, narrow)
-        scratch["landed"] = (sizes.pages.barriers(1),) * 2
-        scratch["arrived"] = (plgpu.Barrier(num_barriers=_STAGES),) * 2
-    if interpreted:
-        scratch["weights"] = tensor_cores.tile(_WARPGROUPS, softmax.ROWS, keys)
-    return scratch
+def _smem(sizes, pool_dtype, interpreted) -> _Smem:
+    """What a block allocates."""
+    block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
+    ring = tensor_cores.tile(_STAGES, block_kv, dim)
+    consumed = plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES)
+    in_8_bits = pool_dtype == jnp.float8_e4m3fn
+    copied, widened = sizes.pages.barriers(1), plgpu.Barrier(num_barriers=_STAGES)
+    produced = widened if in_8_bits else sizes.pages.barriers(_STAGES)
+    float8 = float8_tile(block_kv, dim)
+    return _Smem(
+        produced=(produced, produced),
+        cleared=plgpu.Barrier(),
+        consumed=(consumed, consumed),
+        float8_produced=(copied, copied) if in_8_bits else None,
+        float8_tiles=(float8, float8) if in_8_bits else None,
+        ring=(ring, ring),
+        queries=tensor_cores.tile(_WARPGROUPS, softmax.ROWS, dim),
+        weights=tensor_cores.tile(_WARPGROUPS, softmax.ROWS, block_kv) if interpreted else None,
+    )
 
 
-def _block(
-    sizes, work, queries, pool, layer, tables, out,
-    *, tile, ring, arrived, free, cleared, weights=None, narrow=None, landed=None,
-):  # fmt: skip
-    """Find what this block does, and share it among the warpgroups."""
+def _run_block(sizes, refs, smem):
+    """Read this block's work, and give each warpgroup its part."""
     head, index, warpgroup = (lax.axis_index(name) for name in ("head", "tile", "warpgroup"))
-    index = work.shape[0] - 1 - index  # the last tokens see most, and should not begin last
-    slot, token, position, end = (work[index, i] for i in range(4))
-    count = lax.div(end + sizes.pages.keys - 1, sizes.pages.keys)
-    registers = _REGISTERS if narrow is None else _WIDENING[sizes.pages.head_dim]
+    index = refs.work.shape[0] - 1 - index  # the last tokens take longest, and begin first
+    slot, token, position, end = (refs.work[index, i] for i in range(4))
+    count = lax.div(end + sizes.pages.block_kv - 1, sizes.pages.block_kv)
+    work = _Work(slot, token, position, end, count)
+    in_8_bits = smem.float8_tiles is not None
+    registers = _FLOAT8_REGISTERS[sizes.pages.head_dim] if in_8_bits else _REGISTERS
 
     @pl.when((count > 0) & (warpgroup == _WARPGROUPS))
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-        start = functools.partial(sizes.pages.fetch, pool, layer[0], head)
-        find = functools.partial(sizes.pages.find, tables, slot)
-        if narrow is None:
-            _copy(count, find, start, ring, arrived, free)
-        else:
-            _copy_float8(count, find, start, ring, arrived, free, narrow, landed)
+        copy = _copy_float8 if in_8_bits else _copy
+        copy(sizes, work, PoolHead(refs.pool, refs.layer[0], head), refs.page_tables, smem)
 
     @pl.when((count > 0) & (warpgroup < _WARPGROUPS))
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
-        mine, dim = tile.at[warpgroup], sizes.pages.head_dim
-        ahead, column = warpgroup * sizes.rows, head * sizes.group
-        if sizes.heads < sizes.group:
-            ahead, column = 0, column + warpgroup * sizes.heads
-        columns = [pl.ds((column + i) * dim, dim) for i in range(sizes.heads)]
-        rows = [pl.ds(i * sizes.rows, sizes.rows) for i in range(sizes.heads)]
-        tokens = pl.ds(token + ahead, sizes.rows)
-        # Through registers: copies begin at multiples of 8 rows only, and prompts anywhere.
-        layout = layouts.row_layout(dim, max(2, 256 // dim))  # 8 rows at a time
-        loaded = [access.load(queries.at[tokens, of_head], layout) for of_head in columns]
-        for of_tile, x in zip(rows, loaded, strict=True):
-            access.store(mine.at[of_tile], x)
-        plgpu.commit_smem()
-        mine_weights = None if weights is None else weights.at[warpgroup]
-        spans = count, position, ahead, end
-        state = _attend(sizes, spans, mine, ring, arrived, free, cleared, mine_weights)
-        mine[...] = softmax.result(state).astype(mine.dtype)
-        plgpu.commit_smem()
-        tokens = pl.ds(index * sizes.tokens + ahead, sizes.rows)
-        for of_tile, of_head in zip(rows, columns, strict=True):
-            plgpu.copy_smem_to_gmem(mine.at[of_tile], out.at[tokens, of_head])
-        plgpu.wait_smem_to_gmem(0)
+        _compute(sizes, work, index, head, warpgroup, refs, smem)
 
 
-def _copy(count, find, fetch, ring, arrived, free):
-    """The warpgroup that fills the rings, as soon as both others are done with a tile."""
+def _copy(sizes, work, source, page_tables, smem):
+    """Fill the rings, as soon as both warpgroups are done with a tile."""
+    pages = sizes.pages
 
-    @pl.loop(0, count)
+    @pl.loop(0, work.count)
     def _(j):
         stage = lax.rem(j, _STAGES)
-        found = find(j)  # while it would wait anyway
-        for which in range(2):
-            pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
-            target = ring[which].at[stage], arrived[which].at[stage]
-            fetch(which, j, found, *target)
+        found = pages.find_pages(page_tables, work.slot, j)  # while it would wait anyway
+        for kind in (KEYS, VALUES):
+            _wait_until_consumed(smem, kind, j, stage)
+            target, produced = smem.ring[kind].at[stage], smem.produced[kind].at[stage]
+            pages.fetch(source, kind, j, found, target, produced)
 
 
-def _copy_float8(count, find, fetch, ring, arrived, free, narrow, landed):
-    """`_copy` of a pool of float8_e4m3fn, which lands in `narrow` and is widened into the rings."""
-    found = find(0)
-    for which in range(2):
-        fetch(which, 0, found, narrow[which], landed[which])
+def _copy_float8(sizes, work, source, page_tables, smem):
+    """`_copy` from a pool of float8_e4m3fn: its tiles are widened on their way into the rings."""
+    pages = sizes.pages
+    found = pages.find_pages(page_tables, work.slot, 0)
+    for kind in (KEYS, VALUES):
+        target, produced = smem.float8_tiles[kind], smem.float8_produced[kind]
+        pages.fetch(source, kind, 0, found, target, produced)
 
-    @pl.loop(0, count)
+    @pl.loop(0, work.count)
     def _(j):
-        stage, found = lax.rem(j, _STAGES), find(j + 1)
-        for which in range(2):
-            plgpu.barrier_wait(landed[which])
-            pl.when(j >= _STAGES)(lambda which=which: plgpu.barrier_wait(free[which].at[stage]))
-            _widen(narrow[which], ring[which].at[stage])
+        stage = lax.rem(j, _STAGES)
+        found = pages.find_pages(page_tables, work.slot, j + 1)
+        for kind in (KEYS, VALUES):
+            narrow, narrow_produced = smem.float8_tiles[kind], smem.float8_produced[kind]
+            plgpu.barrier_wait(narrow_produced)
+            _wait_until_consumed(smem, kind, j, stage)
+            _widen(narrow, smem.ring[kind].at[stage])
             plgpu.commit_smem()
-            plgpu.barrier_arrive(arrived[which].at[stage])
-            target = narrow[which], landed[which]
-            pl.when(j + 1 < count)(lambda w=which, target=target: fetch(w, j + 1, found, *target))
+            plgpu.barrier_arrive(smem.produced[kind].at[stage])
+
+            @pl.when(j + 1 < work.count)
+            def _(kind=kind, target=narrow, produced=narrow_produced):
+                pages.fetch(source, kind, j + 1, found, target, produced)
 
 
-def _widen(narrow, wide):
-    """A tile in bfloat16, two pieces at a time: the warpgroup has few registers."""
-    keys, dim = narrow.shape
+def _wait_until_consumed(smem, kind, j, stage):
+    """Wait until tile `j` of keys or values may overwrite its stage; the first have it free."""
+
+    @pl.when(j >= _STAGES)
+    def _():
+        plgpu.barrier_wait(smem.consumed[kind].at[stage])
+
+
+def _widen(narrow, target):
+    """Copy a tile into one of bfloat16, two pieces at a time: the warpgroup has few registers."""
+    block_kv, dim = narrow.shape
     size, layout = max(8, 1024 // dim), layouts.row_layout(dim, 2)
-    for begin in range(0, keys, 2 * size):
-        pieces = [pl.ds(begin + i * size, size) for i in range(2)]
+    for start in range(0, block_kv, 2 * size):
+        pieces = [pl.ds(start + i * size, size) for i in range(2)]
         loaded = [access.load(narrow.at[rows], layout) for rows in pieces]
         for rows, x in zip(pieces, loaded, strict=True):
             # Hopper converts to float16 alone.
             x = x.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-            access.store(wide.at[rows], x)
+            access.store(target.at[rows], x)
 
 
-def _attend(sizes, spans, queries, ring, arrived, free, cleared, weights):
-    """The state of the softmax after all `count` tiles of positions."""
-    count, position, ahead, end = spans
-    size, dim = sizes.pages.keys, sizes.pages.head_dim
-    keys, values = ring
+def _compute(sizes, work, index, head, warpgroup, refs, smem):
+    """One warpgroup's part: load its queries, attend, put out the result.
+
+    Its rows are its heads, each with all its tokens. The warpgroups of an even group have half of
+    the heads each, those of an odd one half of the tokens.
+    """
+    dim, num_tokens = sizes.pages.head_dim, sizes.warpgroup_tokens
+    tile = smem.queries.at[warpgroup]
+    ahead, column = warpgroup * num_tokens, head * sizes.group
+    if sizes.warpgroup_heads < sizes.group:
+        ahead, column = 0, column + warpgroup * sizes.warpgroup_heads
+    columns = [pl.ds((column + i) * dim, dim) for i in range(sizes.warpgroup_heads)]
+    rows = [pl.ds(i * num_tokens, num_tokens) for i in range(sizes.warpgroup_heads)]
+    tokens = pl.ds(work.token + ahead, num_tokens)
+    # Through registers: copies begin at multiples of 8 rows only, and prompts anywhere.
+    layout = layouts.row_layout(dim, max(2, 256 // dim))  # 8 rows at a time
+    loaded = [access.load(refs.queries.at[tokens, of_head], layout) for of_head in columns]
+    for head_rows, x in zip(rows, loaded, strict=True):
+        access.store(tile.at[head_rows], x)
+    plgpu.commit_smem()
+    weights = None if smem.weights is None else smem.weights.at[warpgroup]
+    state = _attend(sizes, work, ahead, tile, weights, smem)
+    tile[...] = softmax.output(state).astype(tile.dtype)
+    plgpu.commit_smem()
+    tokens = pl.ds(index * sizes.tokens + ahead, num_tokens)
+    for head_rows, head_columns in zip(rows, columns, strict=True):
+        plgpu.copy_smem_to_gmem(tile.at[head_rows], refs.out.at[tokens, head_columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(sizes, work, ahead, queries, weights_operand, smem):
+    """The softmax of a warpgroup's queries after all tiles; their tokens begin `ahead` of them."""
+    block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
+    keys, values = smem.ring
 
     def mask(scores, j):
-        row, place = (softmax.iota(size, i) for i in range(2))
-        sees = position + ahead + lax.rem(row, jnp.int32(sizes.rows))
-        return jnp.where(place <= sees - j * size, scores, -jnp.inf)
+        row, position = (softmax.tile_iota(block_kv, i) for i in range(2))
+        newest = work.position + ahead + lax.rem(row, jnp.int32(sizes.warpgroup_tokens))
+        return jnp.where(position <= newest - j * block_kv, scores, -jnp.inf)
 
-    def clear(tile, live):
+    def clear(tile, written):
+        """Zero the values that are not written: they may not be finite, and 0 * NaN is NaN."""
+
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            tensor_cores.clear(tile, 0, live)
-            plgpu.barrier_arrive(cleared)
+            tensor_cores.clear(tile, 0, written)
+            plgpu.barrier_arrive(smem.cleared)
 
-        plgpu.barrier_wait(cleared)
+        plgpu.barrier_wait(smem.cleared)
 
-    def step(j, state):
+    def attend_tile(j, state):
         stage = lax.rem(j, _STAGES)
-        base, refilled = j * size, j + _STAGES < count
-        plgpu.barrier_wait(arrived[0].at[stage])
+        base, is_refilled = j * block_kv, j + _STAGES < work.count
+        plgpu.barrier_wait(smem.produced[KEYS].at[stage])
         scores = tensor_cores.product(queries, keys.at[stage].transpose((1, 0)))
-        pl.when(refilled)(lambda: plgpu.barrier_arrive(free[0].at[stage]))
+        pl.when(is_refilled)(lambda: plgpu.barrier_arrive(smem.consumed[KEYS].at[stage]))
         # Tiles that all queries see whole need no mask.
-        scores = lax.cond(base + size > position + 1, mask, lambda scores, j: scores, scores, j)
-        weight, (acc, peak, total) = softmax.weigh(state, scores, dim**-0.5 * softmax.LOG2E)
-        plgpu.barrier_wait(arrived[1].at[stage])
-        pl.when(base + size > end)(lambda: clear(values.at[stage], end - base))
-        (acc,) = tensor_cores.accumulate(weights, (acc, weight, values.at[stage]))
-        pl.when(refilled)(lambda: plgpu.barrier_arrive(free[1].at[stage]))
-        return acc, peak, total
+        is_masked = base + block_kv > work.position + 1
+        scores = lax.cond(is_masked, mask, lambda scores, j: scores, scores, j)
+        weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)
+        plgpu.barrier_wait(smem.produced[VALUES].at[stage])
+        tile = values.at[stage]
+        pl.when(base + block_kv > work.end)(lambda: clear(tile, work.end - base))
+        (acc,) = tensor_cores.accumulate(weights_operand, (state.acc, weights, tile))
+        pl.when(is_refilled)(lambda: plgpu.barrier_arrive(smem.consumed[VALUES].at[stage]))
+        return state._replace(acc=acc)
 
-    return lax.fori_loop(0, count, step, softmax.empty(dim))
+    return lax.fori_loop(0, work.count, attend_tile, softmax.empty(dim))

@@ -6,26 +6,29 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec import device
 
-_KV = Float[Array, "layers 2 pages page_size kv_heads head_dim"]
+KVPool = Float[Array, "layers 2 pages page_size kv_heads head_dim"]  # keys, then values
+
+_MAX_FLOAT8 = 448  # the largest float8_e4m3fn
 
 
 def kv_write(
-    kv: _KV,
+    kv: KVPool,
     layer: int,
     keys: Float[Array, "tokens kv_heads head_dim"],
     values: Float[Array, "tokens kv_heads head_dim"],
     kv_slots: Int[Array, " tokens"],
-) -> _KV:
-    """The pool with this step's keys and values of one layer written, cast to the pool's dtype.
+) -> KVPool:
+    """The pool with the keys and values of this step's tokens written into one layer.
 
-    In a pool of float8_e4m3fn what lies beyond its range becomes its largest, 448; NaN stays NaN.
-    `kv_slots` (int32) comes from `slot_mapping`. A token with -1, with a slot of the null page or
-    with one beyond the pool is dropped. Slots of one step must differ.
+    They are cast to the pool's dtype. A pool of float8_e4m3fn saturates: a number beyond its range
+    becomes its largest, 448 or -448; NaN stays NaN. `kv_slots` (int32) comes from `slot_mapping`. A
+    token is dropped where its slot is -1, lies in the null page or lies beyond the pool. No two
+    tokens of a step may have the same slot.
     """
     if kv.dtype != jnp.float8_e4m3fn or device.default_device().platform != "cpu":
         return kv_write_reference(kv, layer, keys, values, kv_slots)
     # As bytes: XLA's CPU backend would scatter into a wider copy of the pool.
-    new = (_rounded(x, kv.dtype) for x in (keys, values))
+    new = (_saturate(x, kv.dtype) for x in (keys, values))
     pool, *new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (kv, *new))
     pool = kv_write_reference(pool, layer, *new, kv_slots)
     return jax.lax.bitcast_convert_type(pool, kv.dtype)
@@ -38,10 +41,12 @@ def kv_write_reference(kv, layer, keys, values, kv_slots):
     page = jnp.where(kv_slots >= page_size, kv_slots // page_size, num_pages)
     offset = jnp.where(kv_slots >= page_size, kv_slots % page_size, 0)
     # Not through a reshape of the pool: XLA's CPU backend then copies all of it.
-    kv = kv.at[layer, 0, page, offset].set(_rounded(keys, kv.dtype), mode="drop")
-    return kv.at[layer, 1, page, offset].set(_rounded(values, kv.dtype), mode="drop")
+    kv = kv.at[layer, 0, page, offset].set(_saturate(keys, kv.dtype), mode="drop")
+    return kv.at[layer, 1, page, offset].set(_saturate(values, kv.dtype), mode="drop")
 
 
-def _rounded(x, dtype):
-    """`x` in the pool's dtype. 8 bits have no infinity: a cast makes NaN of what is too large."""
-    return (jnp.clip(x, -448, 448) if dtype == jnp.float8_e4m3fn else x).astype(dtype)
+def _saturate(x, dtype):
+    """`x` in `dtype`. float8_e4m3fn has no infinity: a plain cast makes NaN of a large number."""
+    if dtype == jnp.float8_e4m3fn:
+        x = jnp.clip(x, -_MAX_FLOAT8, _MAX_FLOAT8)
+    return x.astype(dtype)

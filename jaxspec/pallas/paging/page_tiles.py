@@ -1,12 +1,15 @@
-"""How the attention kernels get keys and values: tiles of positions, copied page by page."""
+"""How the attention kernels read a row's keys and values: in tiles, copied page by page."""
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+KEYS, VALUES = 0, 1  # along the second axis of the pool
 
 
 def float8_tile(*shape):
@@ -16,46 +19,77 @@ def float8_tile(*shape):
     return plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
 
 
+def flatten_pool(kv):
+    """The pool as the kernels read it, `[layers * 2 * pages * page_size, kv_heads * head_dim]`."""
+    layers, _, num_pages, page_size, kv_heads, head_dim = kv.shape
+    return kv.reshape(layers * 2 * num_pages * page_size, kv_heads * head_dim)
+
+
+class PoolHead(NamedTuple):
+    """One key head of one layer of the pool."""
+
+    pool: Any  # as `flatten_pool` gives it, in global memory
+    layer: Any
+    head: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class PageTiles:
-    """Tiles of `keys` positions of one row, from a pool `[layers * 2 * pages * page_size, ...]`."""
+    """Cuts the positions of a row into tiles of `block_kv`, and a tile into copies.
 
-    keys: int
+    A copy lies in one page: with tiles of 64 and pages of 24 positions it brings 8.
+    """
+
+    block_kv: int
     head_dim: int
     num_pages: int
     page_size: int
     num_slots: int
-    table: int  # pages of a row in the table
+    table_width: int  # pages of a row in the page table
+
+    @classmethod
+    def of(cls, kv, page_tables, block_kv: int) -> "PageTiles":
+        """The tiles of rows with these page tables."""
+        num_pages, page_size, _, head_dim = kv.shape[2:]
+        num_slots, table_width = page_tables.shape
+        return cls(block_kv, head_dim, num_pages, page_size, num_slots, table_width)
 
     @property
     def context(self) -> int:
-        """Positions of a row at most."""
-        return self.table * self.page_size
+        """The positions that a row has at most."""
+        return self.table_width * self.page_size
 
     @property
-    def piece(self) -> int:
-        """Positions one copy brings: they lie in one page."""
-        return math.gcd(self.keys, self.page_size)
+    def copy_size(self) -> int:
+        """Positions that one copy brings."""
+        return math.gcd(self.block_kv, self.page_size)
 
     def barriers(self, stages: int):
-        """One for each stage of a ring: its tile has arrived."""
-        return plgpu.Barrier(num_arrivals=self.keys // self.piece, num_barriers=stages)
+        """One barrier for each stage of a ring, completed when all copies of its tile are."""
+        return plgpu.Barrier(num_arrivals=self.block_kv // self.copy_size, num_barriers=stages)
 
-    def find(self, tables, slot, tile):
-        """The pages of a tile, one a copy; beyond the table its last, beyond the pool its last."""
-        places = [tile * self.keys + i for i in range(0, self.keys, self.piece)]
-        entries = [jnp.minimum(lax.div(x, self.page_size), self.table - 1) for x in places]
+    def find_pages(self, page_tables, slot, tile) -> tuple:
+        """The page of each copy of a tile.
+
+        Indices are clamped: the host's are not trusted to stay inside the table and the pool.
+        """
+        positions = [tile * self.block_kv + i for i in range(0, self.block_kv, self.copy_size)]
+        entries = [jnp.minimum(lax.div(x, self.page_size), self.table_width - 1) for x in positions]
         slot = jnp.clip(slot, 0, self.num_slots - 1)
-        return tuple(jnp.clip(tables[slot, entry], 0, self.num_pages - 1) for entry in entries)
+        return tuple(jnp.clip(page_tables[slot, entry], 0, self.num_pages - 1) for entry in entries)
 
-    def fetch(self, pool, layer, head, which, tile, pages, stage, arrived):
-        """Start copying a tile of keys (`which` 0) or values (1) to `stage`."""
+    def fetch(self, source: PoolHead, kind: int, tile, pages, target, produced):
+        """Start copying a tile of KEYS or VALUES to `target` `[block_kv, head_dim]`.
+
+        `pages` comes from `find_pages`; the barrier `produced` tells when the copies are complete.
+        """
         for i, page in enumerate(pages):
-            begin = ((layer * 2 + which) * self.num_pages + page) * self.page_size
-            if self.page_size > self.piece:
-                begin += lax.rem(tile * self.keys + i * self.piece, self.page_size)
+            start = ((source.layer * 2 + kind) * self.num_pages + page) * self.page_size
+            if self.page_size > self.copy_size:
+                start += lax.rem(tile * self.block_kv + i * self.copy_size, self.page_size)
+            channels = pl.ds(source.head * self.head_dim, self.head_dim)
             plgpu.copy_gmem_to_smem(
-                pool.at[pl.ds(begin, self.piece), pl.ds(head * self.head_dim, self.head_dim)],
-                stage.at[pl.ds(i * self.piece, self.piece)],
-                arrived,
+                source.pool.at[pl.ds(start, self.copy_size), channels],
+                target.at[pl.ds(i * self.copy_size, self.copy_size)],
+                produced,
             )

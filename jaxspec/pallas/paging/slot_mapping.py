@@ -1,4 +1,4 @@
-"""Slot mapping: where in the paged KV cache each token of the step is written."""
+"""Slot mapping: the place in the paged KV cache where each token of the step is written."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -19,11 +19,13 @@ def slot_mapping(
 
     `slots[t]` is the request slot that owns token `t`, its row in `page_tables`. A token has no KV
     slot when it is not `live`, its request slot is null or out of range, its position lies outside
-    the page table, or the page there is the null page. All int32.
+    the page table, or the page there is the null page. All indices are int32.
 
     The device computes this because only it knows the true positions: the host planned the step
     assuming that every draft in flight is accepted.
     """
+    # One number a token, as vLLM has it, which the writers divide by the constant page size. A pair
+    # (page, offset) would cost a second store here and a second load in every block that writes.
     if dispatch.runs_kernel("slot_mapping", None):
         from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 

@@ -1,4 +1,4 @@
-"""attention_inputs against NumPy; kernel = reference, with padding and NaN where they come."""
+"""attention_inputs and its kernel against NumPy, with padding and NaN where they come."""
 
 import jax
 import jax.numpy as jnp
@@ -7,27 +7,25 @@ import pytest
 
 from benchmarks.measure.shapes import ATTENTION, AttentionShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.attention.inputs import attention_inputs, attention_inputs_reference, rotate
+from jaxspec.pallas.attention.inputs import (
+    QKNorm,
+    attention_inputs,
+    attention_inputs_reference,
+    rotate,
+)
 from jaxspec.pallas.attention.inputs_kernel import attention_inputs_kernel
 
 EPS = 1e-6
 LAYERS, PAGES, LAYER = 2, 4, 1
 SMALL = AttentionShape(4, 2, 8)
-reference = jax.jit(
-    attention_inputs_reference,
-    static_argnames=("layer", "heads", "gated", "eps", "zero_centred"),
-)
-
-
-def rule(shape, gated):
-    """Qwen3.5's heads have gates and norms centred at zero, Qwen3's neither."""
-    return {"heads": shape.heads, "gated": gated, "eps": EPS, "zero_centred": gated}
+reference = jax.jit(attention_inputs_reference, static_argnames=("layer", "heads", "gated"))
 
 
 def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None):
-    """Tokens of any length, the second with a NaN in each head; the pool's are all different.
+    """Random operands, in the op's order; gated heads have norms centred at zero, as Qwen3.5's.
 
-    The first tokens have slots of no page: none, null page's, the pool's end and beyond.
+    The second token has a NaN in each head. Of seven tokens or more four have slots that are not
+    written: none, the null page's, and two beyond the pool.
     """
     rng = np.random.default_rng(tokens)
     heads = (1 + gated) * shape.heads + 2 * shape.kv_heads
@@ -41,25 +39,26 @@ def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None):
     slots = np.resize(slots, tokens)
     if tokens > 6:
         slots[[0, 2, 3, 4]] = -1, page_size - 1, PAGES * page_size, 2**31 - 1
-    x, norms = jnp.asarray(x.reshape(tokens, -1), dtype), jnp.asarray(norms, dtype)
-    pool = jnp.asarray(pool, pool_dtype or dtype)
-    return x, norms, angles, pool, LAYER, jnp.asarray(slots, jnp.int32)
+    x, pool = jnp.asarray(x.reshape(tokens, -1), dtype), jnp.asarray(pool, pool_dtype or dtype)
+    norm = QKNorm(jnp.asarray(norms, dtype), eps=EPS, zero_centred=gated)
+    return x, norm, angles, pool, LAYER, jnp.asarray(slots, jnp.int32)
 
 
-def oracle(x, norms, angles, pool, layer, slots, shape, gated):
-    """Queries and pool in float64, of the projection as it is rounded; a token at a time."""
-    x, norms, cos, sin, pool = (np.array(a, np.float64) for a in (x, norms, *angles, pool))
+def oracle(x, norm, angles, pool, layer, slots, shape, gated):
+    """Queries and pool in float64, from the projection as it is rounded; a token at a time."""
+    arrays = x, norm.weights, *angles, pool
+    x, norms, cos, sin, pool = (np.array(a, np.float64) for a in arrays)
     half, page_size = cos.shape[1], pool.shape[3]
     queries = np.empty((len(x), shape.heads, shape.head_dim))
     for t, slot in enumerate(np.asarray(slots)):
         heads = x[t].reshape(-1, shape.head_dim)
         k, v = heads[-2 * shape.kv_heads :].reshape(2, shape.kv_heads, -1)
         q = heads[: (1 + gated) * shape.heads : 1 + gated]
-        for one, weight in ((q, norms[0]), (k, norms[1])):
-            one *= (weight + gated) / np.sqrt((one**2).mean(axis=1, keepdims=True) + EPS)
-            first, second = one[:, :half].copy(), one[:, half : 2 * half].copy()
-            one[:, :half] = first * cos[t] - second * sin[t]
-            one[:, half : 2 * half] = second * cos[t] + first * sin[t]
+        for y, weight in ((q, norms[0]), (k, norms[1])):
+            y *= (weight + gated) / np.sqrt((y**2).mean(axis=1, keepdims=True) + EPS)
+            first, second = y[:, :half].copy(), y[:, half : 2 * half].copy()
+            y[:, :half] = first * cos[t] - second * sin[t]
+            y[:, half : 2 * half] = second * cos[t] + first * sin[t]
         queries[t] = q
         if page_size <= slot < PAGES * page_size:
             pool[layer, :, slot // page_size, slot % page_size] = k, v
@@ -67,24 +66,25 @@ def oracle(x, norms, angles, pool, layer, slots, shape, gated):
 
 
 def check(shape, gated, run, *args, **sizes):
-    """`run` is the oracle, to two roundings; what is not written keeps its bits."""
-    x, norms, angles, before, *index = given = operands(shape, gated, *args, **sizes)
-    queries, after = run(*given, **rule(shape, gated))
-    wanted, wanted_after = oracle(*given, shape, gated)
-    assert queries.shape == wanted.shape and queries.dtype == x.dtype
+    """`run` equals the oracle up to two roundings; what is not written keeps its bits."""
+    given = operands(shape, gated, *args, **sizes)
+    x, before = given[0], given[3]
+    queries, after = run(*given, heads=shape.heads, gated=gated)
+    expected_queries, expected_after = oracle(*given, shape, gated)
+    assert queries.shape == expected_queries.shape and queries.dtype == x.dtype
     assert after.shape == before.shape and after.dtype == before.dtype
     eps = float(jnp.finfo(x.dtype).eps)
-    for got, expected in ((queries, wanted), (after, wanted_after)):
-        got = np.asarray(got, np.float64)
-        np.testing.assert_allclose(got, expected, rtol=8 * eps, atol=8 * eps)
-    kept = wanted_after == np.asarray(before, np.float64)
+    for actual, expected in ((queries, expected_queries), (after, expected_after)):
+        actual = np.asarray(actual, np.float64)
+        np.testing.assert_allclose(actual, expected, rtol=8 * eps, atol=8 * eps)
+    kept = expected_after == np.asarray(before, np.float64)
     np.testing.assert_array_equal(np.asarray(after)[kept], np.asarray(before)[kept])
-    # A NaN fills its heads, but of a value no other channel.
+    # A NaN fills the heads that are normed; in a value it stays in its channel.
     assert np.isnan(np.asarray(queries, np.float32)).all(axis=(1, 2)).tolist() == [
         token == 1 for token in range(len(x))
     ]
-    lost = np.isnan(np.asarray(after, np.float32)).sum()
-    assert lost == (len(x) > 1) * shape.kv_heads * (shape.head_dim + 1)
+    num_nan = np.isnan(np.asarray(after, np.float32)).sum()
+    assert num_nan == (len(x) > 1) * shape.kv_heads * (shape.head_dim + 1)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -103,10 +103,10 @@ def test_a_rotation_by_nothing_changes_nothing_and_by_a_right_angle_swaps():
 
 def test_a_pool_of_8_bits_gets_what_lies_in_its_range():
     given = operands(SMALL, True, jnp.float32, 2, pool_dtype=jnp.float8_e4m3fn)
-    _, after = attention_inputs(*given, **rule(SMALL, True))
+    _, after = attention_inputs(*given, heads=SMALL.heads, gated=True)
     _, exact = oracle(*given, SMALL, True)
-    got = np.asarray(after, np.float32)
-    np.testing.assert_allclose(got, np.clip(exact, -448, 448), rtol=2**-4, atol=2**-9)
+    after = np.asarray(after, np.float32)
+    np.testing.assert_allclose(after, np.clip(exact, -448, 448), rtol=2**-4, atol=2**-9)
 
 
 def test_columns_that_are_not_those_of_the_heads_are_refused():
@@ -116,7 +116,7 @@ def test_columns_that_are_not_those_of_the_heads_are_refused():
         "but this one has 96. Hand over all of it."
     )
     with pytest.raises(ValueError, match=message):
-        attention_inputs(*given, **rule(SMALL, False))
+        attention_inputs(*given, heads=SMALL.heads, gated=False)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
@@ -136,11 +136,11 @@ def test_the_kernel_equals_the_oracle_without_races(shape, gated, dtype, half, s
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def run(qkv, norms, angles, kv, layer, kv_slots, **rule):
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
+    def run(qkv, norm, angles, kv, layer, kv_slots, **heads):
         layer = jnp.asarray(layer, jnp.int32)
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
         return attention_inputs_kernel(
-            qkv, norms, *angles, kv, layer, kv_slots, **rule, interpret=interpret
+            qkv, norm, angles, kv, layer, kv_slots, **heads, interpret=interpret
         )
 
     check(shape, gated, run, dtype, half, **sizes)
@@ -153,7 +153,7 @@ def test_the_kernel_equals_the_oracle_without_races(shape, gated, dtype, half, s
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(shape, gated, dtype, tokens):
-    """As published: all of a head is rotated, or a quarter where it has a gate."""
+    """As in the published models all of a head is rotated, or a quarter where it has a gate."""
     dispatch._chosen.pop("attention_inputs", None)
     half = shape.head_dim // (8 if gated else 2)
     check(shape, gated, attention_inputs, dtype, half, tokens=tokens, page_size=tokens)
@@ -174,13 +174,14 @@ def test_on_a_gpu_a_long_prompt_is_taken_too():
         (64, 16, jnp.float16, "a projection in float32 and norms in float32 for a float16 pool"),
     ],
 )
-def test_on_a_gpu_what_no_kernel_takes_is_seen_to_run_the_reference(
+def test_on_a_gpu_operands_that_no_kernel_takes_run_the_reference_and_say_so(
     head_dim, half, pool_dtype, why
 ):
     dispatch._chosen.pop("attention_inputs", None)
     shape = AttentionShape(4, 2, head_dim)
     given = operands(shape, True, jnp.float32, half, pool_dtype=pool_dtype)
-    got = attention_inputs(*given, **rule(shape, True))
-    for one, other in zip(got, reference(*given, **rule(shape, True)), strict=True):
-        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (one, other)), rtol=1e-3)
+    actual = attention_inputs(*given, heads=shape.heads, gated=True)
+    expected = reference(*given, heads=shape.heads, gated=True)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), rtol=1e-3)
     assert dispatch.implementations()["attention_inputs"] == ("XLA: " + why,)

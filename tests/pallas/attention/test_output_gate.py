@@ -11,7 +11,7 @@ TOKENS, HEADS, DIM = 5, 3, 16
 
 
 def case(dtype):
-    """Attended heads, and a projection with NaN wherever no gate is."""
+    """Attended heads, a projection with NaN wherever no gate is, and its gates."""
     rng = np.random.default_rng(0)
     gates = 4 * rng.normal(size=(TOKENS, HEADS, DIM))
     pairs = np.stack([np.full_like(gates, np.nan), gates], axis=2).reshape(TOKENS, -1)

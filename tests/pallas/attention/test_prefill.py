@@ -1,29 +1,26 @@
-"""prefill_attention against float64 attention, sequence by sequence."""
+"""prefill_attention against float64 attention, chunk by chunk; its kernel equals the reference."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention import GARBAGE, attention_oracle, int32, kv_slots_of, normal, prompt_chunks
 
 from benchmarks.measure.shapes import ATTENTION, AttentionShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.attention.prefill import prefill_attention, prefill_attention_reference
 from jaxspec.pallas.paging.kv_write import kv_write
 
-reference = jax.jit(prefill_attention_reference, static_argnums=2)
-
 KV_HEADS, HEADS, DIM, PAGE_SIZE = 2, 4, 8, 16
+BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 
-
-def attention_oracle(queries, keys, values, first_position):
-    out = np.zeros(queries.shape)
-    group = queries.shape[1] // keys.shape[1]
-    for token, head in np.ndindex(queries.shape[:2]):
-        seen = first_position + token + 1
-        scores = keys[:seen, head // group].astype(np.float64) @ queries[token, head]
-        weights = np.exp((scores - scores.max()) / np.sqrt(queries.shape[2]))
-        out[token, head] = weights / weights.sum() @ values[:seen, head // group]
-    return out
+compiled = jax.jit(prefill_attention, static_argnums=2)
+reference = jax.jit(prefill_attention_reference, static_argnums=2)
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11"
+)
 
 
 @pytest.mark.parametrize(
@@ -37,87 +34,86 @@ def attention_oracle(queries, keys, values, first_position):
 )
 def test_prefill_attention_equals_attention_over_the_history(slots, lengths, computed):
     rng = np.random.default_rng(sum(lengths))
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     num_tokens, pages = 140, 10
     kv = jnp.full((2, 2, 1 + 3 * pages, PAGE_SIZE, KV_HEADS, DIM), jnp.nan)
     tables = np.zeros((4, pages), np.int32)
     tables[1:] = 1 + rng.permutation(3 * pages).reshape(3, pages)
     start = np.concatenate([[0], np.cumsum(lengths)])
-    queries, expected = normal(num_tokens, HEADS, DIM), np.zeros((num_tokens, HEADS, DIM))
+    queries, expected = normal(rng, num_tokens, HEADS, DIM), np.zeros((num_tokens, HEADS, DIM))
     queries[start[-1] :] = np.nan
     for seq, slot in enumerate(slots):
         total = computed[seq] + lengths[seq]
         if not 0 < slot < 4 or not lengths[seq]:
             continue
-        keys, values = normal(total, KV_HEADS, DIM), normal(total, KV_HEADS, DIM)
-        place = np.arange(total)
-        where = tables[slot, place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
-        kv = kv_write(kv, 1, *map(jnp.asarray, (keys, values, where.astype(np.int32))))
-        mine = slice(start[seq], start[seq + 1])
-        expected[mine] = attention_oracle(queries[mine], keys, values, computed[seq])
-    indices = (jnp.asarray(x, jnp.int32) for x in (tables, slots, computed, start))
-    out = jax.jit(prefill_attention, static_argnums=2)(jnp.asarray(queries), kv, 1, *indices)
+        keys, values = normal(rng, total, KV_HEADS, DIM), normal(rng, total, KV_HEADS, DIM)
+        kv_slots = kv_slots_of(tables[slot], PAGE_SIZE, total)
+        kv = kv_write(kv, 1, jnp.asarray(keys), jnp.asarray(values), kv_slots)
+        chunk = slice(start[seq], start[seq + 1])
+        expected[chunk] = attention_oracle(queries[chunk], keys, values, computed[seq])
+    chunks = prompt_chunks(slots, computed, start)
+    out = compiled(jnp.asarray(queries), kv, 1, jnp.asarray(tables), chunks)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_8_bit_pools_are_read_as_they_are():
-    queries, kv, indices = kernel_case(
+    queries, kv, *indices = kernel_case(
         AttentionShape(4, 2, 8), FP8, 16, [33, 1, 70, 3, 0], [0, 130, 70, 9, 50]
     )
-    queries, run = queries.astype(jnp.float32), jax.jit(prefill_attention, static_argnums=2)
-    wide = run(queries, kv.astype(jnp.float32), 1, *indices)
-    np.testing.assert_allclose(run(queries, kv, 1, *indices), wide, atol=1e-6)
+    queries = queries.astype(jnp.float32)
+    wide = compiled(queries, kv.astype(jnp.float32), 1, *indices)
+    np.testing.assert_allclose(compiled(queries, kv, 1, *indices), wide, atol=1e-6)
 
 
 # The kernel.
-BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
-GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 SLOTS = np.array([3, 0, 2, 10**6, 1, 5, 4, -1], np.int32)
 REAL, POISONED = (0, 2, 4, 5, 6), 5
 
 
-def kernel_case(shape, dtype, page_size, lengths, computed, spare=5, seed=0):
-    """Operands with NaN in all tokens that are padding, in all that nobody wrote, and in one key.
+def kernel_case(shape, dtype, page_size, lengths, computed, seed=0):
+    """Queries, pool, page tables and chunks.
 
-    `lengths` and `computed` are those of the sequences in REAL; the others have 7 tokens each, and
-    `spare` tokens belong to none. The tables' entries that no sequence may use are out of range.
+    `lengths` and `computed` are those of the chunks in REAL; the others have 7 tokens each, and the
+    last 5 tokens belong to none. NaN stands in all tokens that are padding, in all that nobody
+    wrote, and in a key of chunk POISONED. Entries of the tables that no chunk may use are out of
+    range.
     """
     rng = np.random.default_rng(seed)
     count, before = np.full(len(SLOTS), 7), rng.choice(GARBAGE, len(SLOTS))
     count[list(REAL)], before[list(REAL)] = lengths, computed
     start = np.concatenate([[0], np.cumsum(count)])
-    table = max(-(-(a + b) // page_size) for a, b in zip(lengths, computed, strict=True)) + 1
-    pages = table * len(REAL) + 1
-    tables, free = rng.choice(GARBAGE, (6, table)), list(1 + rng.permutation(pages - 1))
+    ends = [a + b for a, b in zip(lengths, computed, strict=True)]
+    table_width = max(-(-end // page_size) for end in ends) + 1
+    pages = table_width * len(REAL) + 1
+    tables, free = rng.choice(GARBAGE, (6, table_width)), list(1 + rng.permutation(pages - 1))
     kv = np.full((2, 2, pages, page_size, shape.kv_heads, shape.head_dim), np.nan, np.float32)
-    queries = np.full((start[-1] + spare, shape.heads, shape.head_dim), np.nan, np.float32)
+    queries = np.full((start[-1] + 5, shape.heads, shape.head_dim), np.nan, np.float32)
     for seq in REAL:
         total = before[seq] + count[seq]
         queries[start[seq] : start[seq + 1]] = rng.normal(size=(count[seq], *queries.shape[1:]))
-        for page in range(-(-total // page_size) if count[seq] else 0):
-            tables[SLOTS[seq], page] = at = free.pop()
-            end = min(page_size, total - page * page_size)
-            kv[1, :, at, :end] = rng.normal(size=(2, end, *kv.shape[4:]))
-            if seq == POISONED and page == 0:
-                kv[1, 0, at, 0] = np.nan
-    indices = [jnp.asarray(x, jnp.int32) for x in (tables, SLOTS, before, start)]
-    return jnp.asarray(queries, jnp.bfloat16), jnp.asarray(kv, dtype), indices
+        for index in range(-(-total // page_size) if count[seq] else 0):
+            tables[SLOTS[seq], index] = page = free.pop()
+            end = min(page_size, total - index * page_size)
+            kv[1, :, page, :end] = rng.normal(size=(2, end, *kv.shape[4:]))
+            if seq == POISONED and index == 0:
+                kv[1, 0, page, 0] = np.nan
+    chunks = prompt_chunks(SLOTS, before, start)
+    return jnp.asarray(queries, BF16), jnp.asarray(kv, dtype), int32(tables), chunks
 
 
-def check(run, queries, kv, indices):
-    """`run` is the reference, and 0 in padding; the poisoned sequence alone is NaN."""
-    expected = np.asarray(reference(queries, kv, 1, *indices), np.float32)
-    out = np.asarray(run(queries, kv, 1, *indices), np.float32)
-    start, padding = np.asarray(indices[3]), np.ones(len(out), bool)
+def check(run, queries, kv, tables, chunks):
+    """`run` equals the reference, and is 0 in padding; the poisoned chunk alone is NaN."""
+    expected = np.asarray(reference(queries, kv, 1, tables, chunks), np.float32)
+    out = np.asarray(run(queries, kv, 1, tables, chunks), np.float32)
+    start, padding = np.asarray(chunks.query_start), np.ones(len(out), bool)
     for seq in REAL:
-        mine = slice(start[seq], start[seq + 1])
-        padding[mine] = False
+        chunk = slice(start[seq], start[seq + 1])
+        padding[chunk] = False
         if seq == POISONED:
-            assert np.isnan(out[mine]).all()
+            assert np.isnan(out[chunk]).all()
             continue
         # Weights are rounded to 16 bits before they meet the values.
         tolerance = 4 * float(jnp.finfo(jnp.bfloat16).eps)
-        np.testing.assert_allclose(out[mine], expected[mine], atol=tolerance, rtol=0)
+        np.testing.assert_allclose(out[chunk], expected[chunk], atol=tolerance, rtol=0)
     assert not np.any(out[padding])
 
 
@@ -125,15 +121,18 @@ def interpreted(**params):
     """The op as its kernel in Mosaic's interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.attention.prefill_kernel import attend
+    from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
-    interpret = plgpu.InterpretGPUParams(**params)
-    return lambda queries, kv, layer, *indices: attend(
-        queries, kv, jnp.asarray(layer, jnp.int32), *indices, keys=64, interpret=interpret
-    )
+    options = {"block_kv": 64, "interpret": plgpu.InterpretGPUParams(**params)}
+
+    def run(queries, kv, layer, tables, chunks):
+        layer = jnp.asarray(layer, jnp.int32)
+        return prefill_attention_kernel(queries, kv, layer, tables, chunks, **options)
+
+    return run
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@needs_interpreter
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
     [
@@ -158,20 +157,23 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@needs_interpreter
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize("computed", GARBAGE)
-def test_live_sequences_out_of_range_harm_no_other(dtype, computed):
+def test_live_chunks_out_of_range_harm_no_other(dtype, computed):
     """The first stands where no table reaches, the last ends where no tokens are."""
     shape, lengths = AttentionShape(2, 1, 64), [33, 1, 9, 3, 5]
-    queries, kv, indices = kernel_case(shape, dtype, 16, lengths, [0, 130, 70, 9, 50])
+    queries, kv, tables, chunks = kernel_case(shape, dtype, 16, lengths, [0, 130, 70, 9, 50])
     run = interpreted()
-    want = run(queries, kv, 1, *indices)
-    tables, slots, before, start = indices
-    wild = before.at[0].set(computed), start.at[7].set(2**31 - 1)
-    out = run(queries, kv, 1, tables, slots, *wild)
-    others = slice(int(start[1]), int(start[6]))
-    np.testing.assert_array_equal(*(x[others].astype(jnp.float32) for x in (out, want)))
+    expected = run(queries, kv, 1, tables, chunks)
+    wild = dataclasses.replace(
+        chunks,
+        num_computed=chunks.num_computed.at[0].set(computed),
+        query_start=chunks.query_start.at[7].set(2**31 - 1),
+    )
+    out = run(queries, kv, 1, tables, wild)
+    others = slice(int(chunks.query_start[1]), int(chunks.query_start[6]))
+    np.testing.assert_array_equal(*(x[others].astype(jnp.float32) for x in (out, expected)))
 
 
 @pytest.mark.gpu
@@ -193,6 +195,5 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(
     model, dtype, page_size, lengths, computed
 ):
     dispatch._chosen.pop("prefill_attention", None)
-    run = jax.jit(prefill_attention, static_argnums=2)
-    check(run, *kernel_case(ATTENTION[model], dtype, page_size, lengths, computed))
+    check(compiled, *kernel_case(ATTENTION[model], dtype, page_size, lengths, computed))
     assert dispatch.implementations()["prefill_attention"] == ("kernel",)

@@ -1,0 +1,68 @@
+"""The kernels of paged_attention compile for an H200: no copy of the pool, and spills as stated."""
+
+import jax.numpy as jnp
+import pytest
+from sm90 import array, assert_lean, compile_for
+
+from benchmarks.measure.shapes import ATTENTION, AttentionShape
+from jaxspec.pallas.attention.output_gate import OutputGate
+from jaxspec.pallas.attention.paged_tiling import choose_tiling, max_query_rows
+from jaxspec.regions import DecodeRegion
+
+OPTIMIZED = True  # as for a user
+
+CONTEXT = 4096
+CASES = [  # shape, dtype, rows, width, page size: one query tile a row, and several
+    *(
+        (shape, *case, 16)
+        for shape in (*ATTENTION.values(), AttentionShape(14, 2, 128))
+        for case in (
+            (jnp.bfloat16, 1, 4),
+            (jnp.bfloat16, 64, 1),
+            (jnp.bfloat16, 64, 9),
+            (jnp.float8_e4m3fn, 1, 4),
+            (jnp.float8_e4m3fn, 64, 9),
+            (jnp.float32, 1, 9),
+        )
+    ),
+    *(
+        (ATTENTION[model], jnp.bfloat16, 64, 4, page_size)
+        for model in ("qwen3.5-27b", "qwen3-8b", "llama-3.2-1b")
+        for page_size in (32, 64)
+    ),
+    *(
+        (ATTENTION["qwen3.5-9b"], dtype, 1, 4, page_size)
+        for dtype in (jnp.float8_e4m3fn, jnp.float32)
+        for page_size in (32, 64)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "rows", "width", "page_size"), CASES, ids=str)
+def test_paged_attention(h200, monkeypatch, capfd, shape, dtype, rows, width, page_size):
+    from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
+
+    def step(queries, kv, tables, region, projected):
+        for gate in (OutputGate(projected), None):
+            queries = paged_attention_kernel(queries, kv, jnp.int32(1), tables, region, gate)
+        return queries, kv
+
+    wide = jnp.bfloat16 if dtype == jnp.float8_e4m3fn else dtype
+    queries = array(rows, width, shape.heads, shape.head_dim, dtype=wide)
+    pool = array(2, 2, 32768, page_size, shape.kv_heads, shape.head_dim, dtype=dtype)
+    tables = array(rows + 1, CONTEXT // page_size, dtype=jnp.int32)
+    region = DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5)
+    projected = array(rows * width, 2 * shape.heads * shape.head_dim, dtype=wide)
+    operands = queries, pool, tables, region, projected
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    # With a ring of one tile, registers run out by one to five.
+    spills = 20 if stages(shape, dtype, rows, width) == 1 else 0
+    assert_lean(compiled, capfd.readouterr().out, pool, spills=spills)
+
+
+def stages(shape, dtype, rows, width):
+    """Tiles of the ring that the kernel chooses."""
+    group = shape.heads // shape.kv_heads
+    tokens = min(width, max_query_rows(dtype, shape.head_dim) // group)
+    blocks, itemsize = rows * shape.kv_heads * -(-width // tokens), jnp.dtype(dtype).itemsize
+    return choose_tiling(blocks, CONTEXT, shape.head_dim, itemsize, tokens * group).stages

@@ -1,0 +1,36 @@
+"""The kernel of prefill_attention compiles for an H200: no spills, no copy of the pool."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+from sm90 import array, assert_lean, compile_for
+
+from benchmarks.measure.shapes import ATTENTION
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.regions import PrefillRegion
+
+OPTIMIZED = True  # as for a user
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
+def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+
+    def step(queries, kv, tables, chunks):
+        for layer in range(2):
+            queries = prefill_attention(queries, kv, layer, tables, chunks)
+        return queries, kv
+
+    seqs, tokens = 5, 2048
+    queries = array(tokens, shape.heads, shape.head_dim, dtype=jnp.bfloat16)
+    pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
+    index, starts = (array(n, dtype=jnp.int32) for n in (seqs, seqs + 1))
+    chunks = PrefillRegion(slots=index, num_computed=index, query_start=starts, state_offset=index)
+    operands = queries, pool, array(65, 256, dtype=jnp.int32), chunks
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert_lean(compiled, capfd.readouterr().out, pool)
+    schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
+    assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
