@@ -66,7 +66,7 @@ def test_every_stored_dtype_loads_into_every_dtype(folder, stored, wanted):
     edit(folder, lambda t: t.update({k: v.astype(jnp.dtype(stored)) for k, v in t.items()}))
     model = load_model(folder, wanted)
     assert model.output_head.weight[...].dtype == wanted
-    assert model.layers[0].mixer.decay[...].dtype == jnp.float32
+    assert model.trunk.layers[0].mixer.decay[...].dtype == jnp.float32
     for one, other in zip(exact, leaves(model), strict=True):
         # A_log is published in float32 and loses digits when stored as bfloat16.
         np.testing.assert_allclose(one, other.astype(jnp.float32), rtol=0.01)
@@ -119,7 +119,7 @@ def test_an_absent_output_head_is_missing_unless_tied(folder):
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert load_model(folder, jnp.float32).embedding is None
+    assert load_model(folder, jnp.float32).trunk.embedding is None
 
 
 def test_a_folder_resolves_to_itself(tmp_path):
