@@ -109,8 +109,8 @@ def _one_step(
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        seen = draft_inputs(output, inputs, acceptance, active, program.variant)
-        drafts, cache = config.proposer.propose(model, seen, cache, tables)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.variant)
+        drafts, cache = config.proposer.propose(model, proposer_inputs, cache, tables)
         active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
         if draft_logits is not None and drafts.logits is not None:
             slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
