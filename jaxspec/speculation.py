@@ -13,7 +13,7 @@ from jaxspec.config import check_sizes
 class SpeculativeConfig:
     """How to draft and how to verify.
 
-    `method`: "mtp" (the checkpoint's own head) or "oracle" (known continuations, for tests).
+    `method`: "mtp", the checkpoint's own head.
     `draft_vocab`: the tokens that MTP may draft: None, all of them; a number n, the first n ids (a
     byte-pair vocabulary has its frequent merges first, and what ends a text last); or a list of
     ids, such as those your texts use most. A draft reads no more of the output head than these,
@@ -23,25 +23,18 @@ class SpeculativeConfig:
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
     says. Lossy: for speed benchmarks only.
-    The other fields are the oracle's: see `jaxspec.proposers.oracle`.
     """
 
-    method: Literal["mtp", "oracle"] = "mtp"
+    method: Literal["mtp"] = "mtp"
     num_speculative_tokens: int = 3
     draft_vocab: int | Sequence[int] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    continuations: Sequence[Sequence[int]] = ()
-    draft_accuracy: tuple[float, ...] | None = None
-    vary_num_drafts: bool = False
-    draft_seed: int = 0
 
     def __post_init__(self) -> None:
         """Check methods, widths, ids and rates."""
-        if self.method not in ("mtp", "oracle"):
-            raise ValueError(
-                f"Unknown speculative method {self.method!r}: use 'mtp', or 'oracle' in tests."
-            )
+        if self.method != "mtp":
+            raise ValueError(f"Unknown speculative method {self.method!r}: use 'mtp'.")
         drafts = self.num_speculative_tokens
         if type(drafts) is not int or not 1 <= drafts <= 8:
             raise ValueError(
@@ -56,23 +49,15 @@ class SpeculativeConfig:
             )
         if self.draft_vocab is not None:
             self._check_draft_vocab(self.draft_vocab)
-        for name in ("synthetic_acceptance_rates", "draft_accuracy"):
-            self._check_rates(name)
-        if self.method == "oracle" and not self.continuations:
-            raise ValueError("The oracle drafts from known continuations: pass `continuations`.")
-        probabilistic = self.draft_sample_method == "probabilistic"
-        if probabilistic and (self.method != "mtp" or self.synthetic_acceptance_rates is not None):
-            raise ValueError(
-                "Probabilistic drafts come from the MTP head and are verified by rejection "
-                "sampling: drop the oracle or the synthetic rates, or draft greedily."
-            )
+        if self.synthetic_acceptance_rates is not None:
+            self._check_rates(self.synthetic_acceptance_rates)
+            if self.draft_sample_method == "probabilistic":
+                raise ValueError(
+                    "Probabilistic drafts come from the MTP head and are verified by rejection "
+                    "sampling: drop the synthetic rates, or draft greedily."
+                )
 
     def _check_draft_vocab(self, vocab: int | Sequence[int]) -> None:
-        if self.method != "mtp":
-            raise ValueError(
-                f"draft_vocab is of the MTP head, and method {self.method!r} drafts without one. "
-                "Drop one of the two."
-            )
         if not isinstance(vocab, Iterable):
             check_sizes(draft_vocab=vocab)
             return
@@ -107,18 +92,16 @@ class SpeculativeConfig:
         ids = range(vocab) if isinstance(vocab, int) else sorted(vocab)
         return tuple(ids) if len(ids) < vocab_size else None
 
-    def _check_rates(self, name: str) -> None:
-        rates = getattr(self, name)
-        if rates is None:
-            return
+    def _check_rates(self, rates: tuple[float, ...]) -> None:
         if len(rates) != self.num_speculative_tokens or not all(0 <= r <= 1 for r in rates):
             raise ValueError(
-                f"{name} needs one rate in [0, 1] for each of the "
+                f"synthetic_acceptance_rates needs one rate in [0, 1] for each of the "
                 f"{self.num_speculative_tokens} drafts, got {rates}."
             )
-        if name == "synthetic_acceptance_rates" and list(rates) != sorted(rates, reverse=True):
+        if list(rates) != sorted(rates, reverse=True):
             raise ValueError(
-                f"{name} are unconditional, so they can't rise with the position; got {rates}."
+                "synthetic_acceptance_rates are unconditional, so they can't rise with the "
+                f"position; got {rates}."
             )
 
     @staticmethod
@@ -133,9 +116,9 @@ class SpeculativeConfig:
         known = [field.name for field in dataclasses.fields(SpeculativeConfig)]
         if unknown := sorted(set(value) - set(known)):
             raise ValueError(f"Unknown keys {unknown} in speculative_config; known are {known}.")
-        rates = ("synthetic_acceptance_rates", "draft_accuracy")
+        rates = "synthetic_acceptance_rates"
         options: dict[str, Any] = {
-            key: tuple(item) if key in rates and item is not None else item
+            key: tuple(item) if key == rates and item is not None else item
             for key, item in value.items()
         }
         return SpeculativeConfig(**options)

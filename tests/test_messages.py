@@ -363,7 +363,7 @@ CALLS = [
     ),
     (
         lambda llm: SpeculativeConfig(method="magic"),
-        "Unknown speculative method 'magic': use 'mtp', or 'oracle' in tests.",
+        "Unknown speculative method 'magic': use 'mtp'.",
     ),
     (
         lambda llm: SpeculativeConfig(draft_vocab=[2, -1]),
@@ -373,11 +373,6 @@ CALLS = [
     (
         lambda llm: SpeculativeConfig(draft_vocab=[7, 3, 7]),
         "draft_vocab must list an id once, got id 7 2 times.",
-    ),
-    (
-        lambda llm: SpeculativeConfig("oracle", continuations=[[1]], draft_vocab=8),
-        "draft_vocab is of the MTP head, and method 'oracle' drafts without one. Drop one of the "
-        "two.",
     ),
     (
         lambda llm: LLM(speculative_config={"draft_vocab": [3, 2048]}),
@@ -449,8 +444,7 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
         "'num_speculative_tokens', 'draft_vocab', 'draft_sample_method', "
-        "'synthetic_acceptance_rates', 'continuations', 'draft_accuracy', 'vary_num_drafts', "
-        "'draft_seed']."
+        "'synthetic_acceptance_rates']."
     )
 
 

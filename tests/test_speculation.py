@@ -17,18 +17,12 @@ from jaxspec.speculation import SpeculativeConfig
         ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),
         ({"synthetic_acceptance_rates": (float("nan"),) * 3}, r"one rate in \[0, 1\]"),
         ({"synthetic_acceptance_rates": (0.5, 0.6, 0.1)}, "can't rise with the position"),
-        ({"draft_accuracy": (0.5, 0.6)}, "draft_accuracy needs one rate"),
-        ({"method": "oracle"}, "pass `continuations`"),
-        (
-            {"method": "oracle", "continuations": ((1,),), "draft_sample_method": "probabilistic"},
-            "Probabilistic drafts come from the MTP head",
-        ),
         (
             {
                 "draft_sample_method": "probabilistic",
                 "synthetic_acceptance_rates": (0.5, 0.5, 0.5),
             },
-            "drop the oracle or the synthetic rates",
+            "drop the synthetic rates",
         ),
         ({"draft_vocab": 0}, "draft_vocab must be an integer of at least 1, got 0"),
         ({"draft_vocab": True}, "draft_vocab must be an integer of at least 1, got True"),
@@ -36,10 +30,6 @@ from jaxspec.speculation import SpeculativeConfig
         ({"draft_vocab": [3, -1]}, "a list of token ids from 0 on; got a list with -1"),
         ({"draft_vocab": [3, 1.5]}, "a list of token ids from 0 on; got a list with 1.5"),
         ({"draft_vocab": (3, 7, 3)}, "draft_vocab must list an id once, got id 3 2 times"),
-        (
-            {"method": "oracle", "continuations": ((1,),), "draft_vocab": 3},
-            "draft_vocab is of the MTP head, and method 'oracle' drafts without one",
-        ),
     ],
 )
 def test_speculation_that_cannot_work_is_refused(changes, message):

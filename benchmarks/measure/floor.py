@@ -9,6 +9,7 @@ keeps: one after each token (snapshot), or one now and then, with a ring of toke
 
 from jaxspec.config import StateConfig
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 from jaxspec.pallas.recurrent.replay import ring_rows
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
@@ -23,10 +24,9 @@ def attention_size(config: ModelConfig) -> int:
 
 def recurrent_size(config: ModelConfig) -> int:
     """Weights of a Gated DeltaNet layer and its feed-forward layer."""
-    heads = config.linear_value_heads
-    values = heads * config.linear_value_dim
-    columns = config.conv_dim + 2 * values + 2 * heads
-    taps = config.conv_kernel * config.conv_dim
+    sizes = config.part(GatedDeltaNetConfig)
+    columns = sizes.conv_dim + 2 * sizes.values + 2 * sizes.value_heads
+    taps = sizes.conv_kernel * sizes.conv_dim
     return columns * config.hidden_size + taps + _mlp_size(config)
 
 
@@ -65,9 +65,9 @@ def step_bytes(
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
-    values = config.linear_value_heads * config.linear_value_dim
-    window = 2 * (config.conv_kernel - 1) + drafts  # read, and written whole
-    io = size * (config.conv_dim * (width + window) + 2 * values * width)
+    sizes = config.part(GatedDeltaNetConfig)
+    window = 2 * (sizes.conv_kernel - 1) + drafts  # read, and written whole
+    io = size * (sizes.conv_dim * (width + window) + 2 * sizes.values * width)
     hidden = config.hidden_size
     head = attention_size(config) + 2 * hidden**2 + hidden * (draft_vocab or config.vocab_size)
     recurrent = rows * config.num_linear_attention_layers
@@ -84,13 +84,13 @@ def _state_bytes(
     config: ModelConfig, width: int, emitted: float, states: StateConfig, ring_dtype: str | None
 ) -> float:
     """Of one request and layer: the state's traffic, and the ring's."""
-    heads, size = config.linear_value_heads, ITEMSIZES[states.dtype]
-    state = heads * config.linear_value_dim * config.linear_key_dim * size
+    sizes, size = config.part(GatedDeltaNetConfig), ITEMSIZES[states.dtype]
+    state = sizes.values * sizes.key_dim * size
     if states.policy == "snapshot":
         return state * (1 + width)
-    keys = config.linear_key_heads * config.linear_key_dim
-    token = ITEMSIZES[ring_dtype or states.dtype] * (heads * config.linear_value_dim + keys)
-    token += 4 * heads  # the decay
+    keys = sizes.key_heads * sizes.key_dim
+    token = ITEMSIZES[ring_dtype or states.dtype] * (sizes.values + keys)
+    token += 4 * sizes.value_heads  # the decay
     steps_fit = ring_rows(width, size, states.window) - 2 * width + 1
     folds = emitted / (steps_fit + (emitted - 1) / 2)  # a share of the steps
     return state * (1 + folds) + (steps_fit / 2 + width) * token

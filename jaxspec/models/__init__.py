@@ -1,17 +1,19 @@
 """Models: a checkpoint folder to a `Model`, through one table."""
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.models.base import Model
-from jaxspec.models.config import read_architecture, read_config
+from jaxspec.models.config import Fields, ModelConfig, read_fields
 from jaxspec.models.dummy import dummy_weights
 from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
 
-__all__ = ["MODELS", "dtype_of", "load_model", "resolve_folder"]
+__all__ = ["MODELS", "dtype_of", "load_model", "parse_config", "resolve_folder"]
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
@@ -51,17 +53,35 @@ def load_model(
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
-    architecture = read_architecture(folder)
+    fields = read_fields(folder)
+    family = _family(fields.architecture, folder / "config.json")
+    config = family.parse_config(fields)
+    if load_format == "dummy":
+        return dummy_weights(family, config, jnp.dtype(dtype))
+    with Checkpoint(folder) as checkpoint:
+        return load_weights(family, config, jnp.dtype(dtype), checkpoint, progress=progress)
+
+
+def parse_config(
+    published: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """The configuration in a config.json's content, and in generation_config.json's if given.
+
+    Raises:
+        ValueError: an architecture outside `MODELS`, or a field that is missing, malformed or not
+            implemented.
+    """
+    fields = Fields(published, generation)
+    return _family(fields.architecture, "config.json").parse_config(fields)
+
+
+def _family(architecture: str, source: Path | str) -> type[Model]:
+    """The class of `MODELS`, imported only now; `source` asks for it."""
     if architecture not in MODELS:
         raise ValueError(
-            f"{folder / 'config.json'} asks for the model {architecture!r}, and jaxspec runs only "
+            f"{source} asks for the model {architecture!r}, and jaxspec runs only "
             f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
             "jaxspec/models/README.md says how."
         )
     module, _, name = MODELS[architecture].partition(":")
-    model_class = getattr(importlib.import_module(module), name)
-    config = read_config(folder)
-    if load_format == "dummy":
-        return dummy_weights(model_class, config, jnp.dtype(dtype))
-    with Checkpoint(folder) as checkpoint:
-        return load_weights(model_class, config, jnp.dtype(dtype), checkpoint, progress=progress)
+    return getattr(importlib.import_module(module), name)

@@ -1,50 +1,96 @@
-"""What every model takes and gives: `ModelInputs`, and the abstract `Model`."""
+"""What every model offers: `Model`, and the `DraftHead` it may have."""
 
 import abc
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
 
-import flax.struct
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import CacheShape, HybridCache
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import OutputHead
-from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.models.config import Fields, ModelConfig
+from jaxspec.models.layers.decoder import DecoderLayer
+from jaxspec.models.layers.linear import Placement
+from jaxspec.models.layers.trunk import Trunk
+from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
+
+__all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "Selection"]
+
+_Hidden = Float[Array, "tokens hidden"]
 
 
-@flax.struct.dataclass
-class ModelInputs:
-    """One step's tokens: first the decode rectangle row by row, then the prefill region."""
+class DraftHead(Protocol):
+    """A head that predicts the token after the next one.
 
-    tokens: Int[Array, " tokens"]
-    positions: Int[Array, " tokens"]
-    kv_slots: Int[
-        Array, " tokens"
-    ]  # where keys and values go: page * page_size + offset, -1 nowhere
-    page_tables: Int[Array, "slots pages"]  # every request slot's pages; page 0 is the null page
-    decode: DecodeRegion
-    prefill: PrefillRegion | None  # None: the program has no prefill region
-    width: int = flax.struct.field(pytree_node=False)  # tokens of a decode row: 1 + drafts
+    A pass takes, for each token of `inputs`, the embedding of the token at `positions + 1` and the
+    trunk's output at `positions`, or in recursion the head's own. `Model.logits` of what it gives
+    are of the token at `positions + 2`. `inputs.tokens` is not read.
+    """
 
     @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of the rectangle, padding included."""
-        return self.decode.slots.shape[0] * self.width
+    def layers(self) -> tuple[DecoderLayer, ...]:
+        """The head's own decoder layers, whose keys and values the model's cache holds."""
+        ...
 
+    def __call__(
+        self, embedded: _Hidden, hidden: _Hidden, inputs: ModelInputs, cache: HybridCache, /
+    ) -> tuple[_Hidden, HybridCache]:
+        """One pass: the head's output for all tokens, and the cache with its layers written."""
+        ...
 
-@flax.struct.dataclass
-class Asked:
-    """Tokens of a step whose output is wanted; of the others only what the caches keep is."""
+    def select(
+        self,
+        embedded: _Hidden,
+        hidden: _Hidden,
+        inputs: ModelInputs,
+        cache: HybridCache,
+        selection: Selection,
+        /,
+    ) -> tuple[Float[Array, "selected hidden"], HybridCache]:
+        """The same pass, but with the output of the selected tokens alone."""
+        ...
 
-    index: Int[Array, " asked"]  # among the step's tokens
-    inputs: ModelInputs  # they alone, each a decode row of width 1
+    def checkpoint(self) -> Iterator[Placement]:
+        """The published tensors, by canonical name."""
+        ...
 
 
 class Model(nnx.Module, abc.ABC):
-    """A causal language model over a `HybridCache`. Methods are pure in the cache."""
+    """A causal language model over a `HybridCache`. Methods are pure in the cache.
+
+    A family says how its config.json is read and how its tensors are called; the trunk is the same
+    for all of them.
+    """
 
     config: ModelConfig
-    output_head: OutputHead
+    trunk: Trunk
+    draft_head: DraftHead | None = None  # None: the checkpoint has none
+
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
+    ):
+        """Declare the parameters, in `dtype`.
+
+        `tensors`: canonical names in the checkpoint; they tell whether embedding and output head
+        are tied. None: there is no checkpoint, and config.json alone tells.
+        """
+        self.config = config
+        self.trunk = Trunk(config, dtype, tied=config.is_tied(tensors or ()))
+
+    @staticmethod
+    @abc.abstractmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        """The family's reading of a config.json.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def canonical_name(name: str) -> str | None:
+        """The one spelling of a published tensor's name; None for a tensor that is not used."""
 
     @property
     def vocab_size(self) -> int:
@@ -62,59 +108,76 @@ class Model(nnx.Module, abc.ABC):
         return self.config.eos_token_ids
 
     @property
-    @abc.abstractmethod
     def has_draft_head(self) -> bool:
-        """Whether the checkpoint carried the tensors of a multi-token-prediction head."""
+        """Whether the checkpoint carried the tensors of a draft head."""
+        return self.draft_head is not None
 
-    @abc.abstractmethod
     def cache_shape(self) -> CacheShape:
-        """Sizes of the keys, values and recurrent states this model keeps."""
+        """Sizes of the keys, values and recurrent states that all layers keep."""
+        head_layers = () if self.draft_head is None else self.draft_head.layers
+        return _sum_layers(layer.mixer.cache_shape for layer in (*self.trunk.layers, *head_layers))
 
-    @abc.abstractmethod
-    def hidden(
-        self, inputs: ModelInputs, cache: HybridCache
-    ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
-        """The trunk's output after its final norm, and the cache with this step written."""
+    def forward(
+        self, inputs: ModelInputs, cache: HybridCache, taps: tuple[int, ...] = ()
+    ) -> tuple[ForwardOutput, HybridCache]:
+        """The trunk's output for every token, and the cache with this step written.
+
+        `taps`: indices of layers; the output then has the residual stream before each of them.
+
+        Raises:
+            ValueError: a tap is no layer's index.
+        """
+        return self.trunk.forward(inputs, cache, taps)
+
+    def embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
+        """The embeddings of `tokens`; ids out of range are clamped."""
+        return self.trunk.embed(tokens)
 
     def logits(
-        self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
+        self, hidden: Float[Array, "n hidden"], columns: Float[Array, "hidden ids"] | None = None
     ) -> Float[Array, "n ids"]:
-        """float32 scores of the next token; also those of the draft head's output.
+        """float32 scores of the next token, given the trunk's output or the draft head's.
 
-        `head`: what `output_columns` gave for the ids to score; None: all ids, by the whole head.
+        `columns`: what `lm_head_columns` gave for the ids to score; None: all ids.
         """
-        return self.output_head(hidden, head)
+        return self.trunk.lm_head(hidden, columns)
 
-    def best(
+    def greedy_tokens(
         self,
         hidden: Float[Array, "n hidden"],
-        forbidden: Int[Array, "n slots"],
-        head: Float[Array, "hidden ids"] | None = None,
+        forbidden: Int[Array, "n forbidden"],
+        columns: Float[Array, "hidden ids"] | None = None,
     ) -> Int[Array, " n"]:
-        """The index (int32) of each row's largest `logits`, of equals the lowest.
+        """The index (int32) of each row's largest logit; the lowest of equals.
 
-        With the whole head it is a token id. `forbidden` indices (int32) are passed over; -1
-        forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1
-        (`sampling.NO_TOKEN`). A kernel does not write the scores (`pallas.argmax_matmul`).
+        Without `columns` it is a token id, with them an index into them. `forbidden` indices
+        (int32) are passed over; -1 forbids nothing. The result is -1 (`sampling.NO_TOKEN`) where a
+        score is NaN, or no allowed one is finite. A kernel does not write the scores
+        (`argmax_matmul`).
         """
-        return self.output_head.best(hidden, forbidden, head)
+        return self.trunk.lm_head.best(hidden, forbidden, columns)
 
-    def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+    def lm_head_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
         """A copy of the part of the output head that scores `ids` (int32, each in range)."""
-        return self.output_head.columns(ids)
+        return self.trunk.lm_head.columns(ids)
 
-    @abc.abstractmethod
-    def draft_hidden(
-        self,
-        next_tokens: Int[Array, " tokens"],
-        hidden: Float[Array, "tokens hidden"],
-        inputs: ModelInputs,
-        cache: HybridCache,
-        asked: Asked | None = None,
-    ) -> tuple[Float[Array, "asked hidden"], HybridCache]:
-        """One pass of the multi-token-prediction head, and its output for `asked` (None: for all).
+    def checkpoint(self) -> Iterator[Placement]:
+        """The published tensors, by canonical name."""
+        yield from self.trunk.checkpoint()
+        if self.draft_head is not None:
+            yield from self.draft_head.checkpoint()
 
-        `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's
-        output (or, in recursion, this head's own) at `inputs.positions[i]`; `inputs.tokens` is not
-        read. `logits` and `best` of the result are of the token at `positions[i] + 2`.
-        """
+
+def _sum_layers(shapes: Iterable[CacheShape]) -> CacheShape:
+    """The cache of several layers, given what each keeps: those that keep a kind keep it alike."""
+    shapes = tuple(shapes)
+    return CacheShape(
+        kv_layers=sum(shape.kv_layers for shape in shapes),
+        kv_heads=max(shape.kv_heads for shape in shapes),
+        head_dim=max(shape.head_dim for shape in shapes),
+        state_layers=sum(shape.state_layers for shape in shapes),
+        state_shape=max(shape.state_shape for shape in shapes),
+        state_key_heads=max(shape.state_key_heads for shape in shapes),
+        conv_dim=max(shape.conv_dim for shape in shapes),
+        conv_kernel=max(shape.conv_kernel for shape in shapes),
+    )

@@ -1,18 +1,32 @@
-"""ModelConfig: what a checkpoint's config.json says, checked, in one spelling."""
+"""ModelConfig: a model's sizes, and `Fields`: the config.json that a family reads them from."""
 
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
 
+_Part = TypeVar("_Part")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: its base, and how many channels of a head it rotates."""
+
+    theta: float
+    rotary_dim: int  # the first of the head's `head_dim` channels
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and constants of a model. Hashable; fields a family lacks are 0."""
+    """The sizes and constants of a model. Hashable.
+
+    These fields are common to the families. What only some mixers or feed-forward layers need is
+    one of `parts`: a frozen dataclass that stands beside the layer and is found by its type.
+    """
 
     architecture: str  # e.g. Qwen3_5ForCausalLM, or the model_type where config.json names none
     vocab_size: int
@@ -21,19 +35,30 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int  # of a head's head_dim channels, how many (the first) are rotated
-    rope_theta: float
+    rope: RopeConfig
     rms_norm_eps: float
-    layer_types: tuple[str, ...]  # FULL_ATTENTION or LINEAR_ATTENTION, one a layer
+    layer_types: tuple[str, ...]  # a key of `layers.decoder.MIXERS` for each layer
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json's, then config.json's
     tie_word_embeddings: bool | None  # None: config.json does not say
-    linear_key_heads: int = 0
-    linear_value_heads: int = 0
-    linear_key_dim: int = 0
-    linear_value_dim: int = 0
-    conv_kernel: int = 0
-    num_draft_layers: int = 0  # as config.json says, which checkpoints need not keep to
+    gated_attention: bool = False  # each query head comes with a gate of its output
+    zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
+    num_draft_layers: int = 0  # by config.json, which may promise layers that a checkpoint lacks
+    parts: tuple[Any, ...] = ()
+
+    def part(self, kind: type[_Part]) -> _Part:
+        """The one of `parts` that is a `kind`.
+
+        Raises:
+            ValueError: the family did not read such a part.
+        """
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        raise ValueError(
+            f"A layer needs the sizes of {kind.__name__}, but {self.architecture} was read without "
+            "them. Let the family's parse_config put them in `parts`."
+        )
 
     @property
     def num_full_attention_layers(self) -> int:
@@ -52,42 +77,168 @@ class ModelConfig:
         """
         return "lm_head.weight" not in tensors and self.tie_word_embeddings is not False
 
-    @property
-    def conv_dim(self) -> int:
-        """Channels of a recurrent layer's convolution: queries, keys, values."""
-        keys = self.linear_key_heads * self.linear_key_dim
-        return 2 * keys + self.linear_value_heads * self.linear_value_dim
 
+class Fields(dict[str, Any]):
+    """The entries of a config.json in any published spelling, with errors that name the field.
 
-def read_architecture(folder: Path) -> str:
-    """The name under which the checkpoint in `folder` asks for a model, e.g. Qwen3ForCausalLM.
-
-    `architectures` of config.json, or its `model_type` where that is absent. Raises as
-    `read_config`.
+    A vision-language config's `text_config` counts, and its top level fills in what that lacks.
+    Each family's `parse_config` makes a `ModelConfig` of them.
     """
-    return _architecture(_read_published(folder))
+
+    def __init__(self, published: Mapping[str, Any], generation: Mapping[str, Any] | None = None):
+        """`published`: config.json's content; `generation`: generation_config.json's, if any.
+
+        Raises:
+            ValueError: config.json names no model.
+        """
+        text = published.get("text_config") or {}
+        super().__init__({**published, **text})
+        self.architecture = _architecture(published)
+        self.eos_token_ids = _eos(generation or {}, text, published)
+        # A vision-language config carries the flag on both levels, and one of them may be stale.
+        self.tie_word_embeddings = _either(text, published, "tie_word_embeddings")
+
+    def need(self, name: str) -> Any:
+        """The entry, or a ValueError that it is missing."""
+        if self.get(name) is None:
+            raise ValueError(
+                f"config.json must give `{name}`, and does not. Take the config.json that was "
+                "published with the weights."
+            )
+        return self[name]
+
+    def size(self, name: str) -> int:
+        """The entry, or a ValueError that it is missing or no positive integer."""
+        value = self.need(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"config.json: `{name}` must be a positive integer, got {value!r}.")
+        return value
+
+    def refuse_all_but(self, expected: Mapping[str, tuple[Any, ...]]) -> None:
+        """ValueError for an option that changes the output and has none of the `expected` values.
+
+        An absent option is as the family's code assumes.
+        """
+        for name, accepted in expected.items():
+            value = self.get(name)
+            if value is not None and value not in accepted:
+                wanted = " or ".join(map(repr, accepted)) or "absent"
+                raise ValueError(
+                    f"config.json: `{name}` must be {wanted}, got {value!r:.80}, which jaxspec "
+                    "does not implement; without it the output would be wrong. Use a checkpoint "
+                    "that does not need it."
+                )
+
+    def layer_types(self) -> tuple[str, ...]:
+        """The mixer of each layer, in Qwen's fields: listed, or attention at an interval.
+
+        Without a field for recurrent layers all are attention.
+        """
+        count = self.size("num_hidden_layers")
+        if self.get("layer_types"):
+            kinds = tuple(self["layer_types"])
+        elif self.get("linear_num_value_heads") is None:
+            kinds = (FULL_ATTENTION,) * count
+        else:
+            interval = self.get("full_attention_interval") or 4
+            kinds = tuple(
+                LINEAR_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(count)
+            )
+        unknown = sorted(set(kinds) - {FULL_ATTENTION, LINEAR_ATTENTION})
+        if unknown or len(kinds) != count:
+            raise ValueError(
+                f"config.json: `layer_types` must name {FULL_ATTENTION!r} or {LINEAR_ATTENTION!r} "
+                f"for each of {count} layers; it has {len(kinds)} entries"
+                + (f" and the unknown kinds {unknown}." if unknown else ".")
+            )
+        return kinds
+
+    def rope(self, head_dim: int, default_partial: float) -> RopeConfig:
+        """The rotation of a head; `default_partial`: the share of it that the family rotates."""
+        nested = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        kind = nested.get("rope_type") or nested.get("type") or "default"
+        # For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
+        if kind not in ("default", "mrope"):
+            raise ValueError(
+                f"config.json: the rope type must be 'default', got {kind!r}, which jaxspec does "
+                "not implement. Remove the scaling to run within the original context length."
+            )
+        theta = nested.get("rope_theta") or self.need("rope_theta")
+        partial = nested.get("partial_rotary_factor") or self.get("partial_rotary_factor")
+        rotary_dim = int(head_dim * (partial or default_partial))
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise ValueError(
+                f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
+                f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
+            )
+        return RopeConfig(float(theta), rotary_dim)
+
+    def common(
+        self, layer_types: tuple[str, ...], *, default_partial_rotary: float = 1.0
+    ) -> ModelConfig:
+        """What every family reads alike; a family adds its own by `dataclasses.replace`.
+
+        `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
+        `default_partial_rotary`: the share of a head that is rotated unless config.json says.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        self.refuse_all_but(_COMMON_OPTIONS)
+        hidden_size, num_heads = self.size("hidden_size"), self.size("num_attention_heads")
+        head_dim = self.get("head_dim") or hidden_size // num_heads
+        num_kv_heads = self.size("num_key_value_heads")
+        check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
+        return ModelConfig(
+            architecture=self.architecture,
+            vocab_size=self.size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=self.size("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=self.rope(head_dim, default_partial_rotary),
+            rms_norm_eps=float(self.need("rms_norm_eps")),
+            layer_types=layer_types,
+            max_position_embeddings=self.size("max_position_embeddings"),
+            eos_token_ids=self.eos_token_ids,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The `ModelConfig` of the checkpoint in `folder`.
+# Options of any family that change the output, and their values that the layers compute.
+_COMMON_OPTIONS = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "layer_scale": (False,),
+    "quantization_config": (),
+}
 
-    Raises FileNotFoundError without a config.json, ValueError where it is not JSON or asks for
-    what is not implemented.
+
+def read_fields(folder: Path) -> Fields:
+    """The fields of the checkpoint in `folder`.
+
+    Raises FileNotFoundError without a config.json, ValueError where it is not JSON or names no
+    model.
     """
-    generation = folder / "generation_config.json"
-    return parse_config(
-        _read_published(folder), _read_json(generation) if generation.is_file() else {}
-    )
-
-
-def _read_published(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"A model folder must hold a config.json, and {folder} has none. Give the folder of a "
             "Hugging Face checkpoint (config.json, *.safetensors, tokenizer files) or its hub id."
         )
-    return _read_json(path)
+    return Fields(_read_json(path), _read_json(generation) if generation.is_file() else {})
+
+
+def check_groups(num_heads: int, num_groups: int, names: str) -> None:
+    """ValueError if `num_heads` query or value heads can't share `num_groups` key heads evenly."""
+    if num_heads % num_groups:
+        raise ValueError(
+            f"config.json: {names}: {num_heads} is not a multiple of {num_groups}, as grouped "
+            "heads need."
+        )
 
 
 def _architecture(published: Mapping[str, Any]) -> str:
@@ -114,135 +265,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse_config(
-    published: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
-    """The `ModelConfig` of a config.json in any published spelling.
-
-    A vision-language config's `text_config` is read, its top level fills in what that lacks.
-    Raises ValueError naming the field for what is missing, malformed or not implemented.
-    """
-    text = published.get("text_config") or {}
-    fields = _Fields({**published, **text})
-    _refuse_unsupported(fields)
-
-    layer_types = _layer_types(fields)
-    head_dim = fields.get("head_dim") or fields.size("hidden_size") // fields.size(
-        "num_attention_heads"
-    )
-    hybrid = LINEAR_ATTENTION in layer_types
-    theta, rotary_dim = _rope(fields, head_dim, default_partial=0.25 if hybrid else 1.0)
-    config = ModelConfig(
-        architecture=_architecture(published),
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_heads=fields.size("num_attention_heads"),
-        num_kv_heads=fields.size("num_key_value_heads"),
-        head_dim=head_dim,
-        rotary_dim=rotary_dim,
-        rope_theta=theta,
-        rms_norm_eps=float(fields.need("rms_norm_eps")),
-        layer_types=layer_types,
-        max_position_embeddings=fields.size("max_position_embeddings"),
-        eos_token_ids=_eos(generation or {}, text, published),
-        # A vision-language config carries the flag on both levels, and one of them may be stale.
-        tie_word_embeddings=_either(text, published, "tie_word_embeddings"),
-        linear_key_heads=fields.size("linear_num_key_heads") if hybrid else 0,
-        linear_value_heads=fields.size("linear_num_value_heads") if hybrid else 0,
-        linear_key_dim=fields.size("linear_key_head_dim") if hybrid else 0,
-        linear_value_dim=fields.size("linear_value_head_dim") if hybrid else 0,
-        conv_kernel=fields.size("linear_conv_kernel_dim") if hybrid else 0,
-        num_draft_layers=fields.get("mtp_num_hidden_layers") or 0,
-    )
-    _check_groups(config)
-    return config
-
-
-class _Fields(dict[str, Any]):
-    """The config's entries, with errors that name the field."""
-
-    def need(self, name: str) -> Any:
-        if self.get(name) is None:
-            raise ValueError(
-                f"config.json must give `{name}`, and does not. Take the config.json that was "
-                "published with the weights."
-            )
-        return self[name]
-
-    def size(self, name: str) -> int:
-        value = self.need(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: `{name}` must be a positive integer, got {value!r}.")
-        return value
-
-
-def _refuse_unsupported(fields: _Fields) -> None:
-    """ValueError for an option that would change the computation and is not implemented."""
-    expected = {
-        "hidden_act": ("silu", "swish"),
-        "output_gate_type": ("swish", "silu"),
-        "attn_output_gate": (True,),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "use_sliding_window": (False,),
-        "mtp_use_dedicated_embeddings": (False,),
-        "layer_scale": (False,),
-        "quantization_config": (),
-    }
-    for name, accepted in expected.items():
-        value = fields.get(name)
-        if value is not None and value not in accepted:
-            wanted = " or ".join(map(repr, accepted)) or "absent"
-            raise ValueError(
-                f"config.json: `{name}` must be {wanted}, got {value!r:.80}, which jaxspec does "
-                "not implement; without it the output would be wrong. Use a checkpoint that does "
-                "not need it."
-            )
-
-
-def _layer_types(fields: _Fields) -> tuple[str, ...]:
-    count = fields.size("num_hidden_layers")
-    if fields.get("layer_types"):
-        kinds = tuple(fields["layer_types"])
-    elif fields.get("linear_num_value_heads") is None:
-        kinds = (FULL_ATTENTION,) * count
-    else:
-        interval = fields.get("full_attention_interval") or 4
-        kinds = tuple(
-            LINEAR_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(count)
-        )
-    unknown = sorted(set(kinds) - {FULL_ATTENTION, LINEAR_ATTENTION})
-    if unknown or len(kinds) != count:
-        raise ValueError(
-            f"config.json: `layer_types` must name {FULL_ATTENTION!r} or {LINEAR_ATTENTION!r} for "
-            f"each of {count} layers; it has {len(kinds)} entries"
-            + (f" and the unknown kinds {unknown}." if unknown else ".")
-        )
-    return kinds
-
-
-def _rope(fields: _Fields, head_dim: int, default_partial: float) -> tuple[float, int]:
-    """The base and the number of rotated channels."""
-    nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    kind = nested.get("rope_type") or nested.get("type") or "default"
-    # For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
-    if kind not in ("default", "mrope"):
-        raise ValueError(
-            f"config.json: the rope type must be 'default', got {kind!r}, which jaxspec does not "
-            "implement. Remove the scaling to run within the original context length."
-        )
-    theta = nested.get("rope_theta") or fields.need("rope_theta")
-    partial = nested.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
-    rotary_dim = int(head_dim * (partial or default_partial))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
-            f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
-        )
-    return float(theta), rotary_dim
-
-
 def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     ids: list[int] = []
     for source in sources:
@@ -252,16 +274,5 @@ def _eos(*sources: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _either(text: Mapping[str, Any], published: Mapping[str, Any], name: str) -> bool | None:
-    said = [bool(source[name]) for source in (text, published) if source.get(name) is not None]
-    return any(said) if said else None
-
-
-def _check_groups(config: ModelConfig) -> None:
-    for many, few, what in (
-        (config.num_heads, config.num_kv_heads, "num_attention_heads, num_key_value_heads"),
-        (config.linear_value_heads, config.linear_key_heads, "linear_num_{value,key}_heads"),
-    ):
-        if few and many % few:
-            raise ValueError(
-                f"config.json: {what}: {many} is not a multiple of {few}, as grouped heads need."
-            )
+    flags = [bool(source[name]) for source in (text, published) if source.get(name) is not None]
+    return any(flags) if flags else None

@@ -1,7 +1,5 @@
 """Weights drawn at random on the device: a model's speed without its checkpoint."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,13 +8,13 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 
 
-def dummy_weights(model_class: Any, config: ModelConfig, dtype: jnp.dtype) -> Model:
-    """A `model_class` as `config` describes it, with weights as before training.
+def dummy_weights(family: type[Model], config: ModelConfig, dtype: jnp.dtype) -> Model:
+    """A model of the `family` as `config` describes it, with weights as before training.
 
-    Drawn one after the other by the device itself, the same each time: it needs room for hardly
+    The device itself draws them one after the other, the same each time: it needs room for hardly
     more than the weights, and nothing passes through the host.
     """
-    model = nnx.eval_shape(lambda: model_class.for_config(config, dtype))
+    model = nnx.eval_shape(lambda: family(config, dtype))
     params = {id(placement.param): placement.param for placement in model.checkpoint()}
     key = jax.random.key(0)
     for number, param in enumerate(params.values()):

@@ -41,12 +41,12 @@ def resolve_folder(
     try:
         with contextlib.nullcontext() if progress else _no_hub_bars():
             return Path(snapshot_download(str(name_or_path), allow_patterns=patterns))
-    except Exception as error:  # a network has many ways to fail
+    except Exception as error:  # networks fail with exceptions of many kinds
         raise FileNotFoundError(f"{rule}; {str(name_or_path)!r} {_why_not(error)}") from error
 
 
 def _why_not(error: Exception) -> str:
-    """What the hub's error means for the one who named the model, and the way out."""
+    """What the hub's error means to the user who named the model, and the way out."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HFValidationError):
@@ -70,7 +70,7 @@ def _why_not(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _no_hub_bars() -> Iterator[None]:
-    """Hide the hub's bars for a while; it only has a switch for all of them."""
+    """Hide the hub's bars inside; the hub only has one switch for all of them."""
     from huggingface_hub import utils
 
     was_hidden = utils.are_progress_bars_disabled()
@@ -92,7 +92,7 @@ class Checkpoint:
         """Open every file; errors as `load_model`."""
         self.folder = folder
         self._open_files = contextlib.ExitStack()
-        self._files: dict[str, list[tuple[Path, Any]]] = {}  # tensor -> where it lies
+        self._files: dict[str, list[tuple[Path, Any]]] = {}  # tensor -> files that hold it
         for path in _weight_files(folder):
             reader = self._open(path)
             for name in reader.keys():  # noqa: SIM118 (not a dict)
@@ -176,24 +176,24 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def load_weights(
-    model_class: Any,
+    family: type[Model],
     config: ModelConfig,
     dtype: jnp.dtype,
     checkpoint: Checkpoint,
     *,
     progress: bool = False,
 ) -> Model:
-    """A `model_class` with the checkpoint's weights, each moved to the device as it is read.
+    """A model of the `family` with the checkpoint's weights, each moved to the device when read.
 
     With `progress` a bar shows what is read, if it takes more than half a second. Raises one
     ValueError naming every missing, unexpected, duplicate and mis-shaped tensor.
     """
     published: dict[str, list[str]] = {}  # canonical name -> published spellings of it
     for name in sorted(checkpoint.names):
-        canonical = model_class.canonical_name(name)
+        canonical = family.canonical_name(name)
         if canonical is not None:
             published.setdefault(canonical, []).append(name)
-    model = nnx.eval_shape(lambda: model_class.for_tensors(config, dtype, frozenset(published)))
+    model = nnx.eval_shape(lambda: family(config, dtype, frozenset(published)))
     placements = list(model.checkpoint())
     _check(placements, published, checkpoint)
 
@@ -211,7 +211,7 @@ def load_weights(
     ) as bar:
         for parts in of_param.values():
             param = parts[0].param
-            value = np.zeros(param.shape, param.dtype)  # there may be padding
+            value = np.zeros(param.shape, param.dtype)  # zeros stay where the parameter is padded
             for part in parts:
                 tensor = checkpoint.read(published[part.name][0])
                 target = value[part.index]
@@ -222,7 +222,7 @@ def load_weights(
 
 
 def _num_bytes(placement: Placement) -> int:
-    """Of one published tensor, as it is kept."""
+    """The size of a published tensor in its parameter's dtype."""
     return math.prod(placement.shape) * np.dtype(placement.param.dtype).itemsize
 
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
@@ -11,7 +11,6 @@ from jaxspec.config import Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.sampling import SamplingInputs
-from jaxspec.speculation import SpeculativeConfig
 
 
 @flax.struct.dataclass
@@ -20,14 +19,16 @@ class DraftInputs:
 
     model: ModelInputs  # this step's tokens; `tokens` are those that were verified
     hidden: Float[Array, "tokens hidden"]  # the trunk's output at each
+    # The residual stream before each layer of `Proposer.taps`, side by side; None without taps.
+    aux_hidden: Float[Array, "tokens taps*hidden"] | None
     next_tokens: Int[Array, " tokens"]  # the token after each, junk behind a rejected draft
-    last_index: Int[Array, " rows"]  # where in `hidden` each row's last valid token lies
+    last_index: Int[Array, " rows"]  # index in `hidden` of each row's last valid token
     slots: Int[Array, " rows"]
     num_computed: Int[Array, " rows"]  # index in its request of the row's newest token
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
-    wants: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
-    proposer_key: Int[Array, " rows"]
+    should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
+    proposer_key: Int[Array, " rows"]  # what `Proposer.request_key` gave for the row's request
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
     variant: Variant = flax.struct.field(pytree_node=False)
@@ -37,21 +38,21 @@ class DraftInputs:
 class Drafts:
     """Guesses of the K tokens after each row's newest one."""
 
-    tokens: Int[Array, "rows drafts"]  # -1: a placeholder, rejected as is all after it
+    tokens: Int[Array, "rows drafts"]  # -1: a placeholder; it and all after it are rejected
     num_drafts: Int[Array, " rows"]  # how many to verify, 0..K; 0 is a verify of width 1
     logits: Float[Array, "rows drafts vocab"] | None  # what they were drawn from; None: one-hot
 
 
 class Proposer(abc.ABC):
-    """Drafts on the device, inside the step. Frozen and stateless: its arrays are `init_tables`."""
+    """Drafts on the device, inside the step.
+
+    A proposer is a frozen dataclass of its own options. It is stateless; `init_tables` makes the
+    arrays that it reads.
+    """
 
     num_drafts: int  # K
-    is_probabilistic: bool = False  # whether `Drafts.logits` is given, but in greedy programs
-
-    @classmethod
-    @abc.abstractmethod
-    def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> Self:
-        """The proposer that a user's configuration asks for."""
+    is_probabilistic: bool = False  # `Drafts.logits` is given, except in greedy programs
+    taps: tuple[int, ...] = ()  # layers before which it reads the trunk's residual stream
 
     @abc.abstractmethod
     def propose(
@@ -63,9 +64,12 @@ class Proposer(abc.ABC):
         """A pytree of read-only device arrays that `propose` gets back each step.
 
         Called once, when the engine is made, with the loaded `model`.
+
+        Raises:
+            ValueError: the model lacks what the proposer drafts with.
         """
         return ()
 
     def request_key(self, prompt: Sequence[int], seed: int) -> int:
-        """Which entry of the tables a request reads; called on the host when it is made."""
+        """The request's entry in the tables. The host calls this once for each request."""
         return 0

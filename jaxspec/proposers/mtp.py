@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.base import Asked, Model, ModelInputs
+from jaxspec.models.base import DraftHead, Model, ModelInputs, Selection
 from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
@@ -21,16 +21,16 @@ class MTPProposer(Proposer):
     The first pass takes all tokens of the step, with the trunk's output and the tokens shifted by
     one, so the head's keys and values of accepted tokens always come from the trunk; those of
     rejected drafts are overwritten before they are read. It attends, and feeds forward, for each
-    row's last token alone, which the draft follows. K - 1 passes of one token a row come after it,
-    each on the last one's own output.
+    row's last token alone, which the draft follows. Then come K - 1 passes of one token a row,
+    each on the output of the pass before it.
 
     With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
-    head: most of what a draft reads is that head (FR-Spec, arXiv 2502.14856).
+    head, which is most of what a draft reads (FR-Spec, arXiv 2502.14856).
     """
 
     num_drafts: int
     is_probabilistic: bool = False
-    # Ascending; None: all. In the tables, and read there, so that proposers share a program.
+    # Ascending; None: all. They are read from the tables, so that proposers share a program.
     vocab_ids: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
@@ -43,11 +43,18 @@ class MTPProposer(Proposer):
         )
 
     def init_tables(self, model: Model) -> tuple[Array, Array] | tuple[()]:
-        """The ids and their columns, gathered once: in each step that would cost what it saves."""
+        """The ids and their columns of the output head, gathered once.
+
+        In each step the gather would cost what it saves.
+
+        Raises:
+            ValueError: the model has no draft head.
+        """
+        _head_of(model)
         if self.vocab_ids is None:
             return ()
         ids = jnp.asarray(self.vocab_ids, jnp.int32)
-        return ids, model.output_columns(ids)
+        return ids, model.lm_head_columns(ids)
 
     def propose(
         self,
@@ -57,46 +64,55 @@ class MTPProposer(Proposer):
         tables: tuple[Array, Array] | tuple[()],
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
-        ids, head = tables or (None, None)
-        last = Asked(inputs.last_index, _one_token_inputs(inputs, 0))
-        hidden, cache = model.draft_hidden(
-            inputs.next_tokens, inputs.hidden, inputs.model, cache, last
+        head = _head_of(model)
+        ids, columns = tables or (None, None)
+        last_tokens = Selection(inputs.last_index, _one_token_inputs(inputs, 0))
+        hidden, cache = head.select(
+            model.embed(inputs.next_tokens), inputs.hidden, inputs.model, cache, last_tokens
         )
-        # In a greedy program no row asks for the distribution of its drafts.
+        # In a greedy program no row needs the distribution of its drafts.
         draws = self.is_probabilistic and inputs.variant != "greedy"
         tokens, logits = [], []
         for draft in range(self.num_drafts):
             if draft:
-                hidden, cache = model.draft_hidden(
-                    tokens[-1], hidden, _one_token_inputs(inputs, draft), cache
-                )
+                row_inputs = _one_token_inputs(inputs, draft)
+                hidden, cache = head(model.embed(tokens[-1]), hidden, row_inputs, cache)
             if draws:
-                scores = model.logits(hidden, head)
+                scores = model.logits(hidden, columns)
                 if ids is not None:
                     scores = _over_all_ids(scores, ids, model.vocab_size)
-                at = inputs.num_computed + 1 + draft
-                tokens.append(draw_draft(scores, inputs.sampling, at))
+                position = inputs.num_computed + 1 + draft
+                tokens.append(draw_draft(scores, inputs.sampling, position))
                 logits.append(scores)
             else:
-                tokens.append(_best(model, hidden, ids, head))
+                tokens.append(_greedy_drafts(model, hidden, ids, columns))
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
+            num_drafts=jnp.where(inputs.should_draft, self.num_drafts, 0),
             logits=jnp.stack(logits, axis=1) if draws else None,
         )
         return drafts, cache
 
 
-def _best(
+def _head_of(model: Model) -> DraftHead:
+    if model.draft_head is None:
+        raise ValueError(
+            "Drafting with the model's own head needs a checkpoint with `mtp.*` tensors, and this "
+            "one has none. Use another speculative method, or a checkpoint that kept them."
+        )
+    return model.draft_head
+
+
+def _greedy_drafts(
     model: Model,
     hidden: Float[Array, "rows hidden"],
     ids: Int[Array, " scored"] | None,
-    head: Float[Array, "hidden scored"] | None,
+    columns: Float[Array, "hidden scored"] | None,
 ) -> Int[Array, " rows"]:
-    """The best of `ids` (None: of all); -1 where there is none."""
-    nothing = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # what is forbidden, the target rejects
-    best = model.best(hidden, nothing, head)
-    return best if ids is None else jnp.where(best < 0, NO_TOKEN, ids[best])
+    """The likeliest of `ids` (None: of all); -1 where there is none."""
+    forbidden = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts
+    tokens = model.greedy_tokens(hidden, forbidden, columns)
+    return tokens if ids is None else jnp.where(tokens < 0, NO_TOKEN, ids[tokens])
 
 
 def _over_all_ids(
@@ -104,12 +120,11 @@ def _over_all_ids(
 ) -> Float[Array, "rows vocab"]:
     """`scores` of `ids` (ascending), and -inf for what is never drafted.
 
-    That keeps rejection sampling exact, which wants the very distribution q that a draft was drawn
-    from, and no more of it: softmax gives the others q = 0, and where the target wants one of them,
-    it comes from the excess p - q.
+    Rejection sampling stays exact: it needs the distribution q that a draft was drawn from, and
+    softmax gives the other ids q = 0. The target's share of those comes from the excess p - q.
     """
-    everything = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
-    return everything.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)
+    all_scores = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
+    return all_scores.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)
 
 
 def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
@@ -118,7 +133,7 @@ def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
     The newest token stands at `num_computed`; the first pass reads the one before it.
     """
     positions = inputs.num_computed + draft - 1
-    live = inputs.wants & (positions < inputs.max_len)
+    live = inputs.should_draft & (positions < inputs.max_len)
     tables = inputs.model.page_tables
     slots = jnp.where(live, inputs.slots, 0)  # no slice of the rows: see `runner.prepare`
     return ModelInputs(

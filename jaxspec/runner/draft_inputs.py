@@ -1,9 +1,10 @@
 """Draft: the proposer's view of a step, every token's successor and where each row now stands."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxspec.config import Variant
+from jaxspec.models.base import ForwardOutput
 from jaxspec.proposers.base import DraftInputs
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import StepInputs
@@ -12,7 +13,7 @@ from jaxspec.sampling import Acceptance
 
 
 def draft_inputs(
-    hidden: Float[Array, "tokens hidden"],
+    output: ForwardOutput,
     inputs: StepInputs,
     acceptance: Acceptance,
     active: BatchState,
@@ -24,14 +25,15 @@ def draft_inputs(
     ends = inputs.logit_index[num_rows * width :]
     return DraftInputs(
         model=inputs.model,
-        hidden=hidden,
+        hidden=output.hidden,
+        aux_hidden=output.aux_hidden,
         next_tokens=next_tokens(inputs, acceptance),
         last_index=jnp.concatenate([jnp.arange(num_rows) * width + last_valid, ends]),
         slots=active.slot,
         num_computed=active.num_computed,
         max_len=active.max_len,
         last_token=active.last_token,
-        wants=active.is_live & (acceptance.num_emitted > 0),
+        should_draft=active.is_live & (acceptance.num_emitted > 0),
         proposer_key=active.proposer_key,
         sampling=sampling_inputs(active),
         page_size=inputs.page_size,

@@ -98,8 +98,10 @@ def _one_step(
     page_size = config.buckets.page_size
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
 
-    hidden, cache = model.hidden(inputs.model, state.cache)
-    # Of a step without a prompt all tokens are scored, and XLA would copy them.
+    taps = () if config.proposer is None else config.proposer.taps
+    output, cache = model.forward(inputs.model, state.cache, taps)
+    # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
+    hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logit_index]
     acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.variant)
     acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
@@ -107,8 +109,8 @@ def _one_step(
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        asked = draft_inputs(hidden, inputs, acceptance, active, program.variant)
-        drafts, cache = config.proposer.propose(model, asked, cache, tables)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.variant)
+        drafts, cache = config.proposer.propose(model, proposer_inputs, cache, tables)
         active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
         if draft_logits is not None and drafts.logits is not None:
             slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)

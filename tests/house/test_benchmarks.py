@@ -17,8 +17,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.config import StateConfig
-from jaxspec.models import load_model
-from jaxspec.models.config import parse_config
+from jaxspec.models import load_model, parse_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in (ROOT / "benchmarks").rglob("*.py") if "__main__" in p.read_text())

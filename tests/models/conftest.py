@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxspec.models.base import Asked, ModelInputs
+from jaxspec.models.base import ModelInputs, Selection
 from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion, PrefillRegion
@@ -25,14 +25,18 @@ GARBAGE = 10**6  # what padding's indices hold
 @functools.partial(jax.jit, static_argnums=0)
 def _trunk(graph, params, inputs, cache):
     model = nnx.merge(graph, params)
-    hidden, cache = model.hidden(inputs, cache)
-    return hidden, model.logits(hidden), cache
+    output, cache = model.forward(inputs, cache)
+    return output.hidden, model.logits(output.hidden), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _head(graph, params, next_tokens, hidden, inputs, cache, asked):
+def _head(graph, params, next_tokens, hidden, inputs, cache, selection):
     model = nnx.merge(graph, params)
-    hidden, cache = model.draft_hidden(next_tokens, hidden, inputs, cache, asked)
+    operands = model.embed(next_tokens), hidden, inputs, cache
+    if selection is None:
+        hidden, cache = model.draft_head(*operands)
+    else:
+        hidden, cache = model.draft_head.select(*operands, selection)
     return hidden, model.logits(hidden), cache
 
 
@@ -114,7 +118,7 @@ class SingleRequest:
 
     def draft(self, next_tokens, hidden, position, *, prefill, only_last=False):
         """The draft head's hidden states and logits for tokens from `position` on, or the last."""
-        count, asked = len(next_tokens), None
+        count, selection = len(next_tokens), None
         self.num_computed = position
         inputs, place = self._inputs(0, count, prefill=prefill)
         tokens = np.zeros(len(inputs.tokens), np.int32)
@@ -124,8 +128,8 @@ class SingleRequest:
             width, self.width, self.num_computed = self.width, 1, position + count - 1
             index = _int32(0, place[-1])  # of row 0 anything, it is padding
             row, place = self._inputs(0, 1, prefill=False)
-            asked, self.width = Asked(index, row), width
-        operands = jnp.asarray(tokens), jnp.asarray(states), inputs, self.cache, asked
+            selection, self.width = Selection(index, row), width
+        operands = jnp.asarray(tokens), jnp.asarray(states), inputs, self.cache, selection
         out, logits, self.cache = _head(self.graph, self.params, *operands)
         return np.asarray(out)[place], np.asarray(logits)[place]
 

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from jaxspec.models.config import parse_config, read_config
+from jaxspec.models import parse_config
+from jaxspec.models.config import read_fields
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 
 
 @pytest.fixture
@@ -17,11 +19,26 @@ def test_the_published_values_are_read(published):
     config = parse_config(published, {"eos_token_id": [5, 7]})
     assert config.architecture == "Qwen3_5ForCausalLM"
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
-    assert (config.rope_theta, config.rotary_dim) == (10000.0, 8)
+    assert (config.rope.theta, config.rope.rotary_dim) == (10000.0, 8)
+    assert config.gated_attention and config.zero_centred_norms
     assert config.layer_types == ("linear_attention",) * 3 + ("full_attention",)
-    assert config.conv_dim == 2 * 2 * 16 + 6 * 24
+    assert config.part(GatedDeltaNetConfig).conv_dim == 2 * 2 * 16 + 6 * 24
     assert config.eos_token_ids == (5, 7)
     assert config.tie_word_embeddings is False
+
+
+def test_another_familys_config_has_no_parts_of_a_recurrent_layer(fixture_folder):
+    config = parse_config(json.loads((fixture_folder("qwen3") / "config.json").read_text()))
+    assert config.parts == () and not (config.gated_attention or config.zero_centred_norms)
+    assert config.rope.rotary_dim == config.head_dim
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM was read without .* parse_config"):
+        config.part(GatedDeltaNetConfig)
+
+
+def test_a_family_without_recurrent_layers_refuses_them(published):
+    published["architectures"] = ["Qwen3ForCausalLM"]
+    with pytest.raises(ValueError, match="Qwen3 has attention layers only, but .* name 3 rec"):
+        parse_config(published)
 
 
 def test_stop_tokens_are_those_of_both_files_once(published):
@@ -91,4 +108,4 @@ def test_a_config_that_is_not_json_is_named(tmp_path):
     for content in ("{", "[]"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"config\.json must"):
-            read_config(tmp_path)
+            read_fields(tmp_path)

@@ -43,7 +43,7 @@ def test_it_has_the_parameters_of_the_checkpoint(folder, fixture_folder, request
 
 @pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
 def test_norms_and_decays_are_those_of_a_model_before_training(folder):
-    layer = load_model(folder, jnp.float32, load_format="dummy").layers[0]
+    layer = load_model(folder, jnp.float32, load_format="dummy").trunk.layers[0]
     np.testing.assert_array_equal(layer.input_norm.weight[...], 0.0)  # zero-centred
     np.testing.assert_array_equal(layer.mixer.norm.weight[...], 1.0)
     log_rates, biases = layer.mixer.decay[...].T

@@ -31,20 +31,20 @@ def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
 def test_part_of_the_head_reproduces_the_reference_logits_of_its_ids(loaded):
     model, expected = loaded
     ids = np.array([200, 3, 17, 263], np.int32)
-    logits = model.logits(jnp.asarray(expected["hidden_final"]), model.output_columns(ids))
+    logits = model.logits(jnp.asarray(expected["hidden_final"]), model.lm_head_columns(ids))
     assert_close(logits, expected["logits_full"][:, ids], 5e-4)
 
 
-def test_the_best_is_that_of_the_reference_logits(loaded):
+def test_the_greedy_token_is_that_of_the_reference_logits(loaded):
     model, expected = loaded
     hidden, ids = jnp.asarray(expected["hidden_final"]), np.array([200, 3, 17, 263], np.int32)
-    nothing = jnp.zeros((len(hidden), 0), jnp.int32)
+    forbidden = jnp.zeros((len(hidden), 0), jnp.int32)
     scores = expected["logits_full"].astype(np.float64)
-    for head, of in (None, scores), (model.output_columns(ids), scores[:, ids]):
-        best = model.best(hidden, nothing, head)
-        assert best.dtype == jnp.int32
-        chosen = np.take_along_axis(of, np.asarray(best)[:, None], axis=1)[:, 0]
-        assert_close(chosen, of.max(axis=1), 5e-4)
+    for columns, wanted in (None, scores), (model.lm_head_columns(ids), scores[:, ids]):
+        tokens = model.greedy_tokens(hidden, forbidden, columns)
+        assert tokens.dtype == jnp.int32
+        chosen = np.take_along_axis(wanted, np.asarray(tokens)[:, None], axis=1)[:, 0]
+        assert_close(chosen, wanted.max(axis=1), 5e-4)
 
 
 def test_the_text_model_of_a_vision_language_checkpoint_reproduces_the_reference_logits(
@@ -113,9 +113,7 @@ def test_the_draft_head_recurses_to_the_reference_drafts(loaded, single_request)
 
 
 @pytest.mark.parametrize("prefill", [True, False], ids=["prompt", "verify"])
-def test_the_draft_head_does_the_same_for_a_token_that_alone_is_asked_for(
-    loaded, single_request, prefill
-):
+def test_the_draft_head_does_the_same_for_a_selected_token(loaded, single_request, prefill):
     model, expected = loaded
     hidden, tokens = expected["hidden_final"], expected["prompt_ids"]
     seen = []

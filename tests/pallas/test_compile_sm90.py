@@ -22,9 +22,10 @@ from benchmarks.measure.shapes import (
     GdnShape,
     Mamba2Shape,
 )
+from jaxspec.models import parse_config
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import CacheSizes, init_cache
-from jaxspec.models.config import parse_config
+from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
@@ -525,9 +526,9 @@ LAYERS = [  # kind, rows, width, kernels, other fusions
     ("GatedDeltaNet", 1, 4, [*_FEW[1], *_GATED_DELTA_NET, "gated_norm_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 8, 1, [*_FEW[1], *_GATED_DELTA_NET, "split_matmul", *_FEW[1]], 1),
     ("GatedDeltaNet", 64, 4, [*_MORE[0], *_GATED_DELTA_NET, *_MORE[1]], 3),
-    ("GatedAttention", 1, 1, [*_FEW[0], *_ATTENTION, "split_matmul", *_FEW[0]], 0),
-    ("GatedAttention", 1, 4, [*_FEW[1], *_ATTENTION, "split_matmul", *_FEW[1]], 0),
-    ("GatedAttention", 64, 4, [*_MORE[0], *_ATTENTION, *_MORE[1]], 0),
+    ("Attention", 1, 1, [*_FEW[0], *_ATTENTION, "split_matmul", *_FEW[0]], 0),
+    ("Attention", 1, 4, [*_FEW[1], *_ATTENTION, "split_matmul", *_FEW[1]], 0),
+    ("Attention", 64, 4, [*_MORE[0], *_ATTENTION, *_MORE[1]], 0),
 ]
 
 
@@ -539,8 +540,8 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
     """
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
     config = parse_config(SHAPES["qwen3.5-0.8b"].config())
-    model = nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16")))
-    (layer, *_) = (x for x in model.layers[1:] if type(x.mixer).__name__ == kind)
+    model = nnx.eval_shape(lambda: Qwen3_5(config, jnp.dtype("bfloat16")))
+    (layer, *_) = (x for x in model.trunk.layers[1:] if type(x.mixer).__name__ == kind)
     graph, params = nnx.split(layer)
     sizes = CacheSizes(64, 16, 3, width - 1, ring_rows(width, 4))
     dtypes = map(jnp.dtype, ("bfloat16", "float32"))
@@ -548,7 +549,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
 
     def step(params, x, delta, decode, per_token, tables, angles, cache):
         inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
-        return nnx.merge(graph, params)(x, delta, inputs, angles, cache)
+        return nnx.merge(graph, params)(x, delta, LayerInputs(inputs, angles), cache)
 
     tokens = rows * width
     operands = (
@@ -558,7 +559,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
         DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5),
         array(tokens, dtype=jnp.int32),
         array(3, 16, dtype=jnp.int32),
-        (array(tokens, config.rotary_dim // 2),) * 2,
+        (array(tokens, config.rope.rotary_dim // 2),) * 2,
         cache,
     )
     program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()

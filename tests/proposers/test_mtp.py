@@ -8,6 +8,7 @@ import pytest
 from harness import FIXTURES, Harness, model
 from safetensors import safe_open
 
+from jaxspec.models.layers.mtp_head import MTPHead
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.proposers import DraftInputs, make_proposer
 from jaxspec.sampling import SamplingInputs
@@ -38,11 +39,11 @@ ROWS = 5
 def propose(monkeypatch):
     """Drafts from a head whose hidden state is `next(hidden, tokens)`; its states, pass by pass."""
     qwen = model("qwen3_5")
-    weight = np.asarray(qwen.output_head.weight[...])
+    weight = np.asarray(qwen.trunk.lm_head.weight[...])
     first = np.random.default_rng(0).normal(size=(ROWS, len(weight))).astype(np.float32)
 
-    def next_hidden(tokens, hidden):
-        return hidden[:, ::-1] + weight[:, tokens].T
+    def next_hidden(embedded, hidden):
+        return hidden[:, ::-1] + embedded
 
     def run(draft_vocab, method="greedy", temperature=0.0, lost=None, variant="sampled"):
         """`lost`: the row whose hidden state has a NaN."""
@@ -50,17 +51,22 @@ def propose(monkeypatch):
         if lost is not None:
             hidden[lost, 0] = np.nan
 
-        def draft_hidden(self, tokens, hidden, inputs, cache, asked=None):
-            assert (asked is None) == bool(seen), "the first pass alone is of all tokens"
-            if asked is not None:  # the token before each row's newest
-                decode = asked.inputs.decode
-                np.testing.assert_array_equal(asked.index, ints)
-                np.testing.assert_array_equal(decode.num_computed, ints + 2)
-                np.testing.assert_array_equal(decode.query_len, ints != 1)
-            seen.append(next_hidden(np.asarray(tokens), np.asarray(hidden)))
+        def call(self, embedded, hidden, inputs, cache):
+            seen.append(next_hidden(np.asarray(embedded), np.asarray(hidden)))
             return jnp.asarray(seen[-1]), cache
 
-        monkeypatch.setattr(type(qwen), "draft_hidden", draft_hidden)
+        def select(self, embedded, hidden, inputs, cache, selection):
+            """The first pass, of all tokens, for the token before each row's newest."""
+            assert not seen
+            decode = selection.inputs.decode
+            np.testing.assert_array_equal(selection.index, ints)
+            np.testing.assert_array_equal(decode.num_computed, ints + 2)
+            np.testing.assert_array_equal(decode.query_len, ints != 1)
+            return call(self, embedded, hidden, inputs, cache)
+
+        monkeypatch.setattr(MTPHead, "__call__", call)
+        monkeypatch.setattr(MTPHead, "select", select)
+        monkeypatch.setattr(Qwen3_5, "embed", lambda self, tokens: jnp.asarray(weight)[:, tokens].T)
         config = SpeculativeConfig(draft_vocab=draft_vocab, draft_sample_method=method)
         proposer = make_proposer(config, qwen.vocab_size)
         ints, floats = jnp.arange(ROWS, dtype=jnp.int32), jnp.zeros(ROWS, jnp.float32)
@@ -69,10 +75,20 @@ def propose(monkeypatch):
         )
         inputs = DraftInputs(
             model=SimpleNamespace(page_tables=jnp.zeros((ROWS + 1, 4), jnp.int32)),
-            hidden=jnp.asarray(hidden), next_tokens=ints, last_index=ints, slots=ints + 1,
-            num_computed=ints + 3, max_len=ints + 99, last_token=ints, wants=ints != 1,
-            proposer_key=ints, sampling=sampling, page_size=4, variant=variant,
-        )  # fmt: skip
+            hidden=jnp.asarray(hidden),
+            aux_hidden=None,
+            next_tokens=ints,
+            last_index=ints,
+            slots=ints + 1,
+            num_computed=ints + 3,
+            max_len=ints + 99,
+            last_token=ints,
+            should_draft=ints != 1,
+            proposer_key=ints,
+            sampling=sampling,
+            page_size=4,
+            variant=variant,
+        )
         drafts, _ = proposer.propose(qwen, inputs, None, proposer.init_tables(qwen))
         assert drafts.num_drafts.tolist() == [3, 0, 3, 3, 3]
         return drafts, np.stack(seen, axis=1) @ weight
@@ -124,8 +140,15 @@ def test_the_tables_hold_the_ids_and_their_part_of_the_head():
     proposer = make_proposer(SpeculativeConfig(draft_vocab=SHUFFLED), qwen.vocab_size)
     ids, head = proposer.init_tables(qwen)
     np.testing.assert_array_equal(ids, sorted(SHUFFLED))
-    np.testing.assert_array_equal(head, qwen.output_head.weight[...][:, ids])
+    np.testing.assert_array_equal(head, qwen.trunk.lm_head.weight[...][:, ids])
     others = make_proposer(SpeculativeConfig(draft_vocab=64), qwen.vocab_size)
     assert proposer == others and hash(proposer) == hash(others)  # one program for both
     whole = make_proposer(SpeculativeConfig(draft_vocab=264), qwen.vocab_size)
     assert whole.init_tables(qwen) == ()
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 64])
+def test_a_model_without_the_head_is_refused(draft_vocab):
+    proposer = make_proposer(SpeculativeConfig(draft_vocab=draft_vocab), 264)
+    with pytest.raises(ValueError, match="a checkpoint with `mtp.* another speculative method"):
+        proposer.init_tables(model("qwen3"))

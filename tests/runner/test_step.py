@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.config import Buckets
-from jaxspec.models.base import Model
+from jaxspec.models.base import ForwardOutput, Model
 from jaxspec.models.cache import CacheShape, CacheSizes, init_cache
 from jaxspec.plan import Program, StepOutput, pack_plan
 from jaxspec.proposers import Drafts, Proposer
@@ -33,25 +33,26 @@ class SuccessorModel(Model):
 
     vocab_size = VOCAB
     max_position_embeddings = 64
-    has_draft_head = False
 
     def cache_shape(self):
         return CacheShape(0, 1, 1, 0, (1, 1, 1), 1, 1, 1)
 
-    def hidden(self, inputs, cache):
-        return self.table[...][inputs.tokens][:, None], cache
+    @staticmethod
+    def parse_config(fields):
+        raise NotImplementedError
 
-    def logits(self, hidden, head=None):
+    @staticmethod
+    def canonical_name(name):
+        raise NotImplementedError
+
+    def forward(self, inputs, cache, taps=()):
+        return ForwardOutput(self.table[...][inputs.tokens][:, None], None), cache
+
+    def logits(self, hidden, columns=None):
         raise NotImplementedError("a greedy step makes none")
 
-    def best(self, hidden, forbidden, head=None):
+    def greedy_tokens(self, hidden, forbidden, columns=None):
         return hidden[:, 0].astype(jnp.int32)  # -1 stands for a model that fails
-
-    def output_columns(self, ids):
-        raise NotImplementedError
-
-    def draft_hidden(self, next_tokens, hidden, inputs, cache):
-        raise NotImplementedError
 
 
 class Listener(Proposer):
@@ -63,15 +64,11 @@ class Listener(Proposer):
     def hear(self, inputs):
         self.heard = inputs
 
-    @classmethod
-    def from_config(cls, config, vocab_size):
-        return cls()
-
     def propose(self, model, inputs, cache, tables):
         jax.debug.callback(self.hear, inputs)
         rows = inputs.slots.shape[0]
         tokens = jnp.tile(jnp.array([[7, 8]], jnp.int32), (rows, 1))
-        return Drafts(tokens, jnp.where(inputs.wants, 2, 0), None), cache
+        return Drafts(tokens, jnp.where(inputs.should_draft, 2, 0), None), cache
 
 
 NUM_ROWS = 4
@@ -148,7 +145,7 @@ def test_the_first_pass_reads_tokens_shifted_by_one_inside_each_prompt(make_rows
     assert (heard.last_index[4:] - rectangle).tolist() == [2, 4, 8]
     assert heard.last_token[4:].tolist() == [100, 200, 300]
     assert heard.num_computed[4:].tolist() == [3, 2, 4]
-    assert heard.wants.tolist() == [False] * 4 + [True] * 3
+    assert heard.should_draft.tolist() == [False] * 4 + [True] * 3
     assert output.tokens[4:, 0].tolist() == [100, 200, 300]
     assert fields["drafts"][:3].tolist() == [[7, 8]] * 3
     assert fields["num_drafts"].tolist() == [2, 2, 2, 0]
@@ -160,7 +157,7 @@ def test_at_an_unfinished_chunks_end_the_next_prompt_token_follows(make_rows):
     heard, fields, output = run_step(make_rows, rows, NEXT, chunks=CHUNKS, lookahead=[13, -1, 34])
     shifted = heard.next_tokens[4 * WIDTH : 4 * WIDTH + 9]
     assert shifted.tolist() == [11, 12, 13, 21, 200, 31, 32, 33, 34]
-    assert heard.wants.tolist() == [False] * 5 + [True, False]
+    assert heard.should_draft.tolist() == [False] * 5 + [True, False]
     assert heard.num_computed[4:].tolist() == [3, 2, 9]
     assert fields["num_drafts"].tolist() == [0, 2, 0, 0], "a chunk is not followed by drafts"
     assert fields["last_token"].tolist() == [99, 200, 99, 0]
@@ -195,7 +192,7 @@ def test_the_last_valid_token_lies_before_the_rejected_ones(make_rows):
     assert output.num_drafts.tolist() == [2, 2, 2, 0]
     assert output.num_accepted.tolist() == [1, 2, 0, 0]
     assert fields["state_offset"].tolist() == [1, 2, 0, 0]
-    assert heard.wants.tolist() == [True, True, True, False]
+    assert heard.should_draft.tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +234,7 @@ def test_rows_that_end_get_no_drafts(make_rows):
         verify_row(4, 9, 10, [11, 12], finish=Finish.STOP),
     ]
     heard, fields, output = run_step(make_rows, rows, {10: 11, 11: 12, 12: 13}, num_decode=4)
-    assert heard.wants.tolist() == [False, False, True, False]
+    assert heard.should_draft.tolist() == [False, False, True, False]
     assert fields["num_drafts"].tolist() == [0, 0, 2, 0]
     ends = [Finish.STOP, Finish.LENGTH, Finish.RUNNING, Finish.STOP]
     assert output.finish.tolist() == ends == fields["finish"].tolist()
@@ -251,7 +248,7 @@ def test_a_model_that_fails_ends_its_row_and_no_other(make_rows):
     heard, _, output = run_step(make_rows, rows, successors, num_decode=2)
     assert output.tokens[:2].tolist() == [[11, -1, -1], [21, 22, 23]]
     assert output.finish[:2].tolist() == [Finish.ERROR, Finish.RUNNING]
-    assert heard.wants[:2].tolist() == [False, True]
+    assert heard.should_draft[:2].tolist() == [False, True]
 
 
 def test_idle_rows_keep_their_drafts_and_state(make_rows):

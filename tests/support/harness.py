@@ -10,7 +10,8 @@ from oracle import Oracle, expect
 from jaxspec.config import Buckets, StateConfig
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
-from jaxspec.proposers import make_proposer
+from jaxspec.proposers import Proposer, make_proposer
+from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
@@ -77,14 +78,10 @@ class Harness:
         speculation = None
         if drafts:
             speculation = SpeculativeConfig(
-                method="mtp" if accuracy is None else "oracle",
                 num_speculative_tokens=drafts,
                 draft_sample_method="probabilistic" if probabilistic else "greedy",
                 draft_vocab=draft_vocab,
                 synthetic_acceptance_rates=synthetic,
-                continuations=tuple(continuations),
-                draft_accuracy=accuracy,
-                vary_num_drafts=vary,
             )
         self.buckets = Buckets(
             max_num_seqs=ROWS,
@@ -101,7 +98,17 @@ class Harness:
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
-        self.proposer = make_proposer(speculation, self.vocab_size) if speculation else None
+        self.proposer: Proposer | None = None
+        if accuracy is not None:
+            self.proposer = OracleProposer(
+                num_drafts=drafts,
+                vocab_size=self.vocab_size,
+                vary_num_drafts=vary,
+                sequences=tuple(map(tuple, continuations)),
+                accuracy=accuracy,
+            )
+        elif speculation is not None:
+            self.proposer = make_proposer(speculation, self.vocab_size)
         self.runner = ModelRunner(
             model(fixture),
             self.buckets,

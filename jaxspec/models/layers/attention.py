@@ -3,96 +3,126 @@
 import dataclasses
 from collections.abc import Iterator
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.base import Asked, ModelInputs
-from jaxspec.models.cache import HybridCache
+from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
-from jaxspec.models.layers.rope import Rotation
+from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.norm.residual import Delta
 
-_Projected = Float[Array, "tokens outputs"]
+_Heads = Float[Array, "tokens heads head_dim"]
 
 
-def attend(
-    queries: Float[Array, "tokens heads head_dim"],
-    kv: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
-    layer: int,
-    inputs: ModelInputs,
-    gate: OutputGate | None = None,
-) -> Float[Array, "tokens heads head_dim"]:
-    """Attention over pages that have this step's keys and values: each region's own operation.
+@flax.struct.dataclass
+class AttentionTokens:
+    """What attention reads of each token whose keys and values are already in the cache."""
 
-    `gate`: of all tokens, what then multiplies their heads.
-    """
-    decode, prefill, split = inputs.decode, inputs.prefill, inputs.num_decode_tokens
-    rectangle = queries[:split].reshape(decode.slots.shape[0], inputs.width, *queries.shape[1:])
-    gates = (None, None) if gate is None else gate.split(split)
-    out = paged_attention(rectangle, kv, layer, inputs.page_tables, decode, gates[0]).reshape(
-        split, *queries.shape[1:]
-    )
-    if prefill is not None:
-        chunks = prefill_attention(queries[split:], kv, layer, inputs.page_tables, prefill)
-        out = jnp.concatenate([out, chunks if gates[1] is None else gates[1](chunks)])
-    return out
+    queries: _Heads  # normalised and rotated
+    gate: OutputGate | None
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with normalised queries and keys and rotary positions (Qwen3)."""
+    """Grouped-query attention with normalised queries and keys and rotary positions (Qwen3).
 
-    gated = False  # whether each query head is followed by a gate
-    zero_centred = False  # the norms of queries and keys
+    With `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5):
+    `q_proj` gives, head by head, `head_dim` channels of query and then as many of gate.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype`: of the weights."""
         self.config = config
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        outputs = {"q_proj": (1 + self.gated) * width, "k_proj": kv_width, "v_proj": kv_width}
+        q_width = 2 * width if config.gated_attention else width
+        outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = Linear(config.hidden_size, outputs, dtype)
-        init = jax.nn.initializers.zeros if self.zero_centred else jax.nn.initializers.ones
-        # The queries' and the keys', in one matrix, which the kernel gets without a copy.
+        initializers = jax.nn.initializers
+        init = initializers.zeros if config.zero_centred_norms else initializers.ones
+        # The norms of queries and of keys, in one matrix: a kernel gets it without a copy.
         self.norms = declare((2, config.head_dim), dtype, init)
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
 
     @property
     def projection(self) -> Linear:
-        """What the normed residual stream is multiplied with first, all side by side."""
+        """Queries (with gates), keys and values."""
         return self.qkv
 
-    def __call__(
-        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
-        layer: int, asked: Asked | None = None,
-    ) -> tuple[Delta, HybridCache]:  # fmt: skip
-        """What is to be added to the residual stream, given what `projection` makes of it.
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Keys and values of a layer."""
+        return CacheShape(
+            kv_layers=1,
+            kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            state_layers=0,
+            state_shape=(0, 0, 0),
+            state_key_heads=0,
+            conv_dim=0,
+            conv_kernel=0,
+        )
 
-        `layer` is the index among the cache's attention layers. `asked`: of which tokens; of all
-        others keys and values are written, and no more.
-        """
+    def prepare(
+        self,
+        projected: Float[Array, "tokens columns"],
+        inputs: LayerInputs,
+        cache: HybridCache,
+        layer: int,
+    ) -> tuple[AttentionTokens, HybridCache]:
+        """Queries and gate; the cache has the keys and values of all tokens then."""
         config = self.config
         queries, kv = attention_inputs(
             projected,
-            QKNorm(self.norms[...], config.rms_norm_eps, self.zero_centred),
-            angles,
+            QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms),
+            inputs.rotation,
             cache.kv,
             layer,
-            inputs.kv_slots,
+            inputs.step.kv_slots,
             heads=config.num_heads,
-            gated=self.gated,
+            gated=config.gated_attention,
         )
-        if asked is not None:
-            queries, projected, inputs = queries[asked.index], projected[asked.index], asked.inputs
-        gate = OutputGate(projected) if self.gated else None
-        attended = attend(queries, kv, layer, inputs, gate)
-        delta = self.out.delta(attended.reshape(projected.shape[0], -1))
-        return delta, dataclasses.replace(cache, kv=kv)
+        gate = OutputGate(projected) if config.gated_attention else None
+        return AttentionTokens(queries, gate), dataclasses.replace(cache, kv=kv)
+
+    def decode(
+        self, tokens: AttentionTokens, inputs: ModelInputs, cache: HybridCache, layer: int
+    ) -> tuple[_Heads, HybridCache]:
+        """Each row's tokens over the row's pages; the cache is as it was."""
+        queries, rows = tokens.queries, inputs.decode
+        heads = paged_attention(
+            queries.reshape(rows.slots.shape[0], inputs.width, *queries.shape[1:]),
+            cache.kv,
+            layer,
+            inputs.page_tables,
+            rows,
+            tokens.gate,
+        )
+        return heads.reshape(queries.shape), cache
+
+    def prefill(
+        self, tokens: AttentionTokens, inputs: ModelInputs, cache: HybridCache, layer: int
+    ) -> tuple[_Heads, HybridCache]:
+        """Each chunk's tokens over its sequence's pages; the cache is as it was."""
+        chunks = inputs.prefill
+        assert chunks is not None
+        heads = prefill_attention(tokens.queries, cache.kv, layer, inputs.page_tables, chunks)
+        return heads if tokens.gate is None else tokens.gate(heads), cache
+
+    def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:
+        """The heads themselves: `decode` has gated them."""
+        return heads
+
+    def output(self, heads: _Heads, tokens: AttentionTokens) -> Delta:
+        """The output projection of all heads of a token."""
+        return self.out.delta(heads.reshape(heads.shape[0], -1))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""
@@ -101,14 +131,3 @@ class Attention(nnx.Module):
         for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
             yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
         yield from self.out.checkpoint(prefix)
-
-
-class GatedAttention(Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate (Qwen3.5).
-
-    `q_proj` gives, head by head, `head_dim` channels of query and then as many of gate. The norms
-    of queries and keys are zero-centred, and only the first `rotary_dim` channels are rotated.
-    """
-
-    gated = True
-    zero_centred = True

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.base import ModelInputs
-from jaxspec.models.cache import HybridCache
+from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
+from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.rope import Rotation
+from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import GdnHeads
@@ -23,11 +23,34 @@ from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.matmul.products import COLUMNS
 from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul
-from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Delta
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
+from jaxspec.regions import DecodeRegion
 
-_Projected = Float[Array, "tokens outputs"]
+_Projected = Float[Array, "tokens columns"]
+_Finished = Float[Array, "tokens features"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """The sizes of a Gated DeltaNet layer: a part of a `ModelConfig`."""
+
+    key_heads: int  # queries have as many; each serves `value_heads // key_heads` value heads
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int  # taps of the causal convolution
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.values
 
 
 class GatedDeltaNet(nnx.Module):
@@ -39,86 +62,149 @@ class GatedDeltaNet(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype`: of the weights, but the decay's and the norm's."""
-        self.config = config
-        heads = config.linear_value_heads
-        values = heads * config.linear_value_dim
+        self.sizes = sizes = config.part(GatedDeltaNetConfig)
         outputs = {
-            "in_proj_qkv": config.conv_dim,
-            "in_proj_z": values,
-            "in_proj_b": heads,
-            "in_proj_a": heads,
+            "in_proj_qkv": sizes.conv_dim,
+            "in_proj_z": sizes.values,
+            "in_proj_b": sizes.value_heads,
+            "in_proj_a": sizes.value_heads,
         }
-        # Of the 0.8B's 8,224 columns a kernel's last tile would have 32, in rows of 64 bytes.
+        # Padded to whole tiles of a kernel: otherwise the last tile of the 0.8B's 8,224 columns
+        # has 32, which are copied in rows of 64 bytes.
         self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=COLUMNS)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
-        self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
-        # Published as A_log and dt_bias; one matrix, which the kernel gets without a copy.
-        self.decay = declare((heads, 2), jnp.float32, _init_decay)
-        # Of all norms of the model, this one is not zero-centred.
-        self.norm = RMSNorm(config.linear_value_dim, config.rms_norm_eps, jnp.float32)
-        self.out_proj = Linear(values, {"out_proj": config.hidden_size}, dtype)
+        self.conv = declare((sizes.conv_kernel, sizes.conv_dim), dtype)
+        # Published as A_log and dt_bias; a kernel gets the one matrix without a copy.
+        self.decay = declare((sizes.value_heads, 2), jnp.float32, _init_decay)
+        # This norm is never zero-centred.
+        self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps, jnp.float32)
+        self.out_proj = Linear(sizes.values, {"out_proj": config.hidden_size}, dtype)
 
     @property
     def projection(self) -> Linear:
-        """What the normed residual stream is multiplied with first, all side by side."""
+        """Channels of the convolution, output gate z, b and a."""
         return self.in_proj
 
-    def __call__(
-        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
-        layer: int,
-    ) -> tuple[Delta, HybridCache]:  # fmt: skip
-        """What is to be added to the residual stream, given what `projection` makes of it.
-
-        `layer` is the index among the cache's recurrent layers; positions are not used.
-        """
-        del angles
-        split = inputs.num_decode_tokens
-        # The gates lie behind the channels.
-        weight, eps = self.norm.weight[...], self.norm.eps
-        norm = GatedNorm(projected, weight, first=self.config.conv_dim, eps=eps)
-        of_decode, of_prefill = norm.split(split)
-        out, cache = self._verify(projected[:split], of_decode, inputs, cache, layer)
-        if inputs.prefill is not None:
-            chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
-            out = jnp.concatenate([of_decode(out), of_prefill(chunks)])
-        return gated_norm_matmul(out, norm, self.out_proj.weight[...]), cache
-
     @property
-    def _heads(self) -> GdnHeads:
-        config = self.config
-        return GdnHeads(config.linear_key_heads, config.linear_key_dim, config.linear_value_heads)
+    def cache_shape(self) -> CacheShape:
+        """A layer's state and inputs of its convolution."""
+        sizes = self.sizes
+        return CacheShape(
+            kv_layers=0,
+            kv_heads=0,
+            head_dim=0,
+            state_layers=1,
+            state_shape=(sizes.value_heads, sizes.value_dim, sizes.key_dim),
+            state_key_heads=sizes.key_heads,
+            conv_dim=sizes.conv_dim,
+            conv_kernel=sizes.conv_kernel,
+        )
 
-    def _verify(self, projected, norm, inputs, cache, layer):
-        """The rectangle's `Heads`; its states are kept, or what it takes to replay them."""
-        decode = inputs.decode
-        projected = projected.reshape(-1, inputs.width, projected.shape[1])
-        slots, computed, query_len = decode.slots, decode.num_computed, decode.query_len
-        operands = projected, self.conv[...].T, self.decay[...], cache.conv
-        if cache.ring is None:
-            where = layer, slots, computed, query_len
-            q, k, v, g, beta, conv = gdn_inputs(*operands, *where, self._heads)
-            where = layer, slots, decode.state_offset, query_len
-            out, states = gdn_step(q, k, v, g, beta, cache.states, *where)
-            cache = dataclasses.replace(cache, conv=conv, states=states)
-        else:
-            where = layer, slots, computed, decode.ring_length, query_len
-            out, conv, states, ring = gdn_conv_replay(
-                *operands, cache.states, cache.ring, *where, self._heads, norm
-            )
-            cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
-        return out.reshape(-1, *out.shape[2:]), cache
+    def prepare(
+        self, projected: _Projected, inputs: LayerInputs, cache: HybridCache, layer: int
+    ) -> tuple[_Projected, HybridCache]:
+        """The projection as it is: each region's operation begins with the convolution."""
+        return projected, cache
 
-    def _prefill(self, projected, prefill, cache, layer):
-        """The chunks' outputs; convolution and state of each sequence stand at its last token."""
-        slots, progress = prefill.slots, (prefill.num_computed, prefill.query_start)
+    def decode(
+        self, projected: _Projected, inputs: ModelInputs, cache: HybridCache, layer: int
+    ) -> tuple[Heads, HybridCache]:
+        """The rectangle's heads, by the policy that the cache was made for."""
+        policy = self.step if cache.ring is None else self.replay
+        return policy(projected, inputs.decode, cache, layer)
+
+    def step(
+        self, projected: _Projected, rows: DecodeRegion, cache: HybridCache, layer: int
+    ) -> tuple[Heads, HybridCache]:
+        """The rectangle's heads under the snapshot policy: the state after each token is kept."""
+        q, k, v, g, beta, conv = gdn_inputs(
+            _rectangle(projected, rows),
+            self.conv[...].T,
+            self.decay[...],
+            cache.conv,
+            layer,
+            rows.slots,
+            rows.num_computed,
+            rows.query_len,
+            self._heads,
+        )
+        heads, states = gdn_step(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cache.states,
+            layer,
+            rows.slots,
+            rows.state_offset,
+            rows.query_len,
+        )
+        return _flat(heads), dataclasses.replace(cache, conv=conv, states=states)
+
+    def replay(
+        self, projected: _Projected, rows: DecodeRegion, cache: HybridCache, layer: int
+    ) -> tuple[Heads, HybridCache]:
+        """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
+        assert cache.ring is not None
+        heads, conv, states, ring = gdn_conv_replay(
+            _rectangle(projected, rows),
+            self.conv[...].T,
+            self.decay[...],
+            cache.conv,
+            cache.states,
+            cache.ring,
+            layer,
+            rows.slots,
+            rows.num_computed,
+            rows.ring_length,
+            rows.query_len,
+            self._heads,
+            self._gated_norm(projected),
+        )
+        return _flat(heads), dataclasses.replace(cache, conv=conv, states=states, ring=ring)
+
+    def prefill(
+        self, projected: _Projected, inputs: ModelInputs, cache: HybridCache, layer: int
+    ) -> tuple[_Finished, HybridCache]:
+        """The chunks' normed heads; convolution and state of each sequence stand at its end."""
+        chunks = inputs.prefill
+        assert chunks is not None
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
-        y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, slots, *progress)
+        y, conv = conv_prefill(
+            mixed,
+            self.conv[...].T,
+            cache.conv,
+            layer,
+            chunks.slots,
+            chunks.num_computed,
+            chunks.query_start,
+        )
         q, k, v = split_qkv(y, self._heads)
-        v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
-        where = layer, slots, prefill.state_offset, *progress
-        out, states = gdn_prefill(q, k, v, g, beta, cache.states, *where)
-        return out, dataclasses.replace(cache, conv=conv, states=states)
+        heads, states = gdn_prefill(
+            q,
+            k,
+            v.astype(mixed.dtype),  # its dtype before the convolution: 16-bit products are quick
+            g,
+            beta,
+            cache.states,
+            layer,
+            chunks.slots,
+            chunks.state_offset,
+            chunks.num_computed,
+            chunks.query_start,
+        )
+        cache = dataclasses.replace(cache, conv=conv, states=states)
+        return self.finish(heads, projected), cache
+
+    def finish(self, heads: Heads, projected: _Projected) -> _Finished:
+        """The heads normed and gated, unless `replay`'s kernel has done it."""
+        return self._gated_norm(projected)(heads)
+
+    def output(self, heads: Heads, projected: _Projected) -> Delta:
+        """The output projection, with the gated norm of heads that are not finished."""
+        return gated_norm_matmul(heads, self._gated_norm(projected), self.out_proj.weight[...])
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `linear_attn.`."""
@@ -130,6 +216,23 @@ class GatedDeltaNet(nnx.Module):
             yield Placement(prefix + name, self.decay.shape[:1], self.decay, index=(..., column))
         yield from self.norm.checkpoint(prefix + "norm")
         yield from self.out_proj.checkpoint(prefix)
+
+    @property
+    def _heads(self) -> GdnHeads:
+        return GdnHeads(self.sizes.key_heads, self.sizes.key_dim, self.sizes.value_heads)
+
+    def _gated_norm(self, projected: _Projected) -> GatedNorm:
+        """The norm of these tokens' heads; its gates z lie behind the convolution's channels."""
+        weight, eps = self.norm.weight[...], self.norm.eps
+        return GatedNorm(projected, weight, first=self.sizes.conv_dim, eps=eps)
+
+
+def _rectangle(projected: _Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:
+    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
+
+
+def _flat(heads: Float[Array, "rows width *features"]) -> Heads:
+    return heads.reshape(-1, *heads.shape[2:])
 
 
 def _init_decay(key, shape, dtype):

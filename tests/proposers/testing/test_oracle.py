@@ -4,21 +4,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.proposers import DraftInputs, make_proposer
+from jaxspec.proposers import DraftInputs
+from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.sampling import SamplingInputs
-from jaxspec.speculation import SpeculativeConfig
 
 SEQUENCE = tuple(range(10, 60))
 
 
-def oracle(accuracy=(1.0, 1.0, 1.0), vary=False, sequences=(SEQUENCE,)):
-    config = SpeculativeConfig(
-        method="oracle",
-        continuations=sequences,
-        draft_accuracy=accuracy,
+def oracle(accuracy=None, vary=False, sequences=(SEQUENCE,), seed=0):
+    return OracleProposer(
+        num_drafts=3,
+        vocab_size=100,
         vary_num_drafts=vary,
+        sequences=sequences,
+        accuracy=accuracy,
+        seed=seed,
     )
-    return make_proposer(config, vocab_size=100)
 
 
 def propose(proposer, num_computed, key=1):
@@ -26,9 +27,9 @@ def propose(proposer, num_computed, key=1):
     ints, floats = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
     sampling = SamplingInputs(floats, ints, floats, ints, ints[:, None], ints)
     inputs = DraftInputs(
-        model=None, hidden=None, next_tokens=ints, last_index=ints, slots=ints + 1,
+        model=None, hidden=None, aux_hidden=None, next_tokens=ints, last_index=ints, slots=ints + 1,
         num_computed=jnp.asarray(num_computed, jnp.int32), max_len=ints + 99, last_token=ints,
-        wants=ints == 0, proposer_key=ints + key, sampling=sampling, page_size=4,
+        should_draft=ints == 0, proposer_key=ints + key, sampling=sampling, page_size=4,
         variant="greedy",
     )  # fmt: skip
     drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))
@@ -46,11 +47,7 @@ def test_drafts_are_wrong_at_the_given_rates():
     positions = list(range(46)) * 40
     right = 0
     for seed in range(4):
-        config = SpeculativeConfig(
-            method="oracle", continuations=(SEQUENCE,), draft_accuracy=(0.9, 0.5, 0.0),
-            draft_seed=seed,
-        )  # fmt: skip
-        tokens, _ = propose(make_proposer(config, 100), list(range(46)))
+        tokens, _ = propose(oracle((0.9, 0.5, 0.0), seed=seed), list(range(46)))
         right = right + (tokens == np.arange(46)[:, None] + [[11, 12, 13]]).mean(0)
     assert np.all(np.abs(right / 4 - [0.9, 0.5, 0.0]) < [0.1, 0.12, 1e-9])
     again, _ = propose(oracle((0.9, 0.5, 0.0)), positions)
@@ -71,6 +68,8 @@ def test_a_request_finds_the_sequence_its_prompt_begins():
     assert tokens.tolist() == [[-1, -1, -1]]
 
 
-def test_an_oracle_without_continuations_is_refused():
+def test_an_oracle_without_continuations_or_rates_is_refused():
     with pytest.raises(ValueError, match="continuations"):
-        SpeculativeConfig(method="oracle")
+        oracle(sequences=())
+    with pytest.raises(ValueError, match="one rate for each of the 3 drafts"):
+        oracle((0.5, 0.6))

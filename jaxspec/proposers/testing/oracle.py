@@ -11,7 +11,6 @@ from jaxspec.models.base import Model
 from jaxspec.models.cache import HybridCache
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import Use, uniform_noise
-from jaxspec.speculation import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,25 +24,22 @@ class OracleProposer(Proposer):
     """
 
     num_drafts: int
-    vary_num_drafts: bool
     vocab_size: int
-    # In the tables, so that oracles which differ in them share a program.
-    sequences: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
-    accuracy: tuple[float, ...] = dataclasses.field(compare=False)
+    vary_num_drafts: bool = False
+    # These lie in the tables, so that oracles which differ in them share a program.
+    sequences: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
+    accuracy: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
     seed: int = dataclasses.field(default=0, compare=False)
 
-    @classmethod
-    def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> "OracleProposer":
-        """A proposer of `config.continuations`."""
-        drafts = config.num_speculative_tokens
-        return cls(
-            num_drafts=drafts,
-            sequences=tuple(tuple(sequence) for sequence in config.continuations),
-            accuracy=config.draft_accuracy or (1.0,) * drafts,
-            vary_num_drafts=config.vary_num_drafts,
-            seed=config.draft_seed,
-            vocab_size=vocab_size,
-        )
+    def __post_init__(self) -> None:
+        """Check that there is something to draft, and a rate for each draft."""
+        if not self.sequences:
+            raise ValueError("The oracle drafts from known continuations: pass `sequences`.")
+        if self.accuracy is not None and len(self.accuracy) != self.num_drafts:
+            raise ValueError(
+                f"accuracy needs one rate for each of the {self.num_drafts} drafts, got "
+                f"{self.accuracy}. None is always right."
+            )
 
     def init_tables(self, model: Model) -> tuple[Array, Array, Array]:
         """Sequences, accuracy and seed. Sequence 0 is empty, for requests without a match."""
@@ -51,7 +47,8 @@ class OracleProposer(Proposer):
         table = np.full((1 + len(self.sequences), longest), -1, np.int32)
         for entry, sequence in enumerate(self.sequences, 1):
             table[entry, : len(sequence)] = sequence
-        return jnp.asarray(table), jnp.asarray(self.accuracy, jnp.float32), jnp.int32(self.seed)
+        accuracy = jnp.asarray(self.accuracy or (1.0,) * self.num_drafts, jnp.float32)
+        return jnp.asarray(table), accuracy, jnp.int32(self.seed)
 
     def request_key(self, prompt: Sequence[int], seed: int) -> int:
         """The entry that begins with `prompt`; samples of one prompt take turns by their seed."""
@@ -72,12 +69,12 @@ class OracleProposer(Proposer):
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
         sequences, accuracy, seed = tables
-        place = jnp.arange(self.num_drafts)[None, :]
-        index = inputs.num_computed[:, None] + 1 + place
+        draft = jnp.arange(self.num_drafts)[None, :]
+        index = inputs.num_computed[:, None] + 1 + draft
         known = sequences.at[inputs.proposer_key[:, None], index].get(mode="fill", fill_value=-1)
         key = jnp.broadcast_to(inputs.proposer_key[:, None] + seed * 1000003, index.shape)
         # One stream a position and draft: the same token may be guessed well early and ill late.
-        noise = uniform_noise(key.ravel(), (index * 16 + place).ravel(), Use.CORRUPT)
+        noise = uniform_noise(key.ravel(), (index * 16 + draft).ravel(), Use.CORRUPT)
         noise = noise.reshape(index.shape)
         wrong = (known + 1) % self.vocab_size
         tokens = jnp.where((noise < accuracy[None, :]) | (known < 0), known, wrong)
@@ -86,5 +83,5 @@ class OracleProposer(Proposer):
             draw = uniform_noise(key[:, 0], inputs.num_computed * 16 + 15, Use.CORRUPT)
             num_drafts = jnp.floor(draw * (self.num_drafts + 1)).astype(jnp.int32)
             is_hole = jnp.floor(draw * 64).astype(jnp.int32) % 8 == 0
-            tokens = jnp.where(is_hole[:, None] & (place == 1), -1, tokens)
-        return Drafts(tokens, jnp.where(inputs.wants, num_drafts, 0), None), cache
+            tokens = jnp.where(is_hole[:, None] & (draft == 1), -1, tokens)
+        return Drafts(tokens, jnp.where(inputs.should_draft, num_drafts, 0), None), cache

@@ -1,0 +1,104 @@
+"""DecoderLayer: a token mixer and a feed-forward layer; MIXERS, the table of token mixers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.cache import HybridCache
+from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+from jaxspec.models.layers.attention import Attention
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.linear import Placement
+from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
+from jaxspec.models.layers.mlp import GatedMLP
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.model_inputs import ModelInputs, Selection
+from jaxspec.pallas.norm.residual import Delta
+
+# An entry of a config's `layer_types` -> the mixer of that layer.
+MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
+    FULL_ATTENTION: Attention,
+    LINEAR_ATTENTION: GatedDeltaNet,
+}
+
+
+def residual_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
+    """A norm of the residual stream, as all layers of the model have it."""
+    zero_centred = config.zero_centred_norms
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, zero_centred=zero_centred)
+
+
+class DecoderLayer(nnx.Module):
+    """A token mixer and a feed-forward layer; each adds its output to the residual stream."""
+
+    def __init__(self, config: ModelConfig, kind: str, cache_layer: int, dtype: jnp.dtype):
+        """`kind`: a key of `MIXERS`; `cache_layer`: index among the cache's layers of that kind."""
+        self.cache_layer = cache_layer
+        self.input_norm = residual_norm(config, dtype)
+        self.mixer: Mixer[Any] = MIXERS[kind](config, dtype)
+        self.feed_forward_norm = residual_norm(config, dtype)
+        self.feed_forward: FeedForward = GatedMLP(
+            config.hidden_size, config.intermediate_size, dtype
+        )
+
+    def __call__(
+        self, stream: Stream, pending: Delta, inputs: LayerInputs, cache: HybridCache
+    ) -> tuple[Stream, Delta, HybridCache]:
+        """The stream, what is still to be added to it, and the cache with this step written.
+
+        `pending` is None before the first layer. The norm that follows an addition does it: in one
+        kernel, which for few rows also does the product that follows the norm.
+        """
+        stream, tokens, cache = self._prepare(stream, pending, inputs, cache)
+        pending, cache = self._mix(tokens, inputs.step, cache)
+        stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
+        return stream, pending, cache
+
+    def select(
+        self,
+        stream: Stream,
+        pending: Delta,
+        inputs: LayerInputs,
+        cache: HybridCache,
+        selection: Selection,
+    ) -> tuple[Stream, Delta, HybridCache]:
+        """As `__call__`, but the stream goes on with the selected tokens alone.
+
+        The mixer prepares all tokens, which must be all that the cache keeps of them: true of
+        attention, and of no recurrent mixer.
+        """
+        stream, tokens, cache = self._prepare(stream, pending, inputs, cache)
+        stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
+        pending, cache = self._mix(tokens, selection.inputs, cache)
+        stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
+        return stream, pending, cache
+
+    def _prepare(
+        self, stream: Stream, pending: Delta, inputs: LayerInputs, cache: HybridCache
+    ) -> tuple[Stream, Any, HybridCache]:
+        stream, projected = self.input_norm.matmul(stream, pending, self.mixer.projection)
+        tokens, cache = self.mixer.prepare(projected, inputs, cache, self.cache_layer)
+        return stream, tokens, cache
+
+    def _mix(
+        self, tokens: Any, inputs: ModelInputs, cache: HybridCache
+    ) -> tuple[Delta, HybridCache]:
+        """Each region by its own operation, and one output projection for both."""
+        split = inputs.num_decode_tokens
+        rectangle = jax.tree.map(lambda x: x[:split], tokens)
+        heads, cache = self.mixer.decode(rectangle, inputs, cache, self.cache_layer)
+        if inputs.prefill is not None:
+            flat = jax.tree.map(lambda x: x[split:], tokens)
+            chunks, cache = self.mixer.prefill(flat, inputs, cache, self.cache_layer)
+            heads = jnp.concatenate([self.mixer.finish(heads, rectangle), chunks])
+        return self.mixer.output(heads, tokens), cache
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensors."""
+        yield from self.input_norm.checkpoint(prefix + "input_layernorm")
+        yield from self.mixer.checkpoint(prefix)
+        yield from self.feed_forward_norm.checkpoint(prefix + "post_attention_layernorm")
+        yield from self.feed_forward.checkpoint(prefix + "mlp.")

@@ -1,0 +1,103 @@
+"""What the halves of a decoder layer must offer: the protocols Mixer and FeedForward.
+
+The residual stream travels through the layers in two parts: `stream`, tokens, and `pending`, what
+is still to be added to it (`pallas.norm.residual`). Whoever normalises the stream adds it first, so
+that a GPU does both in one kernel.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import flax.struct
+from jaxtyping import Array, Float
+
+from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.rope import frequencies, rotation
+from jaxspec.models.model_inputs import ModelInputs
+from jaxspec.pallas.attention.inputs import Rotation
+from jaxspec.pallas.norm.residual import Delta
+
+Stream = Float[Array, "tokens hidden"]
+Tokens = TypeVar("Tokens")  # a mixer's own pytree; the first axis of each array is the tokens
+
+
+@flax.struct.dataclass
+class LayerInputs:
+    """What all layers of one pass read: the step, and the rotation of its tokens."""
+
+    step: ModelInputs
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, rope: RopeConfig) -> "LayerInputs":
+        """The rotation is computed here, once for all layers."""
+        return cls(inputs, rotation(inputs.positions, frequencies(rope)))
+
+
+class Mixer(Protocol[Tokens]):
+    """A token mixer: what lets a token of a layer see those before it.
+
+    `DecoderLayer` multiplies the normed stream with `projection`, has the mixer `prepare` all
+    tokens of the step, cuts them into decode rectangle and prefill region, and joins the heads of
+    both for `output`. `layer` is the mixer's index among the layers of its kind in the cache.
+    """
+
+    @property
+    def projection(self) -> Linear:
+        """The matrix that the normed stream is multiplied with first, all columns side by side."""
+        ...
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What one layer keeps between steps."""
+        ...
+
+    def prepare(
+        self,
+        projected: Float[Array, "tokens columns"],
+        inputs: LayerInputs,
+        cache: HybridCache,
+        layer: int,
+        /,
+    ) -> tuple[Tokens, HybridCache]:
+        """What the regions read of each token; work on all tokens at once belongs here."""
+        ...
+
+    def decode(
+        self, tokens: Tokens, inputs: ModelInputs, cache: HybridCache, layer: int, /
+    ) -> tuple[Array, HybridCache]:
+        """The heads of the decode rectangle's tokens, `inputs.decode`."""
+        ...
+
+    def prefill(
+        self, tokens: Tokens, inputs: ModelInputs, cache: HybridCache, layer: int, /
+    ) -> tuple[Array, HybridCache]:
+        """The finished heads of the prefill region's tokens, `inputs.prefill`."""
+        ...
+
+    def finish(self, heads: Array, tokens: Tokens, /) -> Array:
+        """Heads of `decode` as `prefill` gives its own, so that the two can be joined."""
+        ...
+
+    def output(self, heads: Array, tokens: Tokens, /) -> Delta:
+        """What is to be added to the stream, given heads that are finished or as of `decode`."""
+        ...
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensors."""
+        ...
+
+
+class FeedForward(Protocol):
+    """A feed-forward layer: each token for itself."""
+
+    def __call__(self, stream: Stream, pending: Delta, norm: RMSNorm, /) -> tuple[Stream, Delta]:
+        """The stream with `pending` added, and what the layer makes of that, normed."""
+        ...
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensors."""
+        ...

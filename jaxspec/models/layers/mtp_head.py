@@ -1,0 +1,83 @@
+"""MTPHead: the multi-token-prediction head that Qwen3-Next and Qwen3.5 are published with."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxspec.models.cache import HybridCache
+from jaxspec.models.config import FULL_ATTENTION, ModelConfig
+from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
+from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.mixer import LayerInputs, Stream
+from jaxspec.models.model_inputs import ModelInputs, Selection
+from jaxspec.pallas.norm.residual import Delta
+
+PREFIX = "mtp."  # of its tensors' names
+
+
+class MTPHead(nnx.Module):
+    """One attention layer over a token's embedding and the hidden state of the token before.
+
+    It takes the trunk's output after the final norm, and in recursion its own, after `norm`
+    (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        """`dtype`: of the weights."""
+        self.config = config
+        size = config.hidden_size
+        self.embedding_norm = residual_norm(config, dtype)
+        self.hidden_norm = residual_norm(config, dtype)
+        self.fc = Linear(2 * size, {"fc": size}, dtype)
+        # In the cache its keys and values lie behind those of the trunk.
+        self.layer = DecoderLayer(config, FULL_ATTENTION, config.num_full_attention_layers, dtype)
+        self.norm = residual_norm(config, dtype)
+
+    @property
+    def layers(self) -> tuple[DecoderLayer, ...]:
+        """The head's one decoder layer."""
+        return (self.layer,)
+
+    def __call__(
+        self, embedded: Stream, hidden: Stream, inputs: ModelInputs, cache: HybridCache
+    ) -> tuple[Stream, HybridCache]:
+        """See `DraftHead`."""
+        layer_inputs = LayerInputs.of(inputs, self.config.rope)
+        stream, pending, cache = self.layer(
+            self._combine(embedded, hidden), None, layer_inputs, cache
+        )
+        return self._normed(stream, pending), cache
+
+    def select(
+        self,
+        embedded: Stream,
+        hidden: Stream,
+        inputs: ModelInputs,
+        cache: HybridCache,
+        selection: Selection,
+    ) -> tuple[Float[Array, "selected hidden"], HybridCache]:
+        """See `DraftHead`. Of the other tokens, keys and values are all that is read later."""
+        layer_inputs = LayerInputs.of(inputs, self.config.rope)
+        stream, pending, cache = self.layer.select(
+            self._combine(embedded, hidden), None, layer_inputs, cache, selection
+        )
+        return self._normed(stream, pending), cache
+
+    def _combine(self, embedded: Stream, hidden: Stream) -> Stream:
+        both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
+        (stream,) = self.fc(jnp.concatenate(both, axis=-1))
+        return stream
+
+    def _normed(self, stream: Stream, pending: Delta) -> Stream:
+        _, hidden = self.norm.add(stream, pending)
+        return hidden
+
+    def checkpoint(self) -> Iterator[Placement]:
+        """The published tensors."""
+        yield from self.embedding_norm.checkpoint(PREFIX + "pre_fc_norm_embedding")
+        yield from self.hidden_norm.checkpoint(PREFIX + "pre_fc_norm_hidden")
+        yield from self.fc.checkpoint(PREFIX)
+        yield from self.layer.checkpoint(PREFIX + "layers.0.")
+        yield from self.norm.checkpoint(PREFIX + "norm")

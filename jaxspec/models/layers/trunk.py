@@ -1,0 +1,76 @@
+"""Trunk: embedding, decoder layers, final norm and output head of every family."""
+
+import collections
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxspec.models.cache import HybridCache
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
+from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
+from jaxspec.models.layers.mixer import LayerInputs, Stream
+from jaxspec.models.model_inputs import ForwardOutput, ModelInputs
+from jaxspec.pallas.norm.residual import Delta, whole
+
+
+class Trunk(nnx.Module):
+    """All of a model but the heads that draft. The layers are unrolled, one module each.
+
+    A scan over stacked weights would be 2 to 3 times as slow.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, tied: bool):
+        """`dtype`: of the weights; `tied`: the output head's weight is the embedding too."""
+        self.config = config
+        size = (config.vocab_size, config.hidden_size)
+        self.embedding = None if tied else Embedding(*size, dtype)
+        layers, num_of_kind = [], collections.Counter[str]()
+        for kind in config.layer_types:
+            layers.append(DecoderLayer(config, kind, num_of_kind[kind], dtype))
+            num_of_kind[kind] += 1
+        self.layers = nnx.List(layers)
+        self.norm = residual_norm(config, dtype)
+        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, dtype)
+
+    def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
+        """The embeddings of `tokens`; ids out of range are clamped."""
+        return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
+
+    def forward(
+        self, inputs: ModelInputs, cache: HybridCache, taps: tuple[int, ...] = ()
+    ) -> tuple[ForwardOutput, HybridCache]:
+        """See `Model.forward`."""
+        if wrong := [tap for tap in taps if not 0 <= tap < len(self.layers)]:
+            raise ValueError(
+                f"A tap must be the index of a layer, 0 to {len(self.layers) - 1} in this model, "
+                f"got {wrong}. Tap the residual stream before one of those."
+            )
+        layer_inputs = LayerInputs.of(inputs, self.config.rope)
+        stream, pending, tapped = self.embed(inputs.tokens), None, {}
+        for index, layer in enumerate(self.layers):
+            if index in taps:
+                tapped[index] = _added(stream, pending)
+            stream, pending, cache = layer(stream, pending, layer_inputs, cache)
+        _, hidden = self.norm.add(stream, pending)
+        aux_hidden = jnp.concatenate([tapped[tap] for tap in taps], axis=1) if taps else None
+        return ForwardOutput(hidden, aux_hidden), cache
+
+    def checkpoint(self) -> Iterator[Placement]:
+        """The published tensors."""
+        embeddings = "model.embed_tokens.weight"
+        if self.embedding is None:
+            yield from self.lm_head.checkpoint(embeddings)
+        else:
+            yield from self.embedding.checkpoint(embeddings)
+            yield from self.lm_head.checkpoint("lm_head.weight")
+        for index, layer in enumerate(self.layers):
+            yield from layer.checkpoint(f"model.layers.{index}.")
+        yield from self.norm.checkpoint("model.norm")
+
+
+def _added(stream: Stream, pending: Delta) -> Stream:
+    """The residual stream with what is still to be added to it."""
+    return stream if pending is None else stream + whole(pending, stream.dtype)

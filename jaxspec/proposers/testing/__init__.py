@@ -1,0 +1,1 @@
+"""Proposers that only tests use. They are in no table: a test builds them."""
