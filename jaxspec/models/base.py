@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import OutputHead
+from jaxspec.models.layers.linear import LMHead
 from jaxspec.regions import DecodeRegion, PrefillRegion
+from jaxspec.weight import Weight
 
 
 @flax.struct.dataclass
@@ -44,7 +45,7 @@ class Model(nnx.Module, abc.ABC):
     """A causal language model over a `HybridCache`. Methods are pure in the cache."""
 
     config: ModelConfig
-    output_head: OutputHead
+    lm_head: LMHead
 
     @property
     def vocab_size(self) -> int:
@@ -77,19 +78,19 @@ class Model(nnx.Module, abc.ABC):
         """The trunk's output after its final norm, and the cache with this step written."""
 
     def logits(
-        self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
+        self, hidden: Float[Array, "n hidden"], head: Weight | None = None
     ) -> Float[Array, "n ids"]:
         """float32 scores of the next token; also those of the draft head's output.
 
-        `head`: what `output_columns` gave for the ids to score; None: all ids, by the whole head.
+        `head`: what `lm_head_columns` gave for the ids to score; None: all ids, by the whole head.
         """
-        return self.output_head(hidden, head)
+        return self.lm_head(hidden, head)
 
-    def best(
+    def greedy_tokens(
         self,
         hidden: Float[Array, "n hidden"],
         forbidden: Int[Array, "n slots"],
-        head: Float[Array, "hidden ids"] | None = None,
+        head: Weight | None = None,
     ) -> Int[Array, " n"]:
         """The index (int32) of each row's largest `logits`, of equals the lowest.
 
@@ -97,11 +98,11 @@ class Model(nnx.Module, abc.ABC):
         forbids nothing. Where a score is NaN, or none that is allowed is finite, it is -1
         (`sampling.NO_TOKEN`). A kernel does not write the scores (`pallas.argmax_matmul`).
         """
-        return self.output_head.best(hidden, forbidden, head)
+        return self.lm_head.greedy_tokens(hidden, forbidden, head)
 
-    def output_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+    def lm_head_columns(self, ids: Int[Array, " ids"]) -> Weight:
         """A copy of the part of the output head that scores `ids` (int32, each in range)."""
-        return self.output_head.columns(ids)
+        return self.lm_head.columns(ids)
 
     @abc.abstractmethod
     def draft_hidden(
@@ -116,5 +117,5 @@ class Model(nnx.Module, abc.ABC):
 
         `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's
         output (or, in recursion, this head's own) at `inputs.positions[i]`; `inputs.tokens` is not
-        read. `logits` and `best` of the result are of the token at `positions[i] + 2`.
+        read. `logits` and `greedy_tokens` of the result are of the token at `positions[i] + 2`.
         """

@@ -10,11 +10,12 @@ from jaxspec.models.base import Asked, Model, ModelInputs
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.attention import Attention
-from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
+from jaxspec.models.layers.linear import Embedding, LMHead
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.rope import Rotation, rotation
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -33,17 +34,17 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: _Hidden,
-        delta: Delta,
+        delta: Pending,
         inputs: ModelInputs,
         angles: Rotation,
         cache: HybridCache,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
+    ) -> tuple[_Hidden, Pending, HybridCache]:
         """The residual stream, what is still to be added to it, and the cache with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
         """
-        x, projected = self.input_norm.matmul(x, delta, self.attention.projection)
+        x, projected = self.attention.projection.after_norm(x, delta, self.input_norm)
         delta, cache = self.attention(projected, inputs, angles, cache, self.cache_layer)
         x, delta = self.mlp(x, delta, self.mlp_norm)
         return x, delta, cache
@@ -72,7 +73,7 @@ class Qwen3(Model):
         count = len(config.layer_types)
         self.layers = nnx.List([DecoderLayer(config, index, dtype) for index in range(count)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.output_head = OutputHead(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
 
     @classmethod
     def for_tensors(
@@ -95,10 +96,10 @@ class Qwen3(Model):
         """The published tensors."""
         embeddings = "model.embed_tokens.weight"
         if self.embedding is None:
-            yield from self.output_head.checkpoint(embeddings)
+            yield from self.lm_head.checkpoint(embeddings)
         else:
             yield from self.embedding.checkpoint(embeddings)
-            yield from self.output_head.checkpoint("lm_head.weight")
+            yield from self.lm_head.checkpoint("lm_head.weight")
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint(f"model.layers.{index}.")
         yield from self.norm.checkpoint("model.norm")
@@ -124,7 +125,7 @@ class Qwen3(Model):
     def hidden(self, inputs: ModelInputs, cache: HybridCache) -> tuple[_Hidden, HybridCache]:
         """The trunk's output after its final norm, and the cache with this step written."""
         angles = rotation(inputs.positions, self.config.rotary_dim, self.config.rope_theta)
-        embed = self.output_head.embed if self.embedding is None else self.embedding
+        embed = self.lm_head.embed if self.embedding is None else self.embedding
         x, delta = embed(inputs.tokens), None
         for layer in self.layers:
             x, delta, cache = layer(x, delta, inputs, angles, cache)

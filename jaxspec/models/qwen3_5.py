@@ -11,11 +11,12 @@ from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.attention import GatedAttention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
-from jaxspec.models.layers.linear import Embedding, Linear, OutputHead, Placement
+from jaxspec.models.layers.linear import Embedding, Linear, LMHead
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.rope import Rotation, rotation
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -39,19 +40,19 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: _Hidden,
-        delta: Delta,
+        delta: Pending,
         inputs: ModelInputs,
         angles: Rotation,
         cache: HybridCache,
         asked: Asked | None = None,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
+    ) -> tuple[_Hidden, Pending, HybridCache]:
         """The residual stream, what is still to be added to it, and the cache with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
         `asked`, of a layer of attention: the tokens whose stream goes on.
         """
-        x, projected = self.input_norm.matmul(x, delta, self.mixer.projection)
+        x, projected = self.mixer.projection.after_norm(x, delta, self.input_norm)
         some = {} if asked is None else {"asked": asked}
         delta, cache = self.mixer(projected, inputs, angles, cache, self.cache_layer, **some)
         x = x if asked is None else x[asked.index]
@@ -124,7 +125,7 @@ class Qwen3_5(Model):
             used[kind] += 1
         self.layers = nnx.List(layers)
         self.norm = _norm(config, dtype)
-        self.output_head = OutputHead(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
         self.draft_head = DraftHead(config, dtype) if draft_head else None
 
     @classmethod
@@ -160,10 +161,10 @@ class Qwen3_5(Model):
         """The published tensors, by canonical name."""
         embeddings = "model.embed_tokens.weight"
         if self.embedding is None:
-            yield from self.output_head.checkpoint(embeddings)
+            yield from self.lm_head.checkpoint(embeddings)
         else:
             yield from self.embedding.checkpoint(embeddings)
-            yield from self.output_head.checkpoint("lm_head.weight")
+            yield from self.lm_head.checkpoint("lm_head.weight")
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint(f"model.layers.{index}.")
         yield from self.norm.checkpoint("model.norm")
@@ -216,7 +217,7 @@ class Qwen3_5(Model):
         return self.draft_head(embedded, hidden, inputs, self._angles(inputs), cache, asked)
 
     def _embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
-        return self.output_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
+        return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
 
     def _angles(self, inputs: ModelInputs) -> Rotation:
         return rotation(inputs.positions, self.config.rotary_dim, self.config.rope_theta)

@@ -12,6 +12,7 @@ from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.regions import DecodeRegion
 from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +43,19 @@ class MTPProposer(Proposer):
             vocab_ids=config.draft_ids(vocab_size),
         )
 
-    def init_tables(self, model: Model) -> tuple[Array, Array] | tuple[()]:
+    def init_tables(self, model: Model) -> tuple[Array, Weight] | tuple[()]:
         """The ids and their columns, gathered once: in each step that would cost what it saves."""
         if self.vocab_ids is None:
             return ()
         ids = jnp.asarray(self.vocab_ids, jnp.int32)
-        return ids, model.output_columns(ids)
+        return ids, model.lm_head_columns(ids)
 
     def propose(
         self,
         model: Model,
         inputs: DraftInputs,
         cache: HybridCache,
-        tables: tuple[Array, Array] | tuple[()],
+        tables: tuple[Array, Weight] | tuple[()],
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
         ids, head = tables or (None, None)
@@ -91,11 +92,11 @@ def _best(
     model: Model,
     hidden: Float[Array, "rows hidden"],
     ids: Int[Array, " scored"] | None,
-    head: Float[Array, "hidden scored"] | None,
+    head: Weight | None,
 ) -> Int[Array, " rows"]:
     """The best of `ids` (None: of all); -1 where there is none."""
     nothing = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # what is forbidden, the target rejects
-    best = model.best(hidden, nothing, head)
+    best = model.greedy_tokens(hidden, nothing, head)
     return best if ids is None else jnp.where(best < 0, NO_TOKEN, ids[best])
 
 

@@ -90,7 +90,7 @@ def _target_tokens(
     first_end = decode[1].shape[0]
     if variant == "greedy":
         forbidden = jnp.concatenate([forbidden_ids(*decode), forbidden_ids(*ends)])
-        return jnp.split(model.best(hidden, forbidden), [first_end]), None
+        return jnp.split(model.greedy_tokens(hidden, forbidden), [first_end]), None
     logits = jnp.split(model.logits(hidden), [first_end])
     # Drawn apart: rejection sampling needs tokens of chunk ends alone, and XLA drops the others.
     tokens = [

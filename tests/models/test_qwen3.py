@@ -30,19 +30,19 @@ def test_loaded_weights_reproduce_the_reference_logits(model, reference, single_
 
 def test_part_of_the_head_gives_those_scores(model):
     hidden, ids = jnp.ones((2, model.config.hidden_size)), jnp.asarray([200, 3, 17], jnp.int32)
-    part = model.logits(hidden, model.output_columns(ids))
+    part = model.logits(hidden, model.lm_head_columns(ids))
     np.testing.assert_allclose(part, model.logits(hidden)[:, ids], rtol=1e-6)
 
 
 def test_the_best_is_that_of_the_logits(model):
     hidden = np.random.default_rng(0).normal(size=(5, model.config.hidden_size)).astype("f")
     ids, forbidden = np.array([200, 3, 17], np.int32), np.full((5, 2), -1, np.int32)
-    for head in (None, model.output_columns(ids)):
+    for head in (None, model.lm_head_columns(ids)):
         scores = np.array(model.logits(hidden, head))
-        forbidden[:, 0] = first = model.best(hidden, forbidden[:, :0], head)
+        forbidden[:, 0] = first = model.greedy_tokens(hidden, forbidden[:, :0], head)
         np.testing.assert_array_equal(first, scores.argmax(axis=1))
         np.put_along_axis(scores, forbidden[:, :1], -np.inf, axis=1)
-        second = model.best(hidden, forbidden, head)
+        second = model.greedy_tokens(hidden, forbidden, head)
         np.testing.assert_array_equal(second, scores.argmax(axis=1))
 
 

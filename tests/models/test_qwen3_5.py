@@ -31,7 +31,7 @@ def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
 def test_part_of_the_head_reproduces_the_reference_logits_of_its_ids(loaded):
     model, expected = loaded
     ids = np.array([200, 3, 17, 263], np.int32)
-    logits = model.logits(jnp.asarray(expected["hidden_final"]), model.output_columns(ids))
+    logits = model.logits(jnp.asarray(expected["hidden_final"]), model.lm_head_columns(ids))
     assert_close(logits, expected["logits_full"][:, ids], 5e-4)
 
 
@@ -40,8 +40,8 @@ def test_the_best_is_that_of_the_reference_logits(loaded):
     hidden, ids = jnp.asarray(expected["hidden_final"]), np.array([200, 3, 17, 263], np.int32)
     nothing = jnp.zeros((len(hidden), 0), jnp.int32)
     scores = expected["logits_full"].astype(np.float64)
-    for head, of in (None, scores), (model.output_columns(ids), scores[:, ids]):
-        best = model.best(hidden, nothing, head)
+    for head, of in (None, scores), (model.lm_head_columns(ids), scores[:, ids]):
+        best = model.greedy_tokens(hidden, nothing, head)
         assert best.dtype == jnp.int32
         chosen = np.take_along_axis(of, np.asarray(best)[:, None], axis=1)[:, 0]
         assert_close(chosen, of.max(axis=1), 5e-4)

@@ -65,7 +65,7 @@ def test_every_stored_dtype_loads_into_every_dtype(folder, stored, wanted):
     exact = leaves(load_model(folder, jnp.float32))  # all weights are representable in bfloat16
     edit(folder, lambda t: t.update({k: v.astype(jnp.dtype(stored)) for k, v in t.items()}))
     model = load_model(folder, wanted)
-    assert model.output_head.weight[...].dtype == wanted
+    assert model.lm_head.weight[...].dtype == wanted
     assert model.layers[0].mixer.decay[...].dtype == jnp.float32
     for one, other in zip(exact, leaves(model), strict=True):
         # A_log is published in float32 and loses digits when stored as bfloat16.

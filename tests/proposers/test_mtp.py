@@ -38,7 +38,7 @@ ROWS = 5
 def propose(monkeypatch):
     """Drafts from a head whose hidden state is `next(hidden, tokens)`; its states, pass by pass."""
     qwen = model("qwen3_5")
-    weight = np.asarray(qwen.output_head.weight[...])
+    weight = np.asarray(qwen.lm_head.weight[...])
     first = np.random.default_rng(0).normal(size=(ROWS, len(weight))).astype(np.float32)
 
     def next_hidden(tokens, hidden):
@@ -124,7 +124,7 @@ def test_the_tables_hold_the_ids_and_their_part_of_the_head():
     proposer = make_proposer(SpeculativeConfig(draft_vocab=SHUFFLED), qwen.vocab_size)
     ids, head = proposer.init_tables(qwen)
     np.testing.assert_array_equal(ids, sorted(SHUFFLED))
-    np.testing.assert_array_equal(head, qwen.output_head.weight[...][:, ids])
+    np.testing.assert_array_equal(head.array, qwen.lm_head.weight[...][:, ids])
     others = make_proposer(SpeculativeConfig(draft_vocab=64), qwen.vocab_size)
     assert proposer == others and hash(proposer) == hash(others)  # one program for both
     whole = make_proposer(SpeculativeConfig(draft_vocab=264), qwen.vocab_size)

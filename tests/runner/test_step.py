@@ -44,10 +44,10 @@ class SuccessorModel(Model):
     def logits(self, hidden, head=None):
         raise NotImplementedError("a greedy step makes none")
 
-    def best(self, hidden, forbidden, head=None):
+    def greedy_tokens(self, hidden, forbidden, head=None):
         return hidden[:, 0].astype(jnp.int32)  # -1 stands for a model that fails
 
-    def output_columns(self, ids):
+    def lm_head_columns(self, ids):
         raise NotImplementedError
 
     def draft_hidden(self, next_tokens, hidden, inputs, cache):

@@ -11,13 +11,14 @@ from jaxtyping import Array, Float
 from jaxspec.models.base import Asked, ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare
+from jaxspec.models.layers.linear import Linear
+from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.attention.inputs import attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 _Projected = Float[Array, "tokens outputs"]
 
@@ -85,7 +86,7 @@ class Attention(nnx.Module):
     def __call__(
         self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
         layer: int, asked: Asked | None = None,
-    ) -> tuple[Delta, HybridCache]:  # fmt: skip
+    ) -> tuple[Pending, HybridCache]:  # fmt: skip
         """What is to be added to the residual stream, given what `projection` makes of it.
 
         `layer` is the index among the cache's attention layers. `asked`: of which tokens; of all
@@ -108,7 +109,7 @@ class Attention(nnx.Module):
             queries, projected, inputs = queries[asked.index], projected[asked.index], asked.inputs
         gate = OutputGate(projected) if self.gated else None
         attended = attend(queries, kv, layer, inputs, gate)
-        delta = self.out.delta(attended.reshape(projected.shape[0], -1))
+        delta = self.out.pending(attended.reshape(projected.shape[0], -1))
         return delta, dataclasses.replace(cache, kv=kv)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:

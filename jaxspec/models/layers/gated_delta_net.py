@@ -12,8 +12,9 @@ from jaxtyping import Array, Float
 from jaxspec.models.base import ModelInputs
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
@@ -21,10 +22,9 @@ from jaxspec.pallas.gated_delta.heads import GdnHeads
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
-from jaxspec.pallas.matmul.products import COLUMNS
-from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul
+from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
 
 _Projected = Float[Array, "tokens outputs"]
@@ -49,7 +49,7 @@ class GatedDeltaNet(nnx.Module):
             "in_proj_a": heads,
         }
         # Of the 0.8B's 8,224 columns a kernel's last tile would have 32, in rows of 64 bytes.
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=COLUMNS)
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((config.conv_kernel, config.conv_dim), dtype)
         # Published as A_log and dt_bias; one matrix, which the kernel gets without a copy.
@@ -66,7 +66,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
         layer: int,
-    ) -> tuple[Delta, HybridCache]:  # fmt: skip
+    ) -> tuple[Pending, HybridCache]:  # fmt: skip
         """What is to be added to the residual stream, given what `projection` makes of it.
 
         `layer` is the index among the cache's recurrent layers; positions are not used.
@@ -81,7 +81,7 @@ class GatedDeltaNet(nnx.Module):
         if inputs.prefill is not None:
             chunks, cache = self._prefill(projected[split:], inputs.prefill, cache, layer)
             out = jnp.concatenate([of_decode(out), of_prefill(chunks)])
-        return gated_norm_matmul(out, norm, self.out_proj.weight[...]), cache
+        return self.out_proj.after_gated_norm(out, norm), cache
 
     @property
     def _heads(self) -> GdnHeads:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.norm.add_norm import rms_norm
+from jaxspec.pallas.norm.rms_norm import rms_norm
 from jaxspec.pallas.paging.kv_write import kv_write, kv_write_reference
 
 Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
