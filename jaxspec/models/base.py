@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import Fields, ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer
-from jaxspec.models.layers.linear import Placement
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
+from jaxspec.weight import Weight
 
 __all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "Selection"]
 
@@ -134,7 +135,7 @@ class Model(nnx.Module, abc.ABC):
         return self.trunk.embed(tokens)
 
     def logits(
-        self, hidden: Float[Array, "n hidden"], columns: Float[Array, "hidden ids"] | None = None
+        self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
     ) -> Float[Array, "n ids"]:
         """float32 scores of the next token, given the trunk's output or the draft head's.
 
@@ -146,7 +147,7 @@ class Model(nnx.Module, abc.ABC):
         self,
         hidden: Float[Array, "n hidden"],
         forbidden: Int[Array, "n forbidden"],
-        columns: Float[Array, "hidden ids"] | None = None,
+        columns: Weight | None = None,
     ) -> Int[Array, " n"]:
         """The index (int32) of each row's largest logit; the lowest of equals.
 
@@ -155,9 +156,9 @@ class Model(nnx.Module, abc.ABC):
         score is NaN, or no allowed one is finite. A kernel does not write the scores
         (`argmax_matmul`).
         """
-        return self.trunk.lm_head.best(hidden, forbidden, columns)
+        return self.trunk.lm_head.greedy_tokens(hidden, forbidden, columns)
 
-    def lm_head_columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
+    def lm_head_columns(self, ids: Int[Array, " ids"]) -> Weight:
         """A copy of the part of the output head that scores `ids` (int32, each in range)."""
         return self.trunk.lm_head.columns(ids)
 

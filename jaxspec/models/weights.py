@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Placement
+from jaxspec.models.layers.parameters import Placement
 
 _INDEX = "model.safetensors.index.json"
 

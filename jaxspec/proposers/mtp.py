@@ -12,6 +12,7 @@ from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.regions import DecodeRegion
 from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class MTPProposer(Proposer):
             vocab_ids=config.draft_ids(vocab_size),
         )
 
-    def init_tables(self, model: Model) -> tuple[Array, Array] | tuple[()]:
+    def init_tables(self, model: Model) -> tuple[Array, Weight] | tuple[()]:
         """The ids and their columns of the output head, gathered once.
 
         In each step the gather would cost what it saves.
@@ -61,7 +62,7 @@ class MTPProposer(Proposer):
         model: Model,
         inputs: DraftInputs,
         cache: HybridCache,
-        tables: tuple[Array, Array] | tuple[()],
+        tables: tuple[Array, Weight] | tuple[()],
     ) -> tuple[Drafts, HybridCache]:
         """See `Proposer.propose`."""
         head = _head_of(model)
@@ -107,7 +108,7 @@ def _greedy_drafts(
     model: Model,
     hidden: Float[Array, "rows hidden"],
     ids: Int[Array, " scored"] | None,
-    columns: Float[Array, "hidden scored"] | None,
+    columns: Weight | None,
 ) -> Int[Array, " rows"]:
     """The likeliest of `ids` (None: of all); -1 where there is none."""
     forbidden = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts

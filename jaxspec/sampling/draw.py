@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.config import Variant
-from jaxspec.pallas.matmul.scores import pick
+from jaxspec.pallas.matmul.scores import argmax_or_none
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 
@@ -44,7 +44,7 @@ def draw(
     """
     scores = process_logits(logits, inputs, positions, variant=variant)
     noisy = add_noise(scores, inputs, positions, use)
-    return pick(noisy, has_choice(logits, inputs, positions))
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
 
 
 def draw_draft(
@@ -56,7 +56,7 @@ def draw_draft(
     """
     scores = draft_distribution(logits, inputs, positions)
     noisy = add_noise(scores, inputs, positions, Use.DRAFT)
-    return pick(noisy, has_choice(logits, inputs, positions))
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
 
 
 def draft_distribution(

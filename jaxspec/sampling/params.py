@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-NO_TOKEN = -1
-"""No token: padding, a placeholder draft, or a row whose logits leave nothing to draw."""
+from jaxspec.pallas.matmul.scores import NO_TOKEN as NO_TOKEN
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow to ties at infinity."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.pallas.matmul.scores import is_sound, without
+from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
 
@@ -37,7 +37,7 @@ def mask_stop_ids(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """`logits` with -inf at the row's `forbidden_ids`."""
-    return without(logits, forbidden_ids(inputs, positions))
+    return mask_columns(logits, forbidden_ids(inputs, positions))
 
 
 def has_choice(
@@ -48,7 +48,7 @@ def has_choice(
     Of the raw logits: after top-k and top-p a forced token (+inf) stands alone among -inf,
     like what is left of a row that overflowed.
     """
-    return is_sound(mask_stop_ids(logits, inputs, positions))
+    return has_argmax(mask_stop_ids(logits, inputs, positions))
 
 
 def scale_by_temperature(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Variant
-from jaxspec.pallas.matmul.scores import pick
+from jaxspec.pallas.matmul.scores import argmax_or_none
 from jaxspec.sampling.draw import Use, add_noise, draft_distribution, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
@@ -84,7 +84,7 @@ def verify_rejection(
 
     draft_fell = _at_place(jnp.pad(is_real, ((0, 0), (0, 1))), num_accepted)
     scores = _scores_after(target, draft, num_accepted, draft_fell, inputs, positions)
-    token = pick(scores, _at_place(is_sound, num_accepted))
+    token = argmax_or_none(scores, _at_place(is_sound, num_accepted))
     return _emit(draft_tokens, token, num_accepted)
 
 

@@ -1,47 +1,91 @@
-"""matmul: the product, also where one row is made two; Linear with padding."""
+"""Linear and LMHead multiply with their own weight; padding and published tensors of Linear."""
 
-import types
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.layers.linear import Linear, matmul
+from jaxspec.models.layers.linear import Linear, LMHead
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+
+RANDOM = np.random.default_rng(0)
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_matmul_is_the_product_with_one_row_too(monkeypatch, platform, rows):
-    device = types.SimpleNamespace(platform=platform)
-    monkeypatch.setattr("jaxspec.device.default_device", lambda: device)
-    rng = np.random.default_rng(0)
-    x, weight = rng.normal(size=(rows, 8)), rng.normal(size=(8, 5))
-    out = matmul(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16), jnp.float32)
-    assert out.dtype == jnp.float32 and out.shape == (rows, 5)
-    np.testing.assert_allclose(out, x @ weight, rtol=0.03, atol=0.03)
+def normal(*dims):
+    return jnp.asarray(RANDOM.normal(size=dims), jnp.float32)
 
 
-def test_no_product_on_a_gpu_has_one_row(monkeypatch):
-    """XLA would make a sum of it; see `matmul`."""
-    gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr("jaxspec.device.default_device", lambda: gpu)
-    jaxpr = jax.make_jaxpr(matmul)(jnp.zeros((1, 8)), jnp.zeros((8, 5)))
-    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-    assert [e.invars[0].aval.shape for e in products] == [(2, 8)]
+def linear(features, columns):
+    layer = Linear(features, {"proj": columns}, FLOAT32)
+    layer.weight.set_value(normal(features, columns))
+    return layer
+
+
+@pytest.fixture
+def head():
+    head = LMHead(8, 20, FLOAT32)
+    head.weight.set_value(normal(8, 20))
+    return head
 
 
 def test_outputs_lie_side_by_side_before_the_padding():
-    linear = Linear(8, {"a": 3, "b": 2}, jnp.dtype(jnp.float32), multiple=4)
-    assert linear.weight.shape == (8, 8)
-    rng = np.random.default_rng(0)
-    weight, x = rng.normal(size=(8, 8)), jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
+    layer = Linear(8, {"a": 3, "b": 2}, FLOAT32, multiple=4)
+    assert layer.weight.shape == (8, 8)
+    weight, x = np.array(normal(8, 8)), normal(2, 8)
     weight[:, 5:] = np.nan
-    linear.weight.set_value(jnp.asarray(weight, jnp.float32))
-    for part, columns in zip(linear(x), (slice(0, 3), slice(3, 5)), strict=True):
+    layer.weight.set_value(jnp.asarray(weight))
+    for part, columns in zip(layer(x), (slice(0, 3), slice(3, 5)), strict=True):
         np.testing.assert_allclose(part, x @ weight[:, columns], rtol=1e-5)
-    placements = {p.name: (p.shape, p.index) for p in linear.checkpoint("m.")}
+    placements = {p.name: (p.shape, p.index) for p in layer.checkpoint("m.")}
     assert placements == {
         "m.a.weight": ((3, 8), (..., slice(0, 3))),
         "m.b.weight": ((2, 8), (..., slice(3, 5))),
     }
+
+
+def test_the_output_after_a_norm_is_of_the_normed_sum():
+    layer, stream, pending = linear(8, 5), normal(3, 8), normal(3, 8)
+    norm = RMSNorm(8, 1e-6, FLOAT32, zero_centred=True)
+    norm.weight.set_value(normal(8))
+    total, output = layer.after_norm(stream, pending, norm)
+    np.testing.assert_allclose(total, stream + pending, rtol=1e-6)
+    (expected,) = layer(norm(stream + pending))
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_pending_is_the_output():
+    layer, x = linear(8, 5), normal(3, 8)
+    np.testing.assert_allclose(layer.pending(x), layer(x)[0], rtol=1e-6)
+
+
+def test_the_output_after_a_gated_norm_is_of_the_gated_heads():
+    layer, heads = linear(8, 5), normal(3, 2, 4)
+    norm = GatedNorm(normal(3, 9), normal(4), first=1, eps=1e-6)
+    expected = layer(norm(heads))[0]
+    np.testing.assert_allclose(layer.after_gated_norm(heads, norm), expected, rtol=1e-6)
+
+
+def test_columns_of_the_head_give_the_scores_of_their_ids(head):
+    hidden, ids = normal(3, 8), jnp.asarray([7, 2, 19])
+    columns = head.columns(ids)
+    scores = head(hidden)[:, ids]
+    np.testing.assert_allclose(head(hidden, columns), scores, rtol=1e-6)
+    nothing = jnp.zeros((3, 0), jnp.int32)
+    indices = head.greedy_tokens(hidden, nothing, columns)
+    np.testing.assert_array_equal(indices, scores.argmax(axis=1))
+
+
+def test_a_greedy_token_is_never_a_forbidden_one(head):
+    hidden = normal(3, 8)
+    first = head.greedy_tokens(hidden, jnp.full((3, 1), -1, jnp.int32))
+    np.testing.assert_array_equal(first, head(hidden).argmax(axis=1))
+    second = head.greedy_tokens(hidden, first[:, None])
+    scores = np.array(head(hidden))
+    np.put_along_axis(scores, np.asarray(first)[:, None], -np.inf, axis=1)
+    np.testing.assert_array_equal(second, scores.argmax(axis=1))
+
+
+def test_embeddings_are_columns_of_the_head(head):
+    embedded = head.embed(jnp.asarray([3, 99, -1]))  # ids out of range are clamped
+    np.testing.assert_array_equal(embedded, head.weight[...][:, jnp.asarray([3, 19, 0])].T)

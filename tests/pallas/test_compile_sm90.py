@@ -16,8 +16,6 @@ from sm90 import array, assert_lean, compile_for
 from benchmarks.measure.model_shapes import SHAPES
 from benchmarks.measure.shapes import (
     GDN,
-    HIDDEN,
-    INTERMEDIATE,
     MAMBA2,
     GdnShape,
     Mamba2Shape,
@@ -38,17 +36,10 @@ from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import Mamba2Ring
 from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
-from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
-from jaxspec.pallas.matmul.gemm import MOST_PARTS, choose
-from jaxspec.pallas.matmul.matmul_silu import matmul_silu
-from jaxspec.pallas.matmul.norm_matmul import norm_matmul
-from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
-from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.conv_update import conv_update
 from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
 from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
-from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.regions import DecodeRegion
 
 OPTIMIZED = True  # as for a user
@@ -356,142 +347,6 @@ def test_gdn_inputs(h200, monkeypatch, capfd, shape, dtype, width):
     assert_lean(compiled, capfd.readouterr().out, pool)
     # Nor is the projection cut up: the kernel reads it where it lies.
     assert not re.findall(r"(slice|fusion)\(", compiled.as_text())
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("features", [512, *HIDDEN.values(), 8192])
-def test_add_norm(h200, monkeypatch, capfd, features, dtype):
-    """At every model's width."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(x, delta, weight):
-        return add_norm(x, delta, weight, 1e-6, zero_centred=True)
-
-    tokens, weight = array(4, features, dtype=dtype), array(features, dtype=dtype)
-    compiled = compile_for(h200, monkeypatch, step, (tokens, tokens, weight))
-    assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize("features", [1024, 5120])
-def test_add_norm_of_parts(h200, monkeypatch, capfd, features):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(x, delta, weight):
-        return add_norm(x, delta, weight, 1e-6, zero_centred=True)
-
-    x, weight = (array(*dims, features, dtype=jnp.bfloat16) for dims in ((4,), ()))
-    compiled = compile_for(h200, monkeypatch, step, (x, array(8, 4, features), weight))
-    assert_lean(compiled, capfd.readouterr().out)
-
-
-SMALL = "qwen3.5-0.8b", "qwen3.5-2b"  # models whose products of few rows are kernels
-PROJECTED = GDN[SMALL[0]].projected
-
-
-@pytest.mark.parametrize(("tokens", "parts"), [(1, True), (2, True), (8, 0), (2, None)])
-@pytest.mark.parametrize("columns", ["in_proj", "qkv", "gate_up"])
-@pytest.mark.parametrize("model", SMALL)
-def test_norm_matmul(h200, monkeypatch, capfd, model, columns, parts, tokens):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    features = HIDDEN[model]
-    parts = parts and 8192 // features  # as many as `split_matmul` makes
-
-    def step(x, delta, norm, weight):
-        total, y = norm_matmul(x, delta, norm, 1e-6, weight, zero_centred=True)
-        return y if delta is None else (total, y)  # not what was given: that would be a copy
-
-    x = array(tokens, features, dtype=jnp.bfloat16)
-    outer = {"in_proj": PROJECTED, "qkv": 5120, "gate_up": 2 * INTERMEDIATE[model]}[columns]
-    weight = array(features, outer, dtype=jnp.bfloat16)
-    delta = array(parts, tokens, features) if parts else (None if parts is None else x)
-    operands = x, delta, array(features, dtype=jnp.bfloat16), weight
-    compiled = compile_for(h200, monkeypatch, step, operands)
-    assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize("model", SMALL)
-def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
-    """The feed-forward layer's, its gate in it, and both after a mixer, one with its norm."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    shape, outer = GDN[SMALL[0]], HIDDEN[model]
-
-    def step(x, down, attended, out, heads, gates, norm):
-        gated = GatedNorm(gates, norm, first=shape.conv_dim, eps=1e-6)
-        gated = gated_norm_matmul(heads, gated, out)
-        return gated_matmul(x, down), split_matmul(attended, out), gated
-
-    sizes = (tokens, 2 * INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
-    products = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (2048, outer))]
-    heads, norm = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
-    operands = *products, heads, array(tokens, PROJECTED, dtype=jnp.bfloat16), norm
-    compiled = compile_for(h200, monkeypatch, step, operands)
-    assert_lean(compiled, capfd.readouterr().out)
-    assert not re.findall(r"(slice|fusion)\(", compiled.as_text())  # no gates cut out
-
-
-@pytest.mark.parametrize(
-    ("model", "tokens"), [*((model, 64) for model in HIDDEN), (SMALL[0], 16), (SMALL[0], 256)]
-)
-def test_gemm(h200, monkeypatch, capfd, model, tokens):
-    """Behind a norm, gated, and in parts."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    features, inner = HIDDEN[model], INTERMEDIATE[model]
-
-    def step(x, norm, qkv, gate_up, down):
-        _, projected = norm_matmul(x, x, norm, 1e-6, qkv)
-        return projected, split_matmul(matmul_silu(x, gate_up), down)
-
-    sizes = (tokens, features), (features,), (features, 5120), (features, 2 * inner)
-    operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (inner, features))]
-    compiled = compile_for(h200, monkeypatch, step, operands)
-    assert_lean(compiled, capfd.readouterr().out, between=3 * tokens * max(features, inner))
-
-
-@pytest.mark.parametrize(
-    ("model", "product", "columns", "tokens"),
-    [
-        *(("qwen3.5-9b", "gemm", GDN["qwen3.5-9b"].projected, tokens) for tokens in (72, 128, 256)),
-        *(("qwen3.5-9b", "split_gemm", 4096, tokens) for tokens in (72, 128, 256)),
-        *(("qwen3.5-9b", "matmul_silu", 24576, tokens) for tokens in (72, 128, 136, 200, 256)),
-        ("qwen3.5-27b", "gemm", 14336, 128),
-        ("qwen3.5-27b", "gemm", GDN["qwen3.5-27b"].projected, 256),
-        ("qwen3.5-27b", "split_gemm", 5120, 256),
-    ],
-)
-def test_gemm_wave(h200, monkeypatch, capfd, model, product, columns, tokens):
-    from jaxspec.pallas.matmul import gemm_kernel
-
-    is_split, gates = product == "split_gemm", product == "matmul_silu"
-    inner = INTERMEDIATE[model] if is_split else HIDDEN[model]
-    x, weight = (array(*dims, dtype=jnp.bfloat16) for dims in ((tokens, inner), (inner, columns)))
-    options = {"gates": gates, "most_parts": MOST_PARTS if is_split else 1}
-    why, wave = choose(x, weight, HIDDEN[model], **options)
-    assert why is None and wave is not None
-    kernel = getattr(gemm_kernel, f"{product}_kernel")
-
-    def step(x, weight):
-        return kernel(x, weight, wave)
-
-    compiled = compile_for(h200, monkeypatch, step, (x, weight))
-    assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize("slots", [0, MAX_STOP_IDS])
-@pytest.mark.parametrize(
-    ("features", "tokens", "ids"),
-    [
-        *((1024, tokens, 248320) for tokens in (8, 12, 36, 64, 128, 136, 200, 256, 260)),
-        *((4096, tokens, 248320) for tokens in (64, 256)),
-        (4096, 64, 16384),
-    ],
-)
-def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, ids, slots):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-    dims = (tokens, features), (features, ids)
-    operands = *[array(*d, dtype=jnp.bfloat16) for d in dims], array(tokens, slots, dtype=jnp.int32)
-    compiled = compile_for(h200, monkeypatch, argmax_matmul, operands)
-    assert_lean(compiled, capfd.readouterr().out, between=tokens * ids / 8)  # not the scores
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

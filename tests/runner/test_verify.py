@@ -26,7 +26,7 @@ class ScoresModel:
         assert self.has_logits, "a greedy program makes none"
         return hidden
 
-    def best(self, hidden, forbidden):
+    def greedy_tokens(self, hidden, forbidden):
         assert not self.has_logits
         return argmax_matmul(hidden, jnp.eye(VOCAB), forbidden)
 

@@ -1,4 +1,4 @@
-"""The cases of the products of up to 256 rows, beside what a step runs without their kernels."""
+"""The cases of the products of up to 256 rows, and what a step runs without their kernels."""
 
 import functools
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from benchmarks.kernels.case import INPUTS, MANY, Case
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
-from jaxspec.pallas.matmul.gemm import MOST_PARTS
+from jaxspec.pallas.matmul.gemm import MAX_PARTS
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
-from jaxspec.pallas.matmul.norm_matmul import composed, norm_matmul
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
-from jaxspec.pallas.matmul.scores import NOTHING
+from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.pallas.matmul.split_matmul import (
     gated_matmul,
     gated_matmul_reference,
@@ -24,14 +24,16 @@ from jaxspec.pallas.matmul.split_matmul import (
 )
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.weight import Dense
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
 _DTYPE = jnp.bfloat16
-_WEIGHTS = 2**28  # bytes
-_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # that `split_matmul` puts out of few rows
-_MORE = {  # rows
+_WEIGHTS = 2**28  # bytes of all weights that a case goes through
+_PARTS = {"qwen3.5-0.8b": 8, "qwen3.5-2b": 4}  # partial sums of `split_matmul` for up to 8 rows
+_MORE_ROWS = {  # than 8
     "qwen3.5-0.8b": (16, 64, 256),
     "qwen3.5-2b": (16, 64),
     "qwen3.5-9b": (16, 64, 128, 256),
@@ -50,38 +52,41 @@ def norm_matmul_cases() -> Iterator[Case]:
 
 
 def _norm_matmul_case(model, name, columns, tokens):
-    """The kernel is given parts to add, as by those before it; what runs without it, tokens."""
-    features, parts = HIDDEN[model], _PARTS.get(model, MOST_PARTS)
-    x, whole = (_draw(i, INPUTS, tokens, features) for i in range(2))
-    sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in whole)
-    norm = jnp.zeros(features, _DTYPE)
+    """Partial sums are pending for the kernel, as in a step; tokens for what runs without it."""
+    features, parts = HIDDEN[model], _PARTS.get(model, MAX_PARTS)
+    x, tokens_added = (_draw(i, INPUTS, tokens, features) for i in range(2))
+    sums = tuple((jnp.stack([y.astype(jnp.float32)] * parts) / parts) for y in tokens_added)
+    scale = jnp.zeros(features, _DTYPE)
 
-    def run(op, which, weight, at, x, *others):
-        return op(x[at], others[which][at], others[2], 1e-6, weight)
+    def fused(weight, index, x, sums, tokens_added, scale):
+        norm = Norm(scale, 1e-6, zero_centred=True)
+        return norm_matmul(x[index], sums[index], norm, Dense(weight))
 
-    def apart(*args):
-        return composed(matmul, add_norm, *args, True)
+    def unfused(weight, index, x, sums, tokens_added, scale):
+        norm = Norm(scale, 1e-6, zero_centred=True)
+        stream, normed = add_norm(x[index], tokens_added[index], norm)
+        return stream, matmul(normed, Dense(weight))
 
     return _case(
         "norm_matmul",
         (model, name, tokens),
-        functools.partial(run, functools.partial(norm_matmul, zero_centred=True), 0),
-        functools.partial(run, apart, 1),
+        fused,
+        unfused,
         (features, columns),
-        (x, sums, whole, norm),
+        (x, sums, tokens_added, scale),
         2 * tokens * (2 * features + columns) + 4 * parts * tokens * features,
     )
 
 
 def split_matmul_cases() -> Iterator[Case]:
-    """Attention's last product and, of more rows, the feed-forward layer's."""
+    """The last product of attention and, for more rows, of the feed-forward layer."""
     ops = split_matmul, split_matmul_reference
     for model in _PARTS:
         for tokens in (1, 4, 8):
             yield _plain_case(
                 "split_matmul", ops, (model, "o_proj", tokens), _VALUES, HIDDEN[model]
             )
-    for model, rows in _MORE.items():
+    for model, rows in _MORE_ROWS.items():
         inner = INTERMEDIATE[model]
         for tokens in rows:
             yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
@@ -90,7 +95,7 @@ def split_matmul_cases() -> Iterator[Case]:
 
 
 def gated_matmul_cases() -> Iterator[Case]:
-    """The feed-forward layer's last product, of few rows."""
+    """The last product of the feed-forward layer, for up to 8 rows."""
     ops = gated_matmul, gated_matmul_reference
     for model in _PARTS:
         for tokens in (1, 4, 8):
@@ -99,9 +104,9 @@ def gated_matmul_cases() -> Iterator[Case]:
 
 
 def matmul_silu_cases() -> Iterator[Case]:
-    """The feed-forward layer's first product, of more rows."""
+    """The first product of the feed-forward layer, for more rows."""
     ops = matmul_silu, matmul_silu_reference
-    for model, rows in _MORE.items():
+    for model, rows in _MORE_ROWS.items():
         columns = 2 * INTERMEDIATE[model]
         for tokens in rows:
             yield _plain_case(
@@ -110,49 +115,49 @@ def matmul_silu_cases() -> Iterator[Case]:
 
 
 def argmax_matmul_cases() -> Iterator[Case]:
-    """The output head, with slots for what is forbidden; the part of it that scores drafts."""
+    """The output head with forbidden stop ids, and the part of it that scores drafts."""
 
-    def run(op, slots, x, weight):
-        return op(x, weight, jnp.full((x.shape[0], slots), NOTHING, jnp.int32))
+    def run(op, num_forbidden, x, weight):
+        return op(x, weight, jnp.full((x.shape[0], num_forbidden), NO_TOKEN, jnp.int32))
 
     for model in ("qwen3.5-0.8b", "qwen3.5-9b"):
-        for name, ids, slots in (("head", 248320, MAX_STOP_IDS), ("draft head", 32768, 0)):
+        for name, ids, num_forbidden in (("head", 248320, MAX_STOP_IDS), ("draft head", 32768, 0)):
             ops = (argmax_matmul, argmax_matmul_reference)
-            runs = [functools.partial(run, op, slots) for op in ops]
+            runs = [functools.partial(run, op, num_forbidden) for op in ops]
             for tokens in (16, 64, 128, 256, 1024):
                 yield _plain_case("argmax_matmul", runs, (model, name, tokens), HIDDEN[model], ids)
 
 
 def _plain_case(name, ops, about, inner, outer, times=1):
-    """Of `op(x, weight)`; `x` has `times` the rows of the weight."""
+    """The case of `op(x, weight)`, where `x` has `times` as many columns as the weight has rows."""
 
-    def run(op, weight, at, x):
-        return op(x[at], weight)
+    def run(op, weight, index, x):
+        return op(x[index], Dense(weight))
 
     x = _draw(0, INPUTS, about[2], times * inner)
     weight = jax.ShapeDtypeStruct((inner, outer), _DTYPE)
-    put_out = jax.eval_shape(ops[0], x[0], weight)
+    output = jax.eval_shape(ops[0], x[0], Dense(weight))
     return _case(
         name,
         about,
         *(functools.partial(run, op) for op in ops),
         (inner, outer),
         (x,),
-        x[0].nbytes + put_out.size * put_out.dtype.itemsize,
+        x[0].nbytes + output.size * output.dtype.itemsize,
     )
 
 
 def gated_norm_matmul_cases() -> Iterator[Case]:
-    """What follows Gated DeltaNet's recurrence."""
+    """The product that follows the recurrence of Gated DeltaNet."""
     for model in _PARTS:
         for tokens in (1, 4, 8):
             yield _gated_norm_matmul_case(model, tokens)
 
 
 def _gated_norm_matmul_case(model, tokens):
-    def run(op, weight, at, heads, gates, norm):
-        norm = GatedNorm(gates[at], norm, first=_SHAPE.conv_dim, eps=1e-6)
-        return op(heads[at], norm, weight)
+    def run(op, weight, index, heads, gates, scale):
+        norm = GatedNorm(gates[index], scale, first=_SHAPE.conv_dim, eps=1e-6)
+        return op(heads[index], norm, Dense(weight))
 
     outer, dims = HIDDEN[model], (_SHAPE.value_heads, _SHAPE.value_dim)
     flat = _draw(0, INPUTS, tokens, _VALUES)
@@ -174,10 +179,10 @@ def _draw(seed, count, *dims):
 
 
 def _case(op, about, run, reference, weight, operands, other_bytes):
-    """The pool is empty: each array in it would cost the host more than a kernel takes."""
+    """A case without a pool: each array in one would cost the host more than a kernel takes."""
     model, name, tokens = about
     size = 2 * weight[0] * weight[1]
-    # So many that no call finds its own in the cache.
+    # There are so many weights that no call finds its own in the cache.
     weights = tuple(w * weight[0] ** -0.5 for w in _draw(2, -(-_WEIGHTS // size), *weight))
 
     def with_pool(run, pool, layer, weights, *operands):

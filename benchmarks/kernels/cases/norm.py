@@ -1,4 +1,4 @@
-"""The cases of the residual add and its norm; `kernel_cases.OPS` lists them."""
+"""The cases of the residual add and its norm; `table.OPS` lists them."""
 
 import functools
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from benchmarks.kernels.case import Case
 from benchmarks.measure.shapes import HIDDEN
 from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
+from jaxspec.pallas.norm.rms_norm import Norm
 
 
 def add_norm_cases() -> Iterator[Case]:
-    """Tokens of a decode step of Qwen3.5-9B and of a prompt; the other models at one size."""
+    """The rows of a decode step of Qwen3.5-9B and of a prompt; the other models at one size."""
     for model, features in HIDDEN.items():
         for tokens in (256, 64, 8, 1, 8192):
             if model == "qwen3.5-9b" or tokens == 256:
@@ -21,12 +22,12 @@ def add_norm_cases() -> Iterator[Case]:
 
 
 def _case(model, features, tokens, dtype):
-    """What a call adds the one before put out: of few tokens, as in a model, it is in the cache."""
+    """A call adds the output of the one before; few rows of it are in the cache, as in a model."""
     stream = jax.random.normal(jax.random.key(0), (tokens, features)).astype(dtype)
     weight = jnp.ones(features, dtype)
 
     def run(op, pool, layer, weight):
-        stream, normed = op(*pool, weight, 1e-6)
+        stream, normed = op(*pool, Norm(weight, 1e-6))
         return (), (stream, normed)
 
     return Case(

@@ -11,14 +11,15 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 _Heads = Float[Array, "tokens heads head_dim"]
 
@@ -120,9 +121,9 @@ class Attention(nnx.Module):
         """The heads themselves: `decode` has gated them."""
         return heads
 
-    def output(self, heads: _Heads, tokens: AttentionTokens) -> Delta:
+    def output(self, heads: _Heads, tokens: AttentionTokens) -> Pending:
         """The output projection of all heads of a token."""
-        return self.out.delta(heads.reshape(heads.shape[0], -1))
+        return self.out.pending(heads.reshape(heads.shape[0], -1))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""

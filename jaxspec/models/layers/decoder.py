@@ -11,12 +11,12 @@ from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
-from jaxspec.models.layers.linear import Placement
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs, Selection
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 # An entry of a config's `layer_types` -> the mixer of that layer.
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
@@ -45,8 +45,8 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(
-        self, stream: Stream, pending: Delta, inputs: LayerInputs, cache: HybridCache
-    ) -> tuple[Stream, Delta, HybridCache]:
+        self, stream: Stream, pending: Pending, inputs: LayerInputs, cache: HybridCache
+    ) -> tuple[Stream, Pending, HybridCache]:
         """The stream, what is still to be added to it, and the cache with this step written.
 
         `pending` is None before the first layer. The norm that follows an addition does it: in one
@@ -60,11 +60,11 @@ class DecoderLayer(nnx.Module):
     def select(
         self,
         stream: Stream,
-        pending: Delta,
+        pending: Pending,
         inputs: LayerInputs,
         cache: HybridCache,
         selection: Selection,
-    ) -> tuple[Stream, Delta, HybridCache]:
+    ) -> tuple[Stream, Pending, HybridCache]:
         """As `__call__`, but the stream goes on with the selected tokens alone.
 
         The mixer prepares all tokens, which must be all that the cache keeps of them: true of
@@ -77,15 +77,15 @@ class DecoderLayer(nnx.Module):
         return stream, pending, cache
 
     def _prepare(
-        self, stream: Stream, pending: Delta, inputs: LayerInputs, cache: HybridCache
+        self, stream: Stream, pending: Pending, inputs: LayerInputs, cache: HybridCache
     ) -> tuple[Stream, Any, HybridCache]:
-        stream, projected = self.input_norm.matmul(stream, pending, self.mixer.projection)
+        stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
         tokens, cache = self.mixer.prepare(projected, inputs, cache, self.cache_layer)
         return stream, tokens, cache
 
     def _mix(
         self, tokens: Any, inputs: ModelInputs, cache: HybridCache
-    ) -> tuple[Delta, HybridCache]:
+    ) -> tuple[Pending, HybridCache]:
         """Each region by its own operation, and one output projection for both."""
         split = inputs.num_decode_tokens
         rectangle = jax.tree.map(lambda x: x[:split], tokens)

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.linear import Linear, Placement, declare
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
@@ -21,10 +22,9 @@ from jaxspec.pallas.gated_delta.heads import GdnHeads
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
-from jaxspec.pallas.matmul.products import COLUMNS
-from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul
+from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
 from jaxspec.regions import DecodeRegion
 
@@ -71,7 +71,7 @@ class GatedDeltaNet(nnx.Module):
         }
         # Padded to whole tiles of a kernel: otherwise the last tile of the 0.8B's 8,224 columns
         # has 32, which are copied in rows of 64 bytes.
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=COLUMNS)
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((sizes.conv_kernel, sizes.conv_dim), dtype)
         # Published as A_log and dt_bias; a kernel gets the one matrix without a copy.
@@ -202,9 +202,9 @@ class GatedDeltaNet(nnx.Module):
         """The heads normed and gated, unless `replay`'s kernel has done it."""
         return self._gated_norm(projected)(heads)
 
-    def output(self, heads: Heads, projected: _Projected) -> Delta:
+    def output(self, heads: Heads, projected: _Projected) -> Pending:
         """The output projection, with the gated norm of heads that are not finished."""
-        return gated_norm_matmul(heads, self._gated_norm(projected), self.out_proj.weight[...])
+        return self.out_proj.after_gated_norm(heads, self._gated_norm(projected))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `linear_attn.`."""
@@ -223,8 +223,8 @@ class GatedDeltaNet(nnx.Module):
 
     def _gated_norm(self, projected: _Projected) -> GatedNorm:
         """The norm of these tokens' heads; its gates z lie behind the convolution's channels."""
-        weight, eps = self.norm.weight[...], self.norm.eps
-        return GatedNorm(projected, weight, first=self.sizes.conv_dim, eps=eps)
+        norm = self.norm.operand
+        return GatedNorm(projected, norm.weight, first=self.sizes.conv_dim, eps=norm.eps)
 
 
 def _rectangle(projected: _Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:

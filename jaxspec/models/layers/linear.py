@@ -1,70 +1,72 @@
-"""Linear layers, the embedding, and how published tensors map onto parameters."""
+"""Layers that own a matrix: linear layers, the embedding and the output head.
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+Each multiplies with its own weight, and hands it to an op whole (`operand`); no other object takes
+the array out. What a weight consists of, and which kernels there are for it, is known here and in
+the ops of `pallas.matmul` alone.
+"""
 
-import jax
+from collections.abc import Iterator, Mapping
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
-from jaxspec.pallas.matmul.split_matmul import split_matmul
-from jaxspec.pallas.norm.residual import Delta
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """One published tensor and where it goes: `param[index] = reshape(tensor)` or its .T."""
-
-    name: str  # in the checkpoint
-    shape: tuple[int, ...]  # in the checkpoint
-    param: nnx.Param
-    transpose: bool = False  # published [out, in], kept [in, out]
-    index: Any = ...  # as NumPy takes it
-
-
-Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
-NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give
-
-
-def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
-    """A parameter without a value worth having: models are built under `nnx.eval_shape`.
-
-    `init` draws one where there is no checkpoint (`models/dummy.py`).
-    """
-    return nnx.Param(jnp.zeros(shape, dtype), init=init)
+from jaxspec.pallas.matmul.split_matmul import gated_norm_matmul, split_matmul
+from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
+from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.weight import Dense, Weight
 
 
 class Linear(nnx.Module):
     """`y = x W` for one or several published matrices with the same input, side by side.
 
-    The weight is kept `[in, out]`: for the few rows of a decode step XLA's CPU matmul is then
-    2 to 3 times as fast as with the published `[out, in]` (160 x 832 float32, 4 rows: 12 us against
-    28; bfloat16 and one row: equal). One matmul instead of several saves the cost of each call.
+    The weight is kept `[in, out]`: XLA's CPU product of the few rows of a decode step is then 2 to
+    3 times as fast as with the published `[out, in]`. One product in place of several saves the
+    cost of each call.
     """
 
     def __init__(
         self, in_features: int, outputs: Mapping[str, int], dtype: jnp.dtype, *, multiple: int = 1
     ):
-        """`outputs`: published tensor name (without `.weight`) to its number of rows.
+        """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
-        Behind them come columns of padding, which mean nothing, up to a `multiple`.
+        Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
         columns = -(-sum(outputs.values()) // multiple) * multiple
         self.weight = declare((in_features, columns), dtype)
 
+    @property
+    def operand(self) -> Weight:
+        """The weight as ops take it."""
+        return Dense(self.weight[...])
+
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
-        return self.split(matmul(x, self.weight[...]))
+        return self.split(matmul(x, self.operand))
 
-    def delta(self, x: Float[Array, "tokens features"]) -> Delta:
-        """The output as what is to be added to the residual stream."""
-        return split_matmul(x, self.weight[...])
+    def after_norm(
+        self, stream: Stream, pending: Pending, norm: RMSNorm
+    ) -> tuple[Stream, Float[Array, "tokens outputs"]]:
+        """`stream + pending`, and all outputs for the `norm` of that, side by side.
+
+        `split` cuts them apart. On a GPU these are one or two kernels (`norm_matmul`).
+        """
+        return norm_matmul(stream, pending, norm.operand, self.operand)
+
+    def pending(self, x: Float[Array, "tokens features"]) -> Pending:
+        """The output as what the next norm adds to the residual stream (`norm.residual`)."""
+        return split_matmul(x, self.operand)
+
+    def after_gated_norm(self, heads: Heads, norm: GatedNorm) -> Pending:
+        """The output for heads normed and gated, as what the next norm adds to the stream."""
+        return gated_norm_matmul(heads, norm, self.operand)
 
     def split(self, y: Float[Array, "tokens outputs"]) -> tuple[Float[Array, "tokens _"], ...]:
         """All outputs side by side, cut into one array for each entry of `outputs`."""
@@ -85,14 +87,14 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table with one row a token id."""
+    """A table with one row for each token id."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype):
-        """`dtype`: of the table."""
+        """`dtype` is that of the table."""
         self.weight = declare((vocab_size, hidden_size), dtype)
 
     def __call__(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-        """The rows of `tokens`; ids out of range, as padding may have, are clamped."""
+        """The rows of `tokens`; ids out of range, which padding may have, are clamped."""
         table = self.weight[...]
         return table[jnp.clip(tokens, 0, table.shape[0] - 1)]
 
@@ -101,40 +103,44 @@ class Embedding(nnx.Module):
         yield Placement(name, self.weight.shape, self.weight)
 
 
-class OutputHead(nnx.Module):
-    """Scores of every token id; with tied embeddings also their table.
+class LMHead(nnx.Module):
+    """The output head: scores of every token id. With tied embeddings it is their table, too.
 
-    The weight is `[hidden, vocab]`, which the matmul wants (see `Linear`); reading a few columns as
-    embeddings costs less than the slower product would.
+    The weight is kept `[hidden, vocab]`, as `Linear` keeps it. To read a few columns as embeddings
+    costs less than a slower product would.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: jnp.dtype):
-        """`dtype`: of the weight."""
+        """`dtype` is that of the weight."""
         self.weight = declare((hidden_size, vocab_size), dtype)
 
-    def __call__(
-        self, hidden: Float[Array, "n hidden"], columns: Float[Array, "hidden ids"] | None = None
-    ) -> Float[Array, "n ids"]:
-        """float32 scores; with `columns` in place of the whole weight."""
-        weight = self.weight[...] if columns is None else columns
-        return matmul(hidden, weight, jnp.float32)
+    @property
+    def operand(self) -> Weight:
+        """The weight as ops take it."""
+        return Dense(self.weight[...])
 
-    def best(
+    def __call__(
+        self, hidden: Float[Array, "n hidden"], columns: Weight | None = None
+    ) -> Float[Array, "n ids"]:
+        """The float32 scores of all ids, or of those that `columns` were made for."""
+        return matmul(hidden, self.operand if columns is None else columns, jnp.float32)
+
+    def greedy_tokens(
         self,
         hidden: Float[Array, "n hidden"],
-        forbidden: Int[Array, "n slots"],
-        columns: Float[Array, "hidden ids"] | None = None,
+        forbidden: Int[Array, "n forbidden"],
+        columns: Weight | None = None,
     ) -> Int[Array, " n"]:
-        """The id (int32) of each row's best score, or the index in `columns`; -1 where none is.
+        """The id (int32) of the largest score in each row; -1 where there is none.
 
-        `forbidden` (int32) ones are passed over; -1 forbids nothing. See `argmax_matmul`.
+        With `columns` it is the index among the ids that they were made for. `forbidden` ids or
+        indices (int32) are passed over; -1 forbids nothing (`argmax_matmul`).
         """
-        weight = self.weight[...] if columns is None else columns
-        return argmax_matmul(hidden, weight, forbidden)
+        return argmax_matmul(hidden, self.operand if columns is None else columns, forbidden)
 
-    def columns(self, ids: Int[Array, " ids"]) -> Float[Array, "hidden ids"]:
-        """A copy of the weight's columns of `ids`."""
-        return self.weight[...][:, ids]
+    def columns(self, ids: Int[Array, " ids"]) -> Weight:
+        """The part of the head that scores `ids` (int32, each in range), copied."""
+        return self.operand.columns(ids)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """The embeddings of `tokens`; ids out of range are clamped."""

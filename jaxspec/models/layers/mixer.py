@@ -13,14 +13,14 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import RopeConfig
-from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.rope import frequencies, rotation
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import Rotation
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending, Stream
 
-Stream = Float[Array, "tokens hidden"]
 Tokens = TypeVar("Tokens")  # a mixer's own pytree; the first axis of each array is the tokens
 
 
@@ -82,7 +82,7 @@ class Mixer(Protocol[Tokens]):
         """Heads of `decode` as `prefill` gives its own, so that the two can be joined."""
         ...
 
-    def output(self, heads: Array, tokens: Tokens, /) -> Delta:
+    def output(self, heads: Array, tokens: Tokens, /) -> Pending:
         """What is to be added to the stream, given heads that are finished or as of `decode`."""
         ...
 
@@ -94,7 +94,9 @@ class Mixer(Protocol[Tokens]):
 class FeedForward(Protocol):
     """A feed-forward layer: each token for itself."""
 
-    def __call__(self, stream: Stream, pending: Delta, norm: RMSNorm, /) -> tuple[Stream, Delta]:
+    def __call__(
+        self, stream: Stream, pending: Pending, norm: RMSNorm, /
+    ) -> tuple[Stream, Pending]:
         """The stream with `pending` added, and what the layer makes of that, normed."""
         ...
 

@@ -4,29 +4,27 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
-from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.pallas.matmul.feed_forward import feed_forward
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending, Stream
 
 
 class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
+        """`dtype` is that of the weights."""
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = Linear(hidden_size, outputs, dtype)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], delta: Delta, norm: RMSNorm
-    ) -> tuple[Float[Array, "tokens hidden"], Delta]:
-        """The residual stream with `delta`, and what this layer, fed with its `norm`, adds."""
-        weights = norm.weight[...], norm.eps, self.gate_up.weight[...], self.down.weight[...]
-        return feed_forward(x, delta, *weights, zero_centred=norm.zero_centred)
+    def __call__(self, stream: Stream, pending: Pending, norm: RMSNorm) -> tuple[Stream, Pending]:
+        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        gate_up, down = self.gate_up.operand, self.down.operand
+        return feed_forward(stream, pending, norm.operand, gate_up, down)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
-from jaxspec.models.layers.linear import Linear, Placement
+from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, Stream
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs, Selection
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
 
 PREFIX = "mtp."  # of its tensors' names
 
@@ -70,7 +71,7 @@ class MTPHead(nnx.Module):
         (stream,) = self.fc(jnp.concatenate(both, axis=-1))
         return stream
 
-    def _normed(self, stream: Stream, pending: Delta) -> Stream:
+    def _normed(self, stream: Stream, pending: Pending) -> Stream:
         _, hidden = self.norm.add(stream, pending)
         return hidden
 

@@ -10,10 +10,11 @@ from jaxtyping import Array, Int
 from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
-from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
+from jaxspec.models.layers.linear import Embedding, LMHead
 from jaxspec.models.layers.mixer import LayerInputs, Stream
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs
-from jaxspec.pallas.norm.residual import Delta, whole
+from jaxspec.pallas.norm import residual
 
 
 class Trunk(nnx.Module):
@@ -33,7 +34,7 @@ class Trunk(nnx.Module):
             num_of_kind[kind] += 1
         self.layers = nnx.List(layers)
         self.norm = residual_norm(config, dtype)
-        self.lm_head = OutputHead(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Stream:
         """The embeddings of `tokens`; ids out of range are clamped."""
@@ -52,7 +53,7 @@ class Trunk(nnx.Module):
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                tapped[index] = _added(stream, pending)
+                tapped[index] = residual.add(stream, pending)
             stream, pending, cache = layer(stream, pending, layer_inputs, cache)
         _, hidden = self.norm.add(stream, pending)
         aux_hidden = jnp.concatenate([tapped[tap] for tap in taps], axis=1) if taps else None
@@ -69,8 +70,3 @@ class Trunk(nnx.Module):
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint(f"model.layers.{index}.")
         yield from self.norm.checkpoint("model.norm")
-
-
-def _added(stream: Stream, pending: Delta) -> Stream:
-    """The residual stream with what is still to be added to it."""
-    return stream if pending is None else stream + whole(pending, stream.dtype)

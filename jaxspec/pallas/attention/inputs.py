@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.norm.add_norm import rms_norm
+from jaxspec.pallas.norm.rms_norm import rms_norm
 from jaxspec.pallas.paging.kv_write import KVPool, kv_write, kv_write_reference
 
 Rotation = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]  # cosines, sines

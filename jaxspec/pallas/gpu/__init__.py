@@ -1,1 +1,1 @@
-"""What kernels share of the GPU: its sizes, accesses, register layouts and tensor cores."""
+"""What the kernels share of the GPU: its sizes, accesses, register layouts and tensor cores."""

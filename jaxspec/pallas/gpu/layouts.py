@@ -9,7 +9,10 @@ from jaxspec.pallas.gpu.device import THREADS
 
 
 def pieces_of(count: int) -> Iterator[tuple[int, int]]:
-    """Where in so many rows powers of two of them begin, and how many these are: (0, 4), (4, 2)."""
+    """Cut `count` rows into powers of two, largest first: (start, size) of each piece.
+
+    list(pieces_of(6)) == [(0, 4), (4, 2)]
+    """
     start = 0
     while start < count:
         size = 1 << ((count - start).bit_length() - 1)
@@ -18,14 +21,15 @@ def pieces_of(count: int) -> Iterator[tuple[int, int]]:
 
 
 def vectors(vector: int):
-    """Register layout of `THREADS * vector` elements in a row: `vector` neighbours a thread."""
+    """Register layout of one row of `THREADS * vector` elements: `vector` neighbours a thread."""
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
 
 
 def row_layout(size: int, itemsize: int, most_lanes: int = 16):
-    """Register layout of rows of `size`, each over up to `most_lanes` lanes of one warp.
+    """Register layout of rows of `size`, each spread over up to `most_lanes` lanes of one warp.
 
-    A lane has `16 // itemsize` neighbours at a time, and sums over a row are shuffles.
+    A lane holds `16 // itemsize` neighbours at a time. Sums over a row are shuffles within the
+    warp.
     """
     vector = 16 // itemsize
     lanes = min(most_lanes, size // vector)
@@ -40,7 +44,7 @@ def row_layout(size: int, itemsize: int, most_lanes: int = 16):
 
 
 def lane_layout(size: int):
-    """Register layout of `size` elements in a row, one a lane at a time, the same in every warp."""
+    """Register layout of one row of `size` elements, one a lane at a time, copied in every warp."""
     lanes = gcd(size, 32)
     copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
     return plgpu.Layout.TILED(
@@ -52,17 +56,17 @@ def lane_layout(size: int):
 
 
 def piece_layout(rows: int, size: int, itemsize: int):
-    """Register layout of `[rows, size]`, powers of two, where each row lies in one warp.
+    """Register layout of `[rows, size]`, both powers of two, where each row lies in one warp.
 
-    Spread over all threads, in up to 16 neighbouring bytes each; threads to whom nothing is left
-    have what others have.
+    The elements are spread over all threads, up to 16 neighbouring bytes a thread. If there are
+    fewer elements than threads, several threads hold the same ones.
     """
     vector = max(1, min(rows * size // THREADS, 16 // itemsize))
     lanes = min(size // vector, 32)
     of_warp = min(rows, 32 // lanes)
     warps = min(rows // of_warp, 4)
     width = lanes * vector
-    # In Mosaic's canonical form, where no tile is one row high and none is as the one before.
+    # Mosaic wants a canonical form: no tile is one row high, and none equals the one before it.
     if of_warp > 1:
         tiles, warp_dim, lane_dims = [(of_warp, width), (vector,)], -5, (-3, -2)
         tiles = [(warps * of_warp, width)] * (warps > 1) + tiles

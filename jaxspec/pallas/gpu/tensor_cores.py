@@ -1,7 +1,8 @@
-"""Products on tensor cores, by one warpgroup (wgmma); import only where kernels run.
+"""Products on tensor cores by one warpgroup (wgmma).
 
-Mosaic's interpreter knows neither an operand in registers nor a product added to what there is.
-There `spare`, None on a GPU, is a tile in shared memory as large as the operands.
+Mosaic's interpreter takes no operand in registers, and cannot add a product to an accumulator that
+has a value. Its kernels pass `spare`, a tile in shared memory as large as the operand, which stands
+in; on a GPU `spare` is None.
 """
 
 from typing import Any
@@ -10,17 +11,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHUNK = 64  # elements in 16 bits: a row's are the 128 bytes of a swizzled tile
+CHUNK = 64  # 16-bit elements in one row of a swizzled tile, which has 128 bytes
 
 
 def tile(*shape, dtype=jnp.bfloat16):
-    """Shared memory that wgmma reads, or, in 32 bits, without bank conflicts between rows."""
+    """Shared memory in 128-byte swizzled tiles.
+
+    wgmma reads them in 16 bits; in 32 bits the swizzle avoids bank conflicts between rows.
+    """
     tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
 def operand(x, spare) -> Any:
-    """What wgmma takes for `x` in registers: `x`, but for the interpreter."""
+    """The operand of wgmma for `x` in registers: `x` itself, or a copy of it in `spare`."""
     if spare is None:
         return x
     part = spare.at[:, pl.ds(0, x.shape[1])]
@@ -30,7 +34,7 @@ def operand(x, spare) -> Any:
 
 
 def product(a, b) -> Any:
-    """`a @ b` in float32, both in shared memory."""
+    """`a @ b` in float32; both are in shared memory."""
 
     def run(acc):
         plgpu.wgmma(acc, a, b)
@@ -40,7 +44,7 @@ def product(a, b) -> Any:
 
 
 def accumulate(spare, *sums) -> Any:
-    """`onto + a @ b` for each `(onto, a, b)`, all at once; `a` is in registers."""
+    """`onto + a @ b` for each `(onto, a, b)` of `sums`, in flight together; `a` is in registers."""
     if spare is not None:
         return [onto + product(operand(a, spare), b) for onto, a, b in sums]
 
@@ -52,7 +56,7 @@ def accumulate(spare, *sums) -> Any:
 
 
 def clear(rows, low, high):
-    """Zero but from row `low` to `high`: others' may not be finite, and 0 * NaN is NaN."""
+    """Set rows before `low` and from `high` on to zero: they may hold NaN, and 0 * NaN is NaN."""
     shape = (rows.shape[0], 64)
     place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     real = (low <= place) & (place < high)

@@ -1,1 +1,1 @@
-"""Products of a weight, with what comes before and after them."""
+"""Products with a weight, fused with what comes before and after them."""

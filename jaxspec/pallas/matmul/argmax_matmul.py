@@ -1,4 +1,4 @@
-"""The greedy token of each row: the output head and the search for its best score, in one."""
+"""The greedy token of each row: the product with the output head, and the argmax of its scores."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,51 +7,54 @@ from jaxtyping import Array, Float, Int
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import products
 from jaxspec.pallas.matmul.products import matmul
-from jaxspec.pallas.matmul.scores import best_of, without
+from jaxspec.pallas.matmul.scores import PartialArgmax, combine, mask_columns
+from jaxspec.weight import Weight
 
-_FEWEST_ROWS = 8
+_MIN_ROWS = 8
+_MIN_FEATURES = 1024  # below it XLA is as fast
 
 
 def argmax_matmul(
     x: Float[Array, "rows features"],
-    weight: Float[Array, "features ids"],
-    forbidden: Int[Array, "rows slots"],
+    weight: Weight,
+    forbidden: Int[Array, "rows n"],
 ) -> Int[Array, " rows"]:
-    """The column (int32) of the largest of `x @ weight`, in float32; of equals the lowest.
+    """The column (int32) of the largest entry of each row of `x @ weight`, in float32.
 
-    A row's `forbidden` columns (int32) are passed over; what is no column, as -1, forbids nothing.
-    Where a score is NaN, or no score that is not forbidden is finite, there is none: -1.
+    Of equal scores the lowest column wins. A row's `forbidden` columns (int32) are passed over;
+    numbers that are no columns, such as -1, forbid nothing. A row where an allowed score is NaN, or
+    where no allowed score is finite, gives -1 (`NO_TOKEN`).
 
-    One kernel of 8 rows or more in 16 bits: with 248,320 columns the scores of 256 are 254 MB,
-    which are not written, nor read again. Fewer rows have few scores.
+    From 8 rows on, in 16 bits, it is one kernel that keeps the scores in registers: 256 rows of a
+    vocabulary of 248,320 are 254 MB, which XLA writes and reads again.
 
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if not dispatch.runs_kernel("argmax_matmul", _unsupported(x, weight), by_choice=True):
+    if not dispatch.runs_kernel("argmax_matmul", why_not_kernel(x, weight), by_choice=True):
         return argmax_matmul_reference(x, weight, forbidden)
     from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
 
-    return argmax_matmul_kernel(x, weight, forbidden)
+    return argmax_matmul_kernel(x, weight.array, forbidden)
 
 
 def argmax_matmul_reference(x, weight, forbidden):
     """The specification of `argmax_matmul`."""
-    scores = without(matmul(x, weight, jnp.float32), forbidden)
+    scores = mask_columns(matmul(x, weight, jnp.float32), forbidden)
     columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return best_of((scores, columns, -jnp.abs(scores)), axis=1)
+    return combine(PartialArgmax(scores, columns, -jnp.abs(scores)), axis=1)
 
 
-def _unsupported(x, weight):
+def why_not_kernel(x, weight):
     """Why `argmax_matmul_kernel` does not take these operands, or None."""
-    (rows, features), ids = x.shape, weight.shape[1]
-    if x.dtype not in products.DTYPES or x.dtype != weight.dtype:
-        return f"{x.dtype} and {weight.dtype}"
-    if features < 1024:  # nobody waits for it
+    rows, features = x.shape
+    if why := products.why_not_dtypes(x, weight):
+        return why
+    if features < _MIN_FEATURES:
         return f"{features} features"
-    if features % 64 or ids % 8:
-        return f"a weight of {features} x {ids}"
-    if rows < _FEWEST_ROWS:  # last: what changes from program to program
-        return f"less than {_FEWEST_ROWS} rows"
+    if features % 64 or weight.outer % 8:
+        return f"a weight of {features} x {weight.outer}"
+    if rows < _MIN_ROWS:  # the last check: rows alone change from program to program
+        return f"less than {_MIN_ROWS} rows"
     return None

@@ -1,16 +1,17 @@
-"""`argmax_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+"""The kernel of `argmax_matmul` (Pallas, Mosaic GPU).
 
-A block scores 128 columns at a time for up to 256 rows, and keeps the best so far of each row. A
-warp copies chunks of rows and weight into a ring, one or two warpgroups multiply, half of the rows
-each; a row's scores lie in four threads, so the best of them takes two exchanges. Of
-more than 128 rows two neighbouring blocks, a cluster, have the same ones, which are read again for
-every tile of columns: each copies half of a chunk's to both, or it would be more than the L2 cache
-gives.
+A block scores 128 columns at a time for up to 256 rows, and keeps the best score of each row so
+far. One warp copies chunks of rows and weight into a ring. One or two warpgroups multiply, each
+half of the rows. Four threads hold a row's scores, so the best of them takes two exchanges.
+
+Every tile of columns reads the rows again. With more than 128 rows that is more than the L2 cache
+gives, so two neighbouring blocks with the same rows form a cluster: each copies half of a chunk's
+rows to both.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,68 +21,95 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
-from jaxspec.pallas.matmul.scores import NO_COLUMN, NOTHING, best_of
+from jaxspec.pallas.matmul.scores import NO_COLUMN, NO_TOKEN, PartialArgmax, combine
 
-_COLUMNS = 128  # of a tile
-_REGISTERS = 232, 40  # of a thread that multiplies, where two warpgroups do, and of one that copies
+_BLOCK_N = 128  # columns of a tile
+_REGISTERS = 232, 40  # of a thread that multiplies (with two warpgroups), and of one that copies
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
 def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
-    """`argmax_matmul`; `interpret`: parameters of Mosaic's interpreter.
+    """`argmax_matmul`; `weight` is the array of a `Dense`.
 
-    `cluster`: blocks that share their rows; the interpreter knows no copies to several.
+    `cluster` is the number of blocks that share their rows, and `interpret` has parameters of
+    Mosaic's interpreter, which cannot copy to several blocks.
     """
     (rows, _), ids = x.shape, weight.shape[1]
-    cluster = cluster or (2 if rows > 128 else 1)  # fewer rows are read again for little
-    # A tile's rows are copied in groups of 8, the same number by each block of a cluster.
+    cluster = cluster or (2 if rows > 128 else 1)  # up to 128 rows cost little to read again
+    # The blocks of a cluster copy the same number of rows each, in groups of 8.
     x = jnp.pad(x, ((0, -rows % (8 * cluster)), (0, 0)))
-    sizes = _Sizes.of(x.shape[0], weight, cluster)
-    found = functools.partial(jax.ShapeDtypeStruct, (sizes.teams * cluster, sizes.padded))
+    tiling = _Tiling.of(x.shape[0], weight, cluster)
+    out = functools.partial(jax.ShapeDtypeStruct, (tiling.teams * cluster, tiling.padded))
+
+    def body(x, weight, forbidden, low, high, score, column, nearest, **scratch):
+        operands = _Operands(x, weight, forbidden, low, high)
+        _block(tiling, operands, PartialArgmax(score, column, nearest), _Buffers(**scratch))
+
     kernel = plgpu.kernel(
-        functools.partial(_block, sizes),
+        body,
         kernel_name="argmax_matmul",
-        out_type=(found(jnp.float32), found(jnp.int32), found(jnp.float32)),
-        scratch_types=sizes.scratch(x.dtype),
-        grid=(sizes.teams * sizes.row_tiles,),
+        out_type=(out(jnp.float32), out(jnp.int32), out(jnp.float32)),
+        scratch_types=tiling.scratch(x.dtype),
+        grid=(tiling.teams * tiling.row_tiles,),
         grid_names=("team",),
         cluster=(cluster,),
         cluster_names=("part",),
-        num_threads=sizes.warpgroups + 1,
+        num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        # Safe without barriers but its own, and no maximum crosses warps.
+        # Its own barriers are enough, and no maximum crosses warps.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return best_of(kernel(x, weight, *_asked(forbidden, ids, sizes.padded)), axis=0)[:rows]
+    table, low, high = _forbidden_table(forbidden, ids, tiling.padded)
+    parts = PartialArgmax(*kernel(x, weight, table, low, high))
+    return combine(parts, axis=0)[:rows]
 
 
-def _asked(forbidden, ids, rows):
-    """Forbidden columns, `[slots, rows]` with padding, and the lowest and the highest of all.
+def _forbidden_table(forbidden, ids, rows):
+    """The forbidden columns as `[n, rows]`, padded, and the lowest and the highest of them all.
 
-    Few tiles of a large vocabulary have any, for stop ids are neighbours: by these two a block
-    finds that a tile has none.
+    Few tiles of a large vocabulary have a forbidden column, because stop ids are neighbours. By the
+    lowest and the highest a block sees that its tile has none.
     """
     padding = (0, max(0, 1 - forbidden.shape[1])), (0, rows - forbidden.shape[0])
-    never = jnp.pad(forbidden.T, padding, constant_values=NOTHING)
-    is_column = (never >= 0) & (never < ids)
-    low = jnp.min(jnp.where(is_column, never, ids))
-    high = jnp.max(jnp.where(is_column, never, NOTHING))
-    return never, low[None], high[None]
+    table = jnp.pad(forbidden.T, padding, constant_values=NO_TOKEN)
+    is_column = (table >= 0) & (table < ids)
+    low = jnp.min(jnp.where(is_column, table, ids))
+    high = jnp.max(jnp.where(is_column, table, NO_TOKEN))
+    return table, low[None], high[None]
+
+
+class _Operands(NamedTuple):
+    """What a block reads."""
+
+    x: Any
+    weight: Any
+    forbidden: Any  # the table, and its bounds
+    low: Any
+    high: Any
+
+
+class _Buffers(NamedTuple):
+    """Shared memory of a block; `filled` and `freed` are barriers of each stage of the ring."""
+
+    tokens: Any
+    ring: Any
+    filled: Any
+    freed: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Of one call: which rows and columns are whose."""
+class _Tiling:
+    """How rows and columns are shared out among the blocks."""
 
-    copied: int  # rows of a tile: no more than there are
+    copied: int  # rows that are copied for a tile: no more than there are
     rows: int  # of a warpgroup
-    warpgroups: int  # that multiply
+    warpgroups: int  # of a block, without the one that copies
     row_tiles: int
-    column_tiles: int  # of a cluster's columns
+    column_tiles: int  # each has `_BLOCK_N` columns for every block of a cluster
     teams: int  # clusters that share a tile of rows
     cluster: int
     inner: int
@@ -92,11 +120,11 @@ class _Sizes:
         inner, ids = weight.shape
         warpgroups, of_warpgroup = min(2, pl.cdiv(rows, 64)), 64 if rows <= 128 else 128
         row_tiles = pl.cdiv(rows, warpgroups * of_warpgroup)
-        column_tiles = pl.cdiv(ids, cluster * _COLUMNS)
+        column_tiles = pl.cdiv(ids, cluster * _BLOCK_N)
         teams = min(max(1, device.MULTIPROCESSORS // cluster // row_tiles), column_tiles)
-        stages = device.room(1) // (2 * CHUNK * (warpgroups * of_warpgroup + _COLUMNS))
+        stages = device.room(1) // (2 * CHUNK * (warpgroups * of_warpgroup + _BLOCK_N))
         copied = min(warpgroups * of_warpgroup, rows)
-        return _Sizes(
+        return _Tiling(
             copied, of_warpgroup, warpgroups, row_tiles, column_tiles, teams, cluster, inner, stages
         )
 
@@ -107,159 +135,164 @@ class _Sizes:
 
     @property
     def padded(self) -> int:
+        """Rows of all tiles."""
         return self.row_tiles * self.tile
 
     @property
     def chunks(self) -> int:
+        """Chunks of the features."""
         return self.inner // CHUNK
 
     def scratch(self, dtype) -> dict[str, Any]:
-        """The ring, as tensor cores want it."""
+        """The ring, as tensor cores read it, and its barriers: the fields of `_Buffers`."""
         return {
             "tokens": tensor_cores.tile(self.stages, self.tile, CHUNK, dtype=dtype),
-            "ring": tensor_cores.tile(self.stages, CHUNK, _COLUMNS, dtype=dtype),
-            "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
-            # A chunk's rows go to all blocks of a cluster, so all must be done with the last.
-            "free": plgpu.ClusterBarrier(
+            "ring": tensor_cores.tile(self.stages, CHUNK, _BLOCK_N, dtype=dtype),
+            "filled": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            # A chunk's rows go to all blocks of a cluster, so all must be done with the stage.
+            "freed": plgpu.ClusterBarrier(
                 collective_axes=("part",), num_arrivals=self.warpgroups, num_barriers=self.stages
             ),
         }
 
 
-def _block(
-    sizes, x, weight, never, low, high, best, ids, nearest, *, tokens, ring, arrived, free
-):  # fmt: skip
+def _block(tiling, operands, out, buffers):
     """Share a block's columns and rows among its warpgroups."""
     team, part, warpgroup = (lax.axis_index(name) for name in ("team", "part", "warpgroup"))
-    row_tile, team = lax.rem(team, sizes.row_tiles), lax.div(team, sizes.row_tiles)
-    first_row = row_tile * sizes.tile
-    count = lax.div(sizes.column_tiles - team + sizes.teams - 1, sizes.teams)
+    row_tile, team = lax.rem(team, tiling.row_tiles), lax.div(team, tiling.row_tiles)
+    first_row = row_tile * tiling.tile
+    count = lax.div(tiling.column_tiles - team + tiling.teams - 1, tiling.teams)
 
     def column(i):
-        return ((team + i * sizes.teams) * sizes.cluster + part) * _COLUMNS
+        """The first column of this block's tile `i`, of `count`."""
+        return ((team + i * tiling.teams) * tiling.cluster + part) * _BLOCK_N
 
-    @pl.when(warpgroup == sizes.warpgroups)
+    @pl.when(warpgroup == tiling.warpgroups)
     def _():
-        if sizes.warpgroups > 1:
+        if tiling.warpgroups > 1:
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-        _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free)
+        _copy(tiling, count, column, first_row, operands, buffers)
 
-    @pl.when(warpgroup < sizes.warpgroups)
+    @pl.when(warpgroup < tiling.warpgroups)
     def _():
-        if sizes.warpgroups > 1:
+        if tiling.warpgroups > 1:
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        mine = warpgroup * sizes.rows
-        rows, here = pl.ds(first_row + mine, sizes.rows), pl.ds(mine, sizes.rows)
-        bounds = low[0], high[0], weight.shape[1]
+        offset = warpgroup * tiling.rows
+        rows, of_tile = pl.ds(first_row + offset, tiling.rows), pl.ds(offset, tiling.rows)
+        low, high, ids = operands.low[0], operands.high[0], operands.weight.shape[1]
+        tokens = buffers.tokens.at[:, of_tile]
+        forbidden = operands.forbidden.at[:, rows]
 
-        def step(i, so_far):
-            scores = _multiply(sizes, count, tokens.at[:, here], ring, arrived, free, i)
-            scores = _without(scores, column(i), never.at[:, rows], bounds)
-            return _better(so_far, scores, column(i))
+        def step(i, best):
+            scores = _multiply(tiling, count, i, buffers._replace(tokens=tokens))
+            scores = _mask(scores, column(i), forbidden, (low, high, ids))
+            return _update(best, scores, column(i))
 
-        def everywhere(value, dtype):
-            return plgpu.layout_cast(jnp.full(sizes.rows, value, dtype), _BY_ROW)
+        def full(value, dtype):
+            return plgpu.layout_cast(jnp.full(tiling.rows, value, dtype), _BY_ROW)
 
-        none, first = everywhere(-jnp.inf, jnp.float32), everywhere(0, jnp.int32)
-        so_far = lax.fori_loop(0, count, step, (none, first, none))
-        for out, values in zip((best, ids, nearest), so_far, strict=True):
-            access.store(out.at[team * sizes.cluster + part, rows], values)
+        lowest, first = full(-jnp.inf, jnp.float32), full(0, jnp.int32)
+        best = lax.fori_loop(0, count, step, PartialArgmax(lowest, first, lowest))
+        for ref, values in zip(out, best, strict=True):
+            access.store(ref.at[team * tiling.cluster + part, rows], values)
 
 
-def _copy(sizes, count, column, x, first_row, weight, tokens, ring, arrived, free):
-    """Fill the ring, as soon as all that multiply are done with a chunk.
+def _copy(tiling, count, column, first_row, operands, buffers):
+    """Fill the ring, each stage as soon as all warpgroups that multiply are done with it.
 
-    In a cluster those of both blocks, for whom half of the rows are.
+    In a cluster these are the warpgroups of both blocks, because half of the rows goes to both.
     """
-    axes = ("part",) if sizes.cluster > 1 else None
+    axes = ("part",) if tiling.cluster > 1 else None
 
     def fetch(j):
-        stage = lax.rem(j, sizes.stages)
-        chunk = pl.ds(lax.rem(j, sizes.chunks) * CHUNK, CHUNK)
-        columns = pl.ds(column(lax.div(j, sizes.chunks)), _COLUMNS)
-        pl.when(j >= sizes.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
-        plgpu.copy_gmem_to_smem(weight.at[chunk, columns], ring.at[stage], arrived.at[stage])
-        part, to = x.at[pl.ds(first_row, sizes.copied), chunk], tokens.at[stage, : sizes.copied]
-        plgpu.copy_gmem_to_smem(part, to, arrived.at[stage], collective_axes=axes)
+        stage = lax.rem(j, tiling.stages)
+        chunk = pl.ds(lax.rem(j, tiling.chunks) * CHUNK, CHUNK)
+        columns = pl.ds(column(lax.div(j, tiling.chunks)), _BLOCK_N)
+        filled = buffers.filled.at[stage]
+        pl.when(j >= tiling.stages)(lambda: plgpu.barrier_wait(buffers.freed.at[stage]))
+        part = operands.weight.at[chunk, columns]
+        plgpu.copy_gmem_to_smem(part, buffers.ring.at[stage], filled)
+        rows = operands.x.at[pl.ds(first_row, tiling.copied), chunk]
+        to_rows = buffers.tokens.at[stage, : tiling.copied]
+        plgpu.copy_gmem_to_smem(rows, to_rows, filled, collective_axes=axes)
 
-    @plgpu.warp_map  # one warp: arrivals count once, and the others would run the same
+    @plgpu.warp_map  # one warp copies: arrivals count once, and other warps would do the same work
     def _(warp):
-        pl.when(warp == 0)(lambda: pl.loop(0, count * sizes.chunks)(fetch))
+        pl.when(warp == 0)(lambda: pl.loop(0, count * tiling.chunks)(fetch))
 
 
-def _multiply(sizes, count, tokens, ring, arrived, free, tile):
-    """The scores of a warpgroup's rows in a block's tile of columns."""
-    last = count * sizes.chunks - sizes.stages
+def _multiply(tiling, count, tile, buffers):
+    """The scores of a warpgroup's rows in the block's tile number `tile`, of `count`."""
+    last = count * tiling.chunks - tiling.stages
 
     def release(j):
-        """Chunk `j`, where another comes in its place."""
+        """Free the stage of chunk `j`, if another chunk follows there."""
         pl.when((j >= 0) & (j < last))(
-            lambda: plgpu.barrier_arrive(free.at[lax.rem(j, sizes.stages)])
+            lambda: plgpu.barrier_arrive(buffers.freed.at[lax.rem(j, tiling.stages)])
         )
 
     def all_chunks(sums):
-        first = tile * sizes.chunks
+        first = tile * tiling.chunks
 
-        @pl.loop(0, sizes.chunks)
+        @pl.loop(0, tiling.chunks)
         def _(i):
             j = first + i
-            stage = lax.rem(j, sizes.stages)
-            plgpu.barrier_wait(arrived.at[stage])
-            plgpu.wgmma(sums, tokens.at[stage], ring.at[stage])
-            plgpu.wgmma_wait(1)  # the chunk before this one is done with
+            stage = lax.rem(j, tiling.stages)
+            plgpu.barrier_wait(buffers.filled.at[stage])
+            plgpu.wgmma(sums, buffers.tokens.at[stage], buffers.ring.at[stage])
+            plgpu.wgmma_wait(1)  # the product of the chunk before this one is done
             release(jnp.where(i > 0, j - 1, -1))
 
         scores = sums[...]
-        release(first + sizes.chunks - 1)
+        release(first + tiling.chunks - 1)
         return scores
 
-    return pl.run_scoped(all_chunks, plgpu.WGMMAAccumulatorRef((sizes.rows, _COLUMNS), jnp.float32))
+    sums = plgpu.WGMMAAccumulatorRef((tiling.rows, _BLOCK_N), jnp.float32)
+    return pl.run_scoped(all_chunks, sums)
 
 
-def _without(scores, start, never, bounds):
-    """Scores of the columns from `start` on without those passed over, and those beyond the last.
+def _mask(scores, start, forbidden, bounds):
+    """`scores` of the columns from `start` on, with -inf at forbidden columns and beyond the last.
 
-    `never`: of each row. `bounds`: the lowest and the highest of all, and the number of columns.
+    `forbidden` has those of the same rows. `bounds` are the lowest and the highest forbidden
+    column, and the number of columns.
     """
     low, high, ids = bounds
 
-    def mask(scores):
-        columns = start + _places(scores)
+    def masked(scores):
+        columns = start + _columns_of(scores)
 
-        def one(slot, scores):
-            column = access.load(never.at[slot], _BY_ROW)
-            return jnp.where(columns == _spread(column, scores), -jnp.inf, scores)
+        def mask_one(i, scores):
+            column = access.load(forbidden.at[i], _BY_ROW)
+            return jnp.where(columns == _broadcast(column, scores), -jnp.inf, scores)
 
         scores = jnp.where(columns < ids, scores, -jnp.inf)
-        return lax.fori_loop(0, never.shape[0], one, scores)
+        return lax.fori_loop(0, forbidden.shape[0], mask_one, scores)
 
-    end = start + _COLUMNS
+    end = start + _BLOCK_N
     touches = (start <= high) & (low < end)
-    return lax.cond((end > ids) | touches, mask, lambda scores: scores, scores)
+    return lax.cond((end > ids) | touches, masked, lambda scores: scores, scores)
 
 
-def _better(so_far, scores, start):
-    """The best of each row, the first column that has it, and minus how near to 0 a score is.
-
-    The last is NaN if a score is, and -inf if none is finite. `start`: the scores' first column.
-    """
-    best, best_at, nearest = so_far
+def _update(best, scores, start):
+    """The partial argmax of each row with these `scores`, whose first column is `start`."""
     score = jnp.max(scores, axis=1)
-    is_best = scores == _spread(score, scores)
-    at = start - jnp.max(jnp.where(is_best, -_places(scores), -NO_COLUMN), axis=1)
-    wins = score > best  # of equals the first
-    return (
-        jnp.where(wins, score, best),
-        jnp.where(wins, at, best_at),
-        jnp.maximum(nearest, jnp.max(-jnp.abs(scores), axis=1)),
+    is_best = scores == _broadcast(score, scores)
+    # The lowest column, as the largest of the negated ones.
+    column = start - jnp.max(jnp.where(is_best, -_columns_of(scores), -NO_COLUMN), axis=1)
+    wins = score > best.score  # equal scores leave the column before
+    return PartialArgmax(
+        jnp.where(wins, score, best.score),
+        jnp.where(wins, column, best.column),
+        jnp.maximum(best.nearest, jnp.max(-jnp.abs(scores), axis=1)),
     )
 
 
-def _places(scores):
-    """Of each score, which of the tile's columns it is of."""
+def _columns_of(scores):
+    """The column in the tile of each score."""
     return plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def _spread(x, scores):
-    """A row's value for each of its scores."""
+def _broadcast(x, scores):
+    """A value a row, for each of the row's scores."""
     return lax.broadcast_in_dim(x, scores.shape, (0,))

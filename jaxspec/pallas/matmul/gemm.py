@@ -1,9 +1,12 @@
-"""Products of 16 to 256 rows: which of them are kernels, and how those are cut.
+"""Products of 16 to 256 rows: which of them are kernels, and how those are tiled.
 
-XLA's reach 2.1 to 3.2 TB/s of an H200's 4.2 at 64 rows. Ours are the product of `norm_matmul`,
-`split_matmul`, which puts out partial sums where that gives every multiprocessor a block, and
-`matmul_silu`, which gates what it multiplied. Of more rows of wide models tensor cores and shared
-memory decide, so those have blocks as large as one wave of them allows (`Wave`).
+There are three: the product of `norm_matmul`; `split_matmul`, which puts out partial sums where
+that gives every multiprocessor a block; and `matmul_silu`, which gates its product. The memory
+bounds the products of up to 64 rows. With more rows in wide models tensor cores and shared memory
+bound them, so those have the largest blocks that still run in one wave (`OneWave`).
+
+The bounds below were measured on an H200, against XLA's products:
+`benchmarks/results/kernels_h200.json`, ops norm_matmul, split_matmul, matmul_silu.
 """
 
 from math import ceil
@@ -12,92 +15,95 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul.products import COLUMNS, DTYPES
+from jaxspec.pallas.matmul.products import BLOCK_N, why_not_dtypes
+from jaxspec.weight import Weight
 
-_MOST_ROWS = 256
-_MEMORY_BOUND_ROWS = 64  # rows: the memory bounds their products, whatever their number
-_WIDE = 2048  # features of a model: more rows of a wider one come in a wave
-_ROWS = 128  # of a block
-_MOST_WARPGROUPS = 3  # of a block, that multiply: more would not have registers for 128 sums
-MOST_PARTS = 2  # of the features of a wave: sums of more cost what they save
-_LEAST_BUSY = 0.7, 0.8  # of the multiprocessors, of up to 128 rows and of more: or XLA is as fast
+MAX_PARTS = 2  # parts of the features of a wave: the sums of more parts cost what they save
+_MAX_ROWS = 256
+_MEMORY_BOUND_ROWS = 64
+_MIN_HIDDEN = 1024  # below this width of a model XLA is as fast
+_WIDE = 2048  # a model wider than this has its products of more rows in one wave
+_BLOCK_ROWS = 128
+_MAX_WARPGROUPS = 3  # that multiply: with four a thread has too few registers for its sums
+_MIN_BUSY = 0.7, 0.8  # share of the multiprocessors, for one block of rows and for two; see above
 
 
-def rows_of(tokens: int) -> tuple[int, int]:
-    """Rows of a block, a multiple of 8, and how many blocks share the tokens."""
-    blocks = ceil(tokens / _ROWS)
+def split_rows(tokens: int) -> tuple[int, int]:
+    """The rows of a block, a multiple of 8, and the number of blocks that share the tokens."""
+    blocks = ceil(tokens / _BLOCK_ROWS)
     return 8 * ceil(tokens / blocks / 8), blocks
 
 
-def parts_of(tokens: int, inner: int, outer: int) -> int:
-    """Into how many parts the features are cut: a block on nearly every multiprocessor."""
-    return device.parts(rows_of(tokens)[1] * ceil(outer / COLUMNS), inner // 64)
+def num_parts(tokens: int, inner: int, outer: int) -> int:
+    """The number of parts of the features that gives nearly every multiprocessor a block."""
+    return device.parts(split_rows(tokens)[1] * ceil(outer / BLOCK_N), inner // 64)
 
 
-class Wave(NamedTuple):
-    """How a product is cut so that its blocks, as large as can be, all run at once."""
+class OneWave(NamedTuple):
+    """The tiling of a product into large blocks that all run at once, one a multiprocessor."""
 
     rows: int  # of a block
     row_blocks: int
-    warpgroups: int  # of a block, that multiply
-    pieces: int  # of `COLUMNS` columns of the weight, of each warpgroup
-    parts: int  # of the features: of more than one partial sums are put out
+    warpgroups: int  # of a block, without the one that copies
+    pieces: int  # of `BLOCK_N` columns of the weight, for each warpgroup
+    parts: int  # of the features; with more than one, partial sums are put out
 
     @staticmethod
     def of(
-        tokens: int, inner: int, outer: int, *, gates: bool = False, most_parts: int = 1
-    ) -> "Wave | None":
-        """The cut with which a block copies least, or None if none gives enough blocks one each.
+        tokens: int, inner: int, outer: int, *, gate_up: bool = False, max_parts: int = 1
+    ) -> "OneWave | None":
+        """The tiling whose blocks copy least, or None if none keeps enough multiprocessors busy.
 
-        `tokens`: 72 to 256, in steps of 8; `outer`: columns that are put out; `gates`: of as many
-        gates and others, a piece of each.
+        There are 72 to 256 `tokens`, in steps of 8, and `outer` columns are put out. With `gate_up`
+        each column is made of one of gate and one of up, so a warpgroup has a piece of each.
 
-            256 rows, 4096 -> 12288, gates   3 warpgroups: 2 x 64 blocks of 128 x 192, 97 % busy
-            256 rows, 12288 -> 4096          2, and 2 parts: 2 x 32 x 2 blocks of 128 x 128
+            256 rows, 4096 -> 12288, gate_up   3 warpgroups: 2 x 64 blocks of 128 x 192, 97 % busy
+            256 rows, 12288 -> 4096            2, and 2 parts: 2 x 32 x 2 blocks of 128 x 128
         """
-        rows, row_blocks = rows_of(tokens)
-        cuts, least = {}, _LEAST_BUSY[row_blocks - 1]
-        for parts in range(1, most_parts + 1):
-            for pieces in (2,) if gates else (1, 2):
-                for warpgroups in range(_MOST_WARPGROUPS, 0, -1):
-                    columns = COLUMNS * warpgroups * (1 if gates else pieces)
+        rows, row_blocks = split_rows(tokens)
+        cost, min_busy = {}, _MIN_BUSY[row_blocks - 1]
+        for parts in range(1, max_parts + 1):
+            for pieces in (2,) if gate_up else (1, 2):
+                for warpgroups in range(_MAX_WARPGROUPS, 0, -1):
+                    columns = BLOCK_N * warpgroups * (1 if gate_up else pieces)
                     blocks = row_blocks * ceil(outer / columns) * parts
-                    is_wave = least <= blocks / device.MULTIPROCESSORS <= 1
+                    is_wave = min_busy <= blocks / device.MULTIPROCESSORS <= 1
                     if is_wave and inner % (parts * 64) == 0:
-                        copied = inner // parts * (rows + COLUMNS * warpgroups * pieces)
+                        copied = inner // parts * (rows + BLOCK_N * warpgroups * pieces)
                         sums = 4 * rows * columns if parts > 1 else 0  # written, and read again
-                        cuts[Wave(rows, row_blocks, warpgroups, pieces, parts)] = copied + sums
-        return min(cuts, key=cuts.__getitem__, default=None)
+                        cost[OneWave(rows, row_blocks, warpgroups, pieces, parts)] = copied + sums
+        return min(cost, key=cost.__getitem__, default=None)
 
 
 def choose(
     x: Float[Array, "rows inner"],
-    weight: Float[Array, "inner outer"],
+    weight: Weight,
     hidden: int,
     *,
-    gates: bool = False,
-    most_parts: int = 1,
-) -> tuple[str | None, Wave | None]:
-    """Why no kernel takes this product of a model so wide, or None; and its cut, if it is a wave.
+    gate_up: bool = False,
+    max_parts: int = 1,
+) -> tuple[str | None, OneWave | None]:
+    """Why no kernel takes this product in a model of width `hidden`, or None; and its tiling.
 
-    Keywords: as of `Wave.of`.
+    The tiling is None where the product is not a single wave. `gate_up` and `max_parts` are those
+    of `OneWave.of`.
     """
-    (rows, inner), outer = x.shape, weight.shape[1] // (2 if gates else 1)
-    why = None
-    if x.dtype not in DTYPES or x.dtype != weight.dtype:
-        why = f"{x.dtype} and {weight.dtype}"
-    elif hidden < 1024:  # nobody waits for it
+    (rows, inner), outer = x.shape, weight.outer // (2 if gate_up else 1)
+    why = why_not_dtypes(x, weight)
+    if why:
+        pass
+    elif hidden < _MIN_HIDDEN:
         why = f"{hidden} features"
-    elif inner % 64 or outer % COLUMNS:
-        why = f"a weight of {inner} x {weight.shape[1]}"
-    # Last: what changes from program to program.
-    elif rows % 8 or not 8 < rows <= _MOST_ROWS:
-        why = f"not 16 to {_MOST_ROWS} rows, in steps of 8"
+    elif inner % 64 or outer % BLOCK_N:
+        why = f"a weight of {inner} x {weight.outer}"
+    # The last checks: rows alone change from program to program.
+    elif rows % 8 or not 8 < rows <= _MAX_ROWS:
+        why = f"not 16 to {_MAX_ROWS} rows, in steps of 8"
     elif rows > _MEMORY_BOUND_ROWS and hidden > _WIDE:
-        wave = Wave.of(rows, inner, outer, gates=gates, most_parts=most_parts)
+        wave = OneWave.of(rows, inner, outer, gate_up=gate_up, max_parts=max_parts)
         return None if wave else f"{rows} rows, which make no wave of blocks", wave
-    elif rows > _MEMORY_BOUND_ROWS and gates:
-        blocks = rows_of(rows)[1] * outer // COLUMNS
-        if blocks > device.MULTIPROCESSORS:  # some would have twice the work of others
+    elif rows > _MEMORY_BOUND_ROWS and gate_up:
+        blocks = split_rows(rows)[1] * outer // BLOCK_N
+        if blocks > device.MULTIPROCESSORS:  # some multiprocessors would have twice the work
             why = f"{blocks} blocks"
     return why, None

@@ -4,34 +4,34 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import gemm
-from jaxspec.pallas.matmul.products import check_gates, check_inner, gated, matmul
+from jaxspec.pallas.matmul.products import check_gate_up, check_inner, matmul, silu_and_mul
+from jaxspec.weight import Weight
 
 
-def matmul_silu(
-    x: Float[Array, "tokens features"], weight: Float[Array, "features twice_inner"]
-) -> Float[Array, "tokens inner"]:
-    """`silu(gate) * other`, as a gated feed-forward layer begins, in the dtype of `x`.
+def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Array, "tokens inner"]:
+    """`silu(gate) * up`, where `gate` and `up` are the halves of the columns of `x @ weight`.
 
-    The columns of `x @ weight` are as many gates and then others (Shazeer 2020, "GLU Variants
-    Improve Transformer", arXiv 2002.05202). They are rounded before they are multiplied. Rows do
-    not meet: padding and NaN stay in their own.
+    The product is rounded to the dtype of `x` before the gate, and the result is in that dtype
+    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202). Rows are independent, so
+    padding and NaN stay in their own row.
 
-    One kernel of 16 to 64 rows in 16 bits, and of up to 256 if each of its blocks then has a
-    multiprocessor, and with more than 2048 features most of these a block (`gemm`).
+    It is one kernel for 16 to 64 rows in 16 bits. It is one for up to 256 rows, too, if each of its
+    blocks then has a multiprocessor of its own; above 2048 features most multiprocessors must have
+    a block (`gemm`).
 
     Raises:
-        ValueError: `weight` is not for the features of `x`, or its columns are not even in number.
+        ValueError: `weight` is not for the features of `x`, or its number of columns is odd.
     """
     check_inner(x.shape[1], weight)
-    check_gates(weight.shape[1])
-    why, wave = gemm.choose(x, weight, x.shape[1], gates=True)
+    check_gate_up(weight.outer)
+    why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
     if dispatch.runs_kernel("matmul_silu", why, by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
 
-        return matmul_silu_kernel(x, weight, wave)
+        return matmul_silu_kernel(x, weight.array, wave)
     return matmul_silu_reference(x, weight)
 
 
 def matmul_silu_reference(x, weight):
     """The specification of `matmul_silu`."""
-    return gated(matmul(x, weight))
+    return silu_and_mul(matmul(x, weight))

@@ -1,10 +1,11 @@
-"""`norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+"""The kernel of `norm_matmul` for one or two rows (Pallas, Mosaic GPU).
 
-Every block norms all rows anew, while its share of the weight is under way: they are few, and come
-from the L2 cache.
+Every block norms all rows anew, while its share of the weight is under way. The rows are few, and
+all blocks but the first read them from the L2 cache.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,124 +14,144 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.matmul.few_rows import MOST_ROWS
-from jaxspec.pallas.matmul.few_rows_kernel import Product, put_out
-from jaxspec.pallas.matmul.products import COLUMNS
+from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
+from jaxspec.pallas.matmul.skinny_gemm_kernel import SkinnyTiling, WeightStream, put_out
+
+_NORM_COLUMNS = 1024  # that a block norms at a time: more would not fit into a thread's registers
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "zero_centred", "interpret"))
-def norm_matmul_kernel(x, delta, norm, weight, *, eps, zero_centred, interpret=None):
-    """`norm_matmul` of one or two rows, with the norm's weight before the product's.
+@functools.partial(jax.jit, static_argnames="interpret")
+def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
+    """`norm_matmul` for one or two rows; `weight` is the array of a `Dense`.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
-    (tokens, features), outer = x.shape, weight.shape[1]
-    # Two blocks on one multiprocessor would have little room each for what is under way.
-    pieces = 1 if pl.cdiv(outer, COLUMNS) <= device.MULTIPROCESSORS else 2
-    blocks = pl.cdiv(outer, pieces * COLUMNS)
-    beside = 2 * (MOST_ROWS + 1) * features + 2048
-    product = Product.of(weight, features, blocks, beside, pieces)
-    scratch = product.scratch()
-    scratch["rows"] = plgpu.SMEM((MOST_ROWS + 1, features), x.dtype)
-    scratch["out"] = plgpu.SMEM((MOST_ROWS, COLUMNS), x.dtype)
-    y = jax.ShapeDtypeStruct((tokens, outer), x.dtype)
-    total = () if delta is None else (jax.ShapeDtypeStruct(x.shape, x.dtype),)
-    out = plgpu.kernel(
-        functools.partial(_block, product, eps, zero_centred),
+    (tokens, features), outer = stream.shape, weight.shape[1]
+    # One block a multiprocessor: two would have little room each for the weight under way.
+    pieces = 1 if pl.cdiv(outer, BLOCK_N) <= device.MULTIPROCESSORS else 2
+    blocks = pl.cdiv(outer, pieces * BLOCK_N)
+    reserved = 2 * (MAX_ROWS + 1) * features + 2048
+    tiling = SkinnyTiling.of(weight, features, blocks, reserved, pieces)
+    scratch = tiling.scratch()
+    scratch["rows"] = plgpu.SMEM((MAX_ROWS + 1, features), stream.dtype)
+    scratch["out"] = plgpu.SMEM((MAX_ROWS, BLOCK_N), stream.dtype)
+    y = jax.ShapeDtypeStruct((tokens, outer), stream.dtype)
+    total = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
+
+    def body(stream, scale, weight, *refs, **scratch):
+        added, y, total = (None, *refs, None) if pending is None else refs
+        _block(tiling, norm, _Refs(stream, scale, weight, added, y, total, **scratch))
+
+    kernel = plgpu.kernel(
+        body,
         kernel_name="norm_matmul",
-        out_type=(y, *total),
+        out_type=(y,) if pending is None else (y, total),
         scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
-        # Safe without barriers but its own, and a row's sum is one warp's.
+        # Its own barriers are enough, and each row is summed by one warp.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(x, norm, weight, *(() if delta is None else (delta,)))
-    return (x, *out) if delta is None else out[::-1]
+    )
+    if pending is None:
+        (product,) = kernel(stream, norm.weight, weight)
+        return stream, product
+    product, sum_ = kernel(stream, norm.weight, weight, pending)
+    return sum_, product
 
 
-def _block(
-    product, eps, zero_centred, x, norm, weight, *refs,
-    ring, tile, arrived, rows, out,
-):  # fmt: skip
-    """A block's columns of `y`; the first also writes the sum."""
-    delta, y, total = (None, *refs, None) if len(refs) == 1 else refs
+class _Refs(NamedTuple):
+    """What a block reads and writes; `pending` and `total` are None where nothing is added."""
+
+    stream: Any
+    scale: Any  # the norm's weight
+    weight: Any
+    pending: Any
+    y: Any
+    total: Any
+    ring: Any  # from here on: shared memory
+    filled: Any
+    rows: Any  # the sums, then the norm's weight
+    tile: Any  # the normed rows, as tensor cores read them
+    out: Any
+
+
+def _block(tiling, norm, refs):
+    """Make a block's columns of `y`; the first block also writes the sum."""
     block = lax.axis_index("block")
-    column = block * product.pieces * COLUMNS
-    source = weight, 0, column, ring, arrived
-    product.start(*source)
+    column = block * tiling.pieces * BLOCK_N
+    weights = WeightStream(refs.weight, 0, column, refs.ring, refs.filled)
+    tiling.start(weights)
 
-    # The norm's weight too is loaded before what others wait for.
-    layout = layouts.vectors(x.shape[1] // device.THREADS)
-    scale = access.load(norm, layout)
-    _put_totals(x, delta, rows, None if total is None else (block == 0, total))
-    access.store(rows.at[MOST_ROWS], scale)
+    # The norm's weight is loaded before the first wait, too.
+    scale = access.load(refs.scale, layouts.vectors(refs.stream.shape[1] // device.THREADS))
+    _store_totals(refs, block)
+    access.store(refs.rows.at[MAX_ROWS], scale)
     plgpu.commit_smem()
-    _norm(product.layout(), rows, eps, zero_centred, tile)
+    _norm(tiling.layout(), norm, refs)
     plgpu.commit_smem()
 
-    for piece, sums in enumerate(product.run(tile, *source)):
-        put_out(sums, out, y.at[:, pl.ds(column + piece * COLUMNS, COLUMNS)])
+    for piece, sums in enumerate(tiling.run(refs.tile, weights)):
+        put_out(sums, refs.out, refs.y.at[:, pl.ds(column + piece * BLOCK_N, BLOCK_N)])
 
 
-def _put_totals(x, delta, rows, written):
-    """What `x` and `delta` make in `rows`, zeros in those that `x` has not.
+def _store_totals(refs, block):
+    """Store each row's sum in `rows`, and zeros in the rows that the stream has not.
 
-    `written`: where else, and whether.
+    The first block also stores the sums in `total`.
     """
-    count, features = x.shape
-    for row, sum_ in enumerate(_totals(x, delta)):
-        access.store(rows.at[row], sum_)
-        if written is not None:
-            here, total = written
-            pl.when(here)(lambda at=total.at[row], x=sum_: access.store(at, x))
+    count, features = refs.stream.shape
+    for row, sum_ in enumerate(_totals(refs.stream, refs.pending)):
+        access.store(refs.rows.at[row], sum_)
+        if refs.total is not None:
+            pl.when(block == 0)(lambda to=refs.total.at[row], x=sum_: access.store(to, x))
     layout = layouts.vectors(features // device.THREADS)
-    nothing = plgpu.layout_cast(jnp.zeros(features, x.dtype), layout)
-    for row in range(count, MOST_ROWS):
-        access.store(rows.at[row], nothing)
+    zeros = plgpu.layout_cast(jnp.zeros(features, refs.stream.dtype), layout)
+    for row in range(count, MAX_ROWS):
+        access.store(refs.rows.at[row], zeros)
 
 
-def _totals(x, delta):
-    """What `x` and `delta` make in each row; all is loaded before anything is stored."""
-    rows = range(x.shape[0])
-    layout = plgpu.Layout.WG_STRIDED(x.shape[1:], vec_size=8)
+def _totals(stream, pending):
+    """Each row's sum, in registers; all is loaded before anything is stored."""
+    rows = range(stream.shape[0])
+    layout = plgpu.Layout.WG_STRIDED(stream.shape[1:], vec_size=8)
     load = functools.partial(access.load, layout=layout)
-    old = [load(x.at[row]) for row in rows]
-    if delta is None:
+    old = [load(stream.at[row]) for row in rows]
+    if pending is None:
         return old
-    if len(delta.shape) == 2:
-        new = [load(delta.at[row]) for row in rows]
+    if len(pending.shape) == 2:
+        new = [load(pending.at[row]) for row in rows]
     else:
-        sums = [load(delta.at[0, row]) for row in rows]
-        for part in range(1, delta.shape[0]):
-            more = [load(delta.at[part, row]) for row in rows]
+        sums = [load(pending.at[0, row]) for row in rows]
+        for part in range(1, pending.shape[0]):
+            more = [load(pending.at[part, row]) for row in rows]
             sums = [a + b for a, b in zip(sums, more, strict=True)]
-        new = [a.astype(x.dtype) for a in sums]
+        new = [a.astype(stream.dtype) for a in sums]
     wide = [[a.astype(jnp.float32) for a in both] for both in zip(old, new, strict=True)]
-    return [(a + b).astype(x.dtype) for a, b in wide]
+    return [(a + b).astype(stream.dtype) for a, b in wide]
 
 
-def _norm(layout, rows, eps, zero_centred, tile):
-    """`rms_norm` of `rows`, each of them in one warp, into what tensor cores read.
+def _norm(layout, norm, refs):
+    """Norm `rows`, each in one warp, and store them in `tile`.
 
-    The last of `rows` is the weight. 1024 columns at a time, twice: more would not fit into a
-    thread's registers.
+    The columns are read twice: once for the mean square, and once for the result.
     """
-    tokens, features = pl.ds(0, MOST_ROWS), rows.shape[1]
-    parts = [pl.ds(column, 1024) for column in range(0, features, 1024)]
+    tokens, features = pl.ds(0, MAX_ROWS), refs.rows.shape[1]
+    parts = [pl.ds(column, _NORM_COLUMNS) for column in range(0, features, _NORM_COLUMNS)]
     square = 0.0
     for part in parts:
-        x = access.load(rows.at[tokens, part], layout).astype(jnp.float32)
+        x = access.load(refs.rows.at[tokens, part], layout).astype(jnp.float32)
         square = square + jnp.sum(x * x, axis=1)
-    root = lax.rsqrt(square * (1 / features) + eps)
+    root = lax.rsqrt(square * (1 / features) + norm.eps)
     if len(parts) > 1:
-        plgpu.commit_smem()  # or the compiler would keep what is loaded again below
+        plgpu.commit_smem()  # without it the compiler would keep in registers what is read again
     for part in parts:
-        x = access.load(rows.at[tokens, part], layout).astype(jnp.float32)
-        scale = access.load(rows.at[MOST_ROWS, part], layout.reduce(0)).astype(jnp.float32)
-        scale = scale + 1.0 if zero_centred else scale
+        x = access.load(refs.rows.at[tokens, part], layout).astype(jnp.float32)
+        scale = access.load(refs.rows.at[MAX_ROWS, part], layout.reduce(0)).astype(jnp.float32)
+        scale = scale + 1.0 if norm.zero_centred else scale
         normed = x * lax.broadcast_in_dim(root, x.shape, (0,))
         normed = normed * lax.broadcast_in_dim(scale, x.shape, (1,))
-        access.store(tile.at[:, part], normed.astype(tile.dtype))
+        access.store(refs.tile.at[:, part], normed.astype(refs.tile.dtype))

@@ -1,4 +1,4 @@
-"""What products of a weight have in common, and what they hand on (`Delta`)."""
+"""The parts that products share: the product by XLA, the SiLU gate, and the checks."""
 
 from typing import Any
 
@@ -7,53 +7,61 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec import device
+from jaxspec.weight import Weight
 
-COLUMNS = 64  # of a block, or a piece of it: the side of tensor cores that takes 64
-DTYPES = jnp.bfloat16, jnp.float16  # that tensor cores take as they come
-
-
-def check_inner(features: int, weight: Float[Array, "inner outer"]) -> None:
-    """Refuse a weight that is not for so many features: a kernel would read what is beside them.
-
-    Raises:
-        ValueError: it has more or fewer rows.
-    """
-    if weight.shape[0] != features:
-        raise ValueError(
-            f"A weight must have a row for each of the {features} features, but this one is "
-            f"{weight.shape[0]} x {weight.shape[1]}. Give it as [features, outputs]."
-        )
+BLOCK_N = 64  # columns of the weight that one product of a block takes: the M of wgmma
+DTYPES = jnp.bfloat16, jnp.float16  # the dtypes that tensor cores multiply without a conversion
 
 
 def matmul(
-    x: Float[Array, "rows inner"], weight: Float[Array, "inner outer"], dtype: Any = None
+    x: Float[Array, "rows inner"], weight: Weight, dtype: Any = None
 ) -> Float[Array, "rows outer"]:
     """`x @ weight` by XLA, in `dtype` or that of the operands.
 
-    Of a product with one row XLA makes multiplications and sums on a GPU, and some of the
-    multiplications it writes to memory. Twice the same row is a matrix, which it reads once (the
-    kernels of a step of Qwen3.5-0.8B took an H200 1.54 ms before, and 1.27 so).
+    On a GPU one row becomes two equal rows. XLA turns a product with a single row into
+    multiplications and sums, and writes some of the multiplications to memory; a product of two
+    rows is a matrix product, which reads the weight once.
     """
     rows = x.shape[0]
     if rows == 1 and device.default_device().platform == "gpu":
         x = jnp.broadcast_to(x, (2, x.shape[1]))
-    return jnp.matmul(x, weight, preferred_element_type=dtype)[:rows]
+    return jnp.matmul(x, weight.array, preferred_element_type=dtype)[:rows]
 
 
-def check_gates(columns: int) -> None:
-    """Refuse columns that cannot be as many gates and then as many others.
+def silu_and_mul(x: Float[Array, "tokens twice_features"]) -> Float[Array, "tokens features"]:
+    """`silu(gate) * up` in the dtype of `x`; its columns are those of gate, then those of up."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def check_inner(features: int, weight: Weight) -> None:
+    """Refuse a weight for another number of features; a kernel would read beyond the operands.
 
     Raises:
-        ValueError: they are not even in number.
+        ValueError: the weight has more or fewer rows than there are features.
     """
-    if columns % 2:
+    if weight.inner != features:
         raise ValueError(
-            f"There must be as many gates as others, but {columns} columns came. Hand over both "
-            "side by side."
+            f"A weight must have a row for each of the {features} features, but this one is "
+            f"{weight.inner} x {weight.outer}. Give it as [features, outputs]."
         )
 
 
-def gated(x: Float[Array, "tokens twice_features"]) -> Float[Array, "tokens features"]:
-    """`silu(gate) * other` of as many gates and then others, in their dtype."""
-    gate, other = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * other
+def check_gate_up(columns: int) -> None:
+    """Refuse columns that cannot be halved into gate and up.
+
+    Raises:
+        ValueError: the number of columns is odd.
+    """
+    if columns % 2:
+        raise ValueError(
+            f"Gate and up must have the same number of columns, but {columns} columns came for "
+            "both. Hand over both side by side, gate first."
+        )
+
+
+def why_not_dtypes(x: Float[Array, "rows inner"], weight: Weight) -> str | None:
+    """Why tensor cores do not multiply these operands as they are, or None."""
+    if x.dtype not in DTYPES or x.dtype != weight.dtype:
+        return f"{x.dtype} and {weight.dtype}"
+    return None

@@ -1,58 +1,69 @@
-"""The best of a row of scores: one definition for sampling, for the greedy op and its kernel."""
+"""The argmax of a row of scores: one definition for sampling, the greedy op and its kernel."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-NOTHING = -1  # `sampling.NO_TOKEN`
-NO_COLUMN = 2**30  # behind all columns
+NO_TOKEN = -1
+"""No token: padding, a placeholder draft, or a row whose scores leave nothing to choose."""
+
+NO_COLUMN = 2**30  # a column beyond all columns: it loses against every real one
 
 
-def best_of(
-    found: Sequence[Float[Array, "..."] | Int[Array, "..."]], axis: int
-) -> Int[Array, " rows"]:
-    """The column (int32) of the best score along an axis, of equals the lowest; -1 if none is.
+class PartialArgmax(NamedTuple):
+    """The argmax of some of a row's scores, in a form that can be combined with other parts'."""
 
-    `found`: the best of some scores, its column, and the largest `-abs(score)` of these, which is
-    NaN if a score is, and -inf if none is finite.
+    score: Float[Array, "..."]  # the largest score
+    column: Int[Array, "..."]  # the first column that has it
+    nearest: Float[
+        Array, "..."
+    ]  # the largest -abs(score): NaN if a score is, -inf if none is finite
+
+
+def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:
+    """The column (int32) of the largest score along an axis of `parts`; the lowest of equals.
+
+    It is -1 in a row where a score is NaN or no score is finite.
     """
 
-    def better(one, other):
-        ((score, column, nearest), (score2, column2, nearest2)) = one, other
-        wins = (score > score2) | ((score == score2) & (column < column2))
-        # XLA's maximum on a CPU may lose a NaN.
-        is_nearer = (nearest > nearest2) | jnp.isnan(nearest)
+    def better(a, b):
+        ((score_a, column_a, nearest_a), (score_b, column_b, nearest_b)) = a, b
+        a_wins = (score_a > score_b) | ((score_a == score_b) & (column_a < column_b))
+        # Not `maximum`: XLA's maximum on a CPU may lose a NaN.
+        a_is_nearer = (nearest_a > nearest_b) | jnp.isnan(nearest_a)
         return (
-            jnp.where(wins, score, score2),
-            jnp.where(wins, column, column2),
-            jnp.where(is_nearer, nearest, nearest2),
+            jnp.where(a_wins, score_a, score_b),
+            jnp.where(a_wins, column_a, column_b),
+            jnp.where(a_is_nearer, nearest_a, nearest_b),
         )
 
-    # One reduction: of a maximum each XLA would make as many kernels, of few rows twice.
-    nothing = -jnp.inf, jnp.int32(NO_COLUMN), -jnp.inf
-    _, column, nearest = lax.reduce(tuple(found), nothing, better, (axis,))
-    return jnp.where(nearest > -jnp.inf, column, NOTHING)
+    # One reduction over all three: XLA would make a kernel of each of three reductions.
+    identity = -jnp.inf, jnp.int32(NO_COLUMN), -jnp.inf
+    _, column, nearest = lax.reduce(tuple(parts), identity, better, (axis,))
+    return jnp.where(nearest > -jnp.inf, column, NO_TOKEN)
 
 
-def without(
-    scores: Float[Array, "rows ids"], forbidden: Int[Array, "rows slots"]
+def mask_columns(
+    scores: Float[Array, "rows ids"], forbidden: Int[Array, "rows n"]
 ) -> Float[Array, "rows ids"]:
     """`scores` with -inf at each row's `forbidden` columns; -1 forbids nothing."""
-    # Past the end nothing is set; -1 would be the last column.
+    # A scatter drops columns past the end, but takes -1 for the last column.
     columns = jnp.where(forbidden < 0, scores.shape[1], forbidden)
     rows = jnp.arange(len(scores), dtype=jnp.int32)[:, None]
-    # In place, where the scores are not read again. Comparing what is forbidden with every id of a
-    # large vocabulary makes XLA write a mask of that size: more than what a draw reads.
+    # A scatter works in place where the scores are not read again. A comparison with every id of a
+    # large vocabulary would write a mask of that size, which is more than what a draw reads.
     return scores.at[rows, columns].set(-jnp.inf, mode="drop")
 
 
-def is_sound(scores: Float[Array, "rows ids"]) -> Bool[Array, " rows"]:
-    """Whether a row has a choice: something finite, and no NaN."""
+def has_argmax(scores: Float[Array, "rows ids"]) -> Bool[Array, " rows"]:
+    """Whether a row has a choice: some score is finite, and none is NaN."""
     return jnp.isfinite(scores).any(axis=1) & ~jnp.isnan(scores).any(axis=1)
 
 
-def pick(scores: Float[Array, "rows ids"], sound: Bool[Array, " rows"]) -> Int[Array, " rows"]:
-    """The column (int32) of the largest score, of equals the lowest; -1 in rows not `sound`."""
-    return jnp.where(sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NOTHING)
+def argmax_or_none(
+    scores: Float[Array, "rows ids"], is_sound: Bool[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """The column (int32) of the largest score, the lowest of equals; -1 in rows not `is_sound`."""
+    return jnp.where(is_sound, jnp.argmax(scores, axis=1).astype(jnp.int32), NO_TOKEN)

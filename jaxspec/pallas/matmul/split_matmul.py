@@ -1,4 +1,7 @@
-"""Products that are added to the residual stream; as kernels split-K, that is, partial sums."""
+"""Products whose output is pending: the next norm adds it to the residual stream.
+
+As kernels they are split-K: they put out float32 partial sums over parts of the features.
+"""
 
 import math
 
@@ -6,91 +9,88 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.matmul import few_rows, gemm, products
-from jaxspec.pallas.matmul.products import gated, matmul
+from jaxspec.pallas.matmul import gemm, products, skinny_gemm
+from jaxspec.pallas.matmul.products import matmul, silu_and_mul
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
-from jaxspec.pallas.norm.residual import Delta
+from jaxspec.pallas.norm.residual import Pending
+from jaxspec.weight import Weight
 
 
-def split_matmul(x: Float[Array, "tokens inner"], weight: Float[Array, "inner outer"]) -> Delta:
-    """`x @ weight`: in their dtype, or as float32 partial sums over parts of `inner` (split-K).
+def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
+    """`x @ weight` as tokens in their dtype, or as float32 partial sums over parts of `inner`.
 
-    Of up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens, outer]`:
-    as many blocks as there are multiprocessors, as nearly as `inner` divides, and the sum of the
-    parts is left to what adds it to the residual stream, as `norm_matmul` and `add_norm` do. Of
-    more, as `gemm` says, another makes them, or tokens where one part gives blocks enough.
-    Otherwise XLA makes the product, `[tokens, outer]`. Rows do not meet: padding and NaN stay in
-    their own.
+    For up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens,
+    outer]`, with a block for nearly every multiprocessor. `norm_matmul` and `add_norm` sum the
+    parts up when they add them to the residual stream. For 16 to 256 rows a kernel of `gemm` makes
+    partial sums, or tokens where one part gives blocks enough. Otherwise XLA makes tokens,
+    `[tokens, outer]`. Rows are independent, so padding and NaN stay in their own row.
 
     Raises:
         ValueError: `weight` is not for the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    is_few, hidden = x.shape[0] <= few_rows.MOST_ROWS, weight.shape[1]
-    if is_few:
-        why, wave = few_rows.unsupported(x, weight, hidden), None
+    is_skinny, hidden = x.shape[0] <= skinny_gemm.MAX_ROWS, weight.outer
+    if is_skinny:
+        why, wave = skinny_gemm.why_not_kernel(x, weight, hidden), None
     else:
-        why, wave = gemm.choose(x, weight, hidden, most_parts=gemm.MOST_PARTS)
+        why, wave = gemm.choose(x, weight, hidden, max_parts=gemm.MAX_PARTS)
     if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
         return split_matmul_reference(x, weight)
-    if is_few:
+    if is_skinny:
         from jaxspec.pallas.matmul.split_matmul_kernel import split_matmul_kernel
 
-        return split_matmul_kernel(x, weight)
+        return split_matmul_kernel(x, weight.array)
     from jaxspec.pallas.matmul.gemm_kernel import split_gemm_kernel
 
-    return split_gemm_kernel(x, weight, wave)
+    return split_gemm_kernel(x, weight.array, wave)
 
 
 def split_matmul_reference(x, weight):
-    """What `split_matmul` gives, or its parts give when summed and rounded."""
+    """What the parts of `split_matmul` make when they are summed and rounded."""
     return matmul(x, weight)
 
 
-def gated_matmul(
-    x: Float[Array, "tokens twice_inner"], weight: Float[Array, "inner outer"]
-) -> Delta:
-    """`split_matmul` of `silu(gate) * other`, as a gated feed-forward layer ends.
+def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pending:
+    """`split_matmul` of `silu(gate) * up`; the columns of `x` are those of gate, then those of up.
 
-    The columns of `x` are as many gates and then as many others (Shazeer 2020, "GLU Variants
-    Improve Transformer", arXiv 2002.05202). Their products are rounded to the dtype of `x`.
+    A gated feed-forward layer ends so (Shazeer 2020, "GLU Variants Improve Transformer", arXiv
+    2002.05202). What is gated is rounded to the dtype of `x` before the product.
 
-    One kernel of up to 8 rows where `split_matmul` is one, and a block's part of `inner` is 512,
-    1024 or 1536; more rows should come gated (`matmul_silu`).
+    It is one kernel for up to 8 rows, where `split_matmul` is one and a block's part of `inner` is
+    512, 1024 or 1536. More rows should come gated, from `matmul_silu`.
 
     Raises:
-        ValueError: `weight` is not for half the columns of `x`, or these are not even in number.
+        ValueError: `weight` is not for half the columns of `x`, or their number is odd.
     """
-    products.check_gates(x.shape[1])
+    products.check_gate_up(x.shape[1])
     products.check_inner(x.shape[1] // 2, weight)
-    if dispatch.runs_kernel("gated_matmul", _cannot_gate(x, weight), by_choice=True):
+    if dispatch.runs_kernel("gated_matmul", why_not_gate(x, weight), by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_matmul_kernel
 
-        return gated_matmul_kernel(x, weight)
-    return split_matmul(gated(x), weight)
+        return gated_matmul_kernel(x, weight.array)
+    return split_matmul(silu_and_mul(x), weight)
 
 
 def gated_matmul_reference(x, weight):
-    """What `gated_matmul` gives, or its parts give when summed and rounded."""
-    return matmul(gated(x), weight)
+    """What the parts of `gated_matmul` make when they are summed and rounded."""
+    return matmul(silu_and_mul(x), weight)
 
 
-def _cannot_gate(x, weight):
+def why_not_gate(x, weight):
     """Why `gated_matmul_kernel` does not take these operands, or None."""
-    inner, outer = weight.shape
-    part, rest = divmod(
-        inner // few_rows.GATES, few_rows.parts_of(inner, outer, unit=few_rows.GATES)
-    )
-    if inner % few_rows.GATES or part > 3 or rest:  # a thread has 4 values of a row at a time
-        return f"{inner} gates"
-    return few_rows.unsupported(x, weight, outer)
+    units, rest = divmod(weight.inner, skinny_gemm.GATE_UNIT)
+    parts = skinny_gemm.num_parts(weight.inner, weight.outer, unit=skinny_gemm.GATE_UNIT)
+    # A thread gates four neighbouring features at a time, and no more than three times.
+    if rest or units % parts or units // parts > 3:
+        return f"{weight.inner} gates"
+    return skinny_gemm.why_not_kernel(x, weight, weight.outer)
 
 
-def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Float[Array, "inner outer"]) -> Delta:
-    """`split_matmul` of what Gated DeltaNet puts out, normed head by head, and gated.
+def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
+    """`split_matmul` of the output of Gated DeltaNet, after its gated norm.
 
-    Heads that are not normed yet, in float32, take one kernel of up to 8 rows where `split_matmul`
-    is one, and heads are of 64 or 128.
+    `heads` of two axes are normed already (`Heads`), and are multiplied as they are. It is one
+    kernel for up to 8 rows of float32 heads of 64 or 128 channels, where `split_matmul` is one.
 
     Raises:
         ValueError: `weight` is not for the heads, or `norm` is not (`GatedNorm.check`).
@@ -100,25 +100,25 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Float[Array, "inner
     norm.check(heads.shape[0], features)
     if heads.ndim == 2:
         return split_matmul(heads, weight)
-    why = _unsupported(heads, norm, weight)
+    why = why_not_norm(heads, norm, weight)
     if dispatch.runs_kernel("gated_norm_matmul", why, by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_norm_matmul_kernel
 
-        return gated_norm_matmul_kernel(heads, norm, weight)
+        return gated_norm_matmul_kernel(heads, norm, weight.array)
     return split_matmul(norm(heads), weight)
 
 
 def gated_norm_matmul_reference(heads, norm, weight):
-    """What `gated_norm_matmul` gives, or its parts give when summed and rounded."""
+    """What the parts of `gated_norm_matmul` make when they are summed and rounded."""
     return matmul(norm(heads), weight)
 
 
-def _unsupported(heads, norm, weight):
+def why_not_norm(heads, norm, weight):
     """Why `gated_norm_matmul_kernel` does not take these operands, or None."""
     if heads.dtype != jnp.float32 or norm.weight.dtype != jnp.float32:
         return f"{heads.dtype} with a norm in {norm.weight.dtype}"
-    if heads.shape[2] not in (64, 128) or weight.shape[0] not in (512, 1024, 2048, 4096):
+    if heads.shape[2] not in (64, 128) or weight.inner not in (512, 1024, 2048, 4096):
         return f"{heads.shape[1]} heads of {heads.shape[2]}"
     if norm.first % 8 or norm.gates.shape[1] % 8:  # a thread loads up to 16 bytes
         return f"gates from column {norm.first} of {norm.gates.shape[1]}"
-    return few_rows.unsupported(norm.gates, weight, weight.shape[1])
+    return skinny_gemm.why_not_kernel(norm.gates, weight, weight.outer)

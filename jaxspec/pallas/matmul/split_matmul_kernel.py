@@ -1,9 +1,10 @@
-"""`split_matmul`, `gated_matmul` and `gated_norm_matmul` on a Hopper GPU (Pallas, Mosaic GPU).
+"""The kernels of `split_matmul`, `gated_matmul` and `gated_norm_matmul` for up to 8 rows.
 
-And the product that is not cut, `matmul_kernel`. Import only where kernels run.
+`matmul_kernel`, the product that is not split, is here too (Pallas, Mosaic GPU).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,148 +13,183 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts
-from jaxspec.pallas.matmul.few_rows import GATES, MOST_ROWS, parts_of
-from jaxspec.pallas.matmul.few_rows_kernel import Product, put_out
-from jaxspec.pallas.matmul.products import COLUMNS
+from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.pallas.matmul.skinny_gemm import GATE_UNIT, MAX_ROWS, num_parts
+from jaxspec.pallas.matmul.skinny_gemm_kernel import SkinnyTiling, WeightStream, put_out
 from jaxspec.pallas.norm import gated_norm_block
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def split_matmul_kernel(x, weight, *, interpret=None):
-    """`split_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    parts = parts_of(*weight.shape, unit=64)
-    product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
-    block = functools.partial(_block, product)
-    return launch("split_matmul", block, {"landed": plgpu.Barrier()})(weight, x)
+    """`split_matmul`; `weight` is the array of a `Dense`, as in all these kernels.
+
+    `interpret`: parameters of Mosaic's interpreter, here and below.
+    """
+    parts = num_parts(*weight.shape, unit=64)
+    tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret)
+
+    def body(weight, x, y, *, loaded, **scratch):
+        _multiply_rows(tiling, x, loaded, _Refs(weight, y, **scratch))
+
+    return launch("split_matmul", body, {"loaded": plgpu.Barrier()})(weight, x)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def matmul_kernel(x, weight, *, interpret=None):
-    """`x @ weight` in their dtype, of as few rows and with as few columns as `few_rows` says.
+    """`x @ weight` in their dtype, for operands that `skinny_gemm` takes."""
+    tiling, launch = _plan(x.shape[0], weight, 1, x.dtype, interpret)
 
-    `interpret`: parameters of Mosaic's interpreter.
-    """
-    product, launch = _plan(x.shape[0], weight, 1, x.dtype, interpret)
-    block = functools.partial(_block, product)
-    (y,) = launch("few_rows_matmul", block, {"landed": plgpu.Barrier()})(weight, x)
+    def body(weight, x, y, *, loaded, **scratch):
+        _multiply_rows(tiling, x, loaded, _Refs(weight, y, **scratch))
+
+    (y,) = launch("few_rows_matmul", body, {"loaded": plgpu.Barrier()})(weight, x)
     return y
 
 
-def _plan(tokens, weight, parts, dtype, interpret, copies=0):
-    """What a block multiplies, and how a kernel of such blocks is made of its body and scratch.
+@functools.partial(jax.jit, static_argnames="interpret")
+def gated_matmul_kernel(x, weight, *, interpret=None):
+    """`gated_matmul`."""
+    parts = num_parts(*weight.shape, unit=GATE_UNIT)
+    tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
 
-    `dtype`: of what they put out; `copies`: of a block's rows that are in its scratch.
+    def body(weight, x, y, *, rows, **scratch):
+        _gate_and_multiply(tiling, x, rows, _Refs(weight, y, **scratch))
+
+    scratch = {"rows": plgpu.SMEM((MAX_ROWS, tiling.inner), weight.dtype)}
+    return launch("gated_matmul", body, scratch)(weight, x)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def gated_norm_matmul_kernel(heads, norm, weight, *, interpret=None):
+    """`gated_norm_matmul`."""
+    tokens, _, dim = heads.shape
+    unit = max(dim, 256)  # the channels of a row that the lanes of one warp hold
+    parts = num_parts(*weight.shape, unit=unit)
+    tiling, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
+
+    def body(weight, heads, gates, scale, y, *, rows, **scratch):
+        refs = _Refs(weight, y, **scratch)
+        _norm_and_multiply(tiling, norm, _HeadRefs(heads, gates, scale), rows, refs)
+
+    scratch = {"rows": plgpu.SMEM((MAX_ROWS, tiling.inner // dim, dim), weight.dtype)}
+    return launch("gated_norm_matmul", body, scratch)(weight, heads, norm.gates, norm.weight)
+
+
+def _plan(tokens, weight, parts, dtype, interpret, copies=0):
+    """The tiling of one part, and `launch(name, body, scratch)`, which makes the kernel.
+
+    `dtype` is that of the output. `copies` says how often the scratch holds a block's rows.
     """
     inner, outer = weight.shape
-    columns = pl.cdiv(outer, COLUMNS)
-    beside = copies * 2 * MOST_ROWS * (inner // parts) + 4096
-    product = Product.of(weight, inner // parts, parts * columns, beside=beside)
+    columns = pl.cdiv(outer, BLOCK_N)
+    reserved = copies * 2 * MAX_ROWS * (inner // parts) + 4096
+    tiling = SkinnyTiling.of(weight, inner // parts, parts * columns, reserved)
 
     def launch(name, body, scratch):
         return plgpu.kernel(
             body,
             kernel_name=name,
             out_type=jax.ShapeDtypeStruct((parts, tokens, outer), dtype),
-            scratch_types=product.scratch()
-            | {"out": plgpu.SMEM((MOST_ROWS, COLUMNS), dtype)}
+            scratch_types=tiling.scratch()
+            | {"out": plgpu.SMEM((MAX_ROWS, BLOCK_N), dtype)}
             | scratch,
             grid=(columns, parts),
             grid_names=("column", "part"),
-            # Safe without barriers but its own, and a head's sum is one warp's.
+            # Its own barriers are enough, and each head is summed by one warp.
             compiler_params=plgpu.CompilerParams(
                 unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
             ),
             **({} if interpret is None else {"interpret": interpret}),
         )
 
-    return product, launch
+    return tiling, launch
 
 
-def _source(product, weight, ring, arrived):
-    """The part of the weight that is this block's, and where it arrives."""
-    column, part = lax.axis_index("column") * COLUMNS, lax.axis_index("part")
-    return weight, part * product.inner, column, ring, arrived
+class _Refs(NamedTuple):
+    """What every block reads and writes; the last four are shared memory."""
+
+    weight: Any
+    y: Any
+    ring: Any
+    filled: Any
+    tile: Any  # the rows, as tensor cores read them
+    out: Any
 
 
-def _finish(product, tile, source, out, y):
-    """Multiply `tile` and write what comes of it."""
-    columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
-    (sums,) = product.run(tile, *source)
-    put_out(sums, out, y.at[lax.axis_index("part"), :, columns])
+class _HeadRefs(NamedTuple):
+    """The operands of a gated norm."""
+
+    heads: Any
+    gates: Any
+    scale: Any
 
 
-def _finish_rows(product, rows, tile, *finish):
-    """What `_finish` does, of rows that lie side by side."""
+def _weights(tiling, refs):
+    """The part of the weight that is this block's."""
+    column, part = lax.axis_index("column") * BLOCK_N, lax.axis_index("part")
+    return WeightStream(refs.weight, part * tiling.inner, column, refs.ring, refs.filled)
+
+
+def _multiply_tile(tiling, weights, refs):
+    """Multiply `tile` and write the product."""
+    columns = pl.ds(lax.axis_index("column") * BLOCK_N, BLOCK_N)
+    (sums,) = tiling.run(refs.tile, weights)
+    put_out(sums, refs.out, refs.y.at[lax.axis_index("part"), :, columns])
+
+
+def _retile(tiling, rows, refs):
+    """Copy rows from plain shared memory to `tile`."""
     plgpu.commit_smem()
-    access.store(tile, access.load(rows.reshape(*tile.shape), product.layout()))
+    access.store(refs.tile, access.load(rows.reshape(*refs.tile.shape), tiling.layout()))
     plgpu.commit_smem()
-    _finish(product, tile, *finish)
 
 
-def _block(product, weight, x, y, *, ring, tile, arrived, landed, out):
-    """The tokens come as they lie; of rows that there are not come zeros."""
-    source, part = _source(product, weight, ring, arrived), lax.axis_index("part")
-    # A traced 0: jax 0.12 refuses rows of which it sees that the array lacks them.
-    rows = pl.ds(part * 0, MOST_ROWS)
-    here = pl.ds(part * product.inner, product.inner)
-    plgpu.copy_gmem_to_smem(x.at[rows, here], tile, landed)
-    product.start(*source)
-    plgpu.barrier_wait(landed)
-    _finish(product, tile, source, out, y)
+def _multiply_rows(tiling, x, loaded, refs):
+    """Multiply rows of `x` as they are; rows that `x` lacks arrive as zeros."""
+    weights, part = _weights(tiling, refs), lax.axis_index("part")
+    # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
+    rows = pl.ds(part * 0, MAX_ROWS)
+    features = pl.ds(part * tiling.inner, tiling.inner)
+    plgpu.copy_gmem_to_smem(x.at[rows, features], refs.tile, loaded)
+    tiling.start(weights)
+    plgpu.barrier_wait(loaded)
+    _multiply_tile(tiling, weights, refs)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def gated_matmul_kernel(x, weight, *, interpret=None):
-    """`gated_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    parts = parts_of(*weight.shape, unit=GATES)
-    product, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
-    scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner), weight.dtype)}
-    return launch("gated_matmul", functools.partial(_gated_block, product), scratch)(weight, x)
-
-
-def _gated_block(product, weight, x, y, *, ring, tile, arrived, rows, out):
-    """A block gates its features, while its weight is under way."""
-    source = _source(product, weight, ring, arrived)
-    product.start(*source)
-    layout = plgpu.Layout.WG_STRIDED((product.inner,), vec_size=4)
-    load, begin = functools.partial(access.load, layout=layout), source[1]
-    halves = [pl.ds(first + begin, product.inner) for first in (0, weight.shape[0])]
+def _gate_and_multiply(tiling, x, rows, refs):
+    """Gate a block's features, while its weight is under way, and multiply them."""
+    weights = _weights(tiling, refs)
+    tiling.start(weights)
+    layout = plgpu.Layout.WG_STRIDED((tiling.inner,), vec_size=4)
+    load = functools.partial(access.load, layout=layout)
+    starts = 0, refs.weight.shape[0]  # of gate and up among the columns of `x`
+    halves = [pl.ds(start + weights.first_row, tiling.inner) for start in starts]
     loaded = [[load(x.at[token, half]) for half in halves] for token in range(x.shape[0])]
     for token, both in enumerate(loaded):
-        gate, other = (a.astype(jnp.float32) for a in both)
-        gated = gate / (1.0 + jnp.exp(-gate)) * other
+        gate, up = (a.astype(jnp.float32) for a in both)
+        gated = gate / (1.0 + jnp.exp(-gate)) * up
         access.store(rows.at[token], gated.astype(rows.dtype))
-    _finish_rows(product, rows, tile, source, out, y)
+    _retile(tiling, rows, refs)
+    _multiply_tile(tiling, weights, refs)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def gated_norm_matmul_kernel(heads, norm, weight, *, interpret=None):
-    """`gated_norm_matmul`; `interpret`: parameters of Mosaic's interpreter."""
-    tokens, _, dim = heads.shape
-    unit = max(dim, 256)  # what a warp's lanes have of a row
-    parts = parts_of(*weight.shape, unit=unit)
-    product, launch = _plan(tokens, weight, parts, jnp.float32, interpret, copies=1)
-    scratch = {"rows": plgpu.SMEM((MOST_ROWS, product.inner // dim, dim), weight.dtype)}
-    block = functools.partial(_norm_block, product, norm.first, norm.eps)
-    return launch("gated_norm_matmul", block, scratch)(weight, heads, norm.gates, norm.weight)
-
-
-def _norm_block(
-    product, first, eps, weight, heads, gates, norm, y, *, ring, tile, arrived, rows, out
-):
-    """The heads of a block's features are normed by it, while its weight is under way."""
-    source = _source(product, weight, ring, arrived)
-    product.start(*source)
-    (tokens, _, dim), begin = heads.shape, lax.axis_index("part") * product.inner
-    some = product.inner // dim, dim
-    layout = layouts.piece_layout(*some, itemsize=4)
+def _norm_and_multiply(tiling, norm, operands, rows, refs):
+    """Norm and gate a block's heads, while its weight is under way, and multiply them."""
+    weights = _weights(tiling, refs)
+    tiling.start(weights)
+    (tokens, _, dim), first = operands.heads.shape, lax.axis_index("part") * tiling.inner
+    shape = tiling.inner // dim, dim  # heads of a block
+    layout = layouts.piece_layout(*shape, itemsize=4)
     load = functools.partial(access.load, layout=layout)
-    scale = access.load(norm, layout.reduce(0))
-    mine, columns = pl.ds(lax.div(begin, dim), some[0]), pl.ds(first + begin, product.inner)
+    scale = access.load(operands.scale, layout.reduce(0))
+    heads = pl.ds(lax.div(first, dim), shape[0])
+    columns = pl.ds(norm.first + first, tiling.inner)
     loaded = [
-        (load(heads.at[t, mine]), load(gates.at[t, columns].reshape(*some))) for t in range(tokens)
+        (load(operands.heads.at[t, heads]), load(operands.gates.at[t, columns].reshape(*shape)))
+        for t in range(tokens)
     ]
     for t, (x, gate) in enumerate(loaded):
-        normed = gated_norm_block.in_kernel(layout, x, gate, scale, eps)
+        normed = gated_norm_block.in_kernel(layout, x, gate, scale, norm.eps)
         access.store(rows.at[t], normed.astype(rows.dtype))
-    _finish_rows(product, rows, tile, source, out, y)
+    _retile(tiling, rows, refs)
+    _multiply_tile(tiling, weights, refs)

@@ -1,1 +1,1 @@
-"""Norms, and the residual stream that they add to."""
+"""RMSNorm, alone and fused with its neighbours, and the residual stream that it adds to."""

@@ -1,4 +1,4 @@
-"""The output norm of Gated DeltaNet: each head normed, and gated by a part of the projection."""
+"""The output norm of Gated DeltaNet: each head is normed, then gated by the projection."""
 
 import dataclasses
 
@@ -7,19 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.norm.add_norm import rms_norm
+from jaxspec.pallas.norm.rms_norm import rms_norm
 
-# What a recurrence puts out: float32 heads, or, of two axes, what `GatedNorm` has made of them.
+# The output of a recurrence: float32 heads, or, with two axes, what `GatedNorm` has made of them.
 Heads = Float[Array, "tokens heads dim"] | Float[Array, "tokens features"]
 
 
 @flax.struct.dataclass
 class GatedNorm:
-    """A norm of heads, and what gates them (Yang et al. 2024, arXiv 2412.06464).
+    """A norm of heads, and their gates (Yang et al. 2024, arXiv 2412.06464).
 
-    Each of the heads goes through `rms_norm` with `weight` (float32), and is then multiplied by
-    `silu` of its columns of `gates`: those from `first` on, as many as the heads', as they come in
-    the projection; the others are not read. All in float32, and rounded to the dtype of `gates`.
+    Each head goes through `rms_norm` with `weight` (float32), and is then multiplied by `silu` of
+    its gates. All of this is float32; the result is rounded to the dtype of `gates`.
+
+    `gates` is the whole projection. The gates of the heads are its columns from `first` on, one a
+    channel, in the order of the channels; the other columns are not read.
     """
 
     gates: Float[Array, "tokens columns"]
@@ -28,13 +30,13 @@ class GatedNorm:
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
 
     def split(self, tokens: int) -> "tuple[GatedNorm, GatedNorm]":
-        """Of the first `tokens`, and of the others."""
+        """The norm of the first `tokens`, and the norm of the rest."""
         parts = self.gates[:tokens], self.gates[tokens:]
-        first, others = (dataclasses.replace(self, gates=gates) for gates in parts)
-        return first, others
+        first, rest = (dataclasses.replace(self, gates=gates) for gates in parts)
+        return first, rest
 
     def check(self, tokens: int, features: int) -> None:
-        """Refuse gates and a weight that are not for so many tokens and features of each.
+        """Refuse gates and a weight that do not fit this many tokens of this many features.
 
         Raises:
             ValueError: the gates have other rows or lack columns, or the weight is not a head's.
@@ -57,7 +59,7 @@ class GatedNorm:
             )
 
     def __call__(self, heads: Heads) -> Float[Array, "tokens features"]:
-        """By XLA, of what is not yet normed."""
+        """The heads normed and gated by XLA; normed heads (two axes) are returned as they are."""
         if heads.ndim == 2:
             return heads
         tokens, number, dim = heads.shape

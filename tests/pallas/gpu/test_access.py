@@ -1,4 +1,4 @@
-"""The accesses that kernels share: what is loaded is stored, in pieces of any width."""
+"""Loads and stores in pieces of any width, shares of shared memory, and the stages of a ring."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxspec.pallas.gpu import access, device, layouts
         (jnp.float32, (4, 8), lambda plgpu: layouts.piece_layout(4, 8, 4)),
     ],
 )
-def test_what_is_loaded_is_stored(dtype, shape, layout):
+def test_a_load_and_a_store_copy(dtype, shape, layout):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def body(x, out):
@@ -46,9 +46,14 @@ def test_two_blocks_fit_where_there_are_more_than_multiprocessors():
     assert device.room(132) > 2 * device.room(133) and device.room(133) > 108 * 1024
 
 
-@pytest.mark.parametrize("places", [1, 2, 6, 7])
-def test_the_next_place_of_a_ring_is_the_remainder(places):
-    place = jnp.int32(0)
-    for n in range(1, 3 * places):
-        place = access.next_place(place, places)
-        assert place == n % places
+def test_parts_are_as_many_as_run_at_once():
+    assert device.parts(16, 28) == 7
+    assert device.parts(132, 28) == device.parts(133, 28) == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 6, 7])
+def test_the_next_stage_of_a_ring_is_the_remainder(stages):
+    stage = jnp.int32(0)
+    for n in range(1, 3 * stages):
+        stage = access.next_stage(stage, stages)
+        assert stage == n % stages

@@ -1,4 +1,4 @@
-"""Products of 16 to 256 rows against NumPy; kernels = references, with a row of NaN."""
+"""The kernels of products of 16 to 256 rows against NumPy, with one row of NaN among the rows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,11 @@ from products import check, operands, product
 
 from benchmarks.measure.shapes import HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access
-from jaxspec.pallas.matmul.gemm import MOST_PARTS, choose, parts_of, rows_of
+from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.gemm import MAX_PARTS, choose, num_parts, split_rows
 from jaxspec.pallas.matmul.split_matmul import split_matmul
-from jaxspec.pallas.norm.residual import whole
+from jaxspec.pallas.norm.residual import sum_parts
+from jaxspec.weight import Dense
 
 
 @pytest.mark.parametrize(
@@ -19,19 +20,19 @@ from jaxspec.pallas.norm.residual import whole
     [
         (16, 192, 64, jnp.bfloat16),
         (24, 64, 320, jnp.float16),
-        (136, 256, 192, jnp.bfloat16),  # two blocks of rows, the last not full
+        (136, 256, 192, jnp.bfloat16),  # two blocks of rows; the second is not full
     ],
 )
 @pytest.mark.parametrize("multiprocessors", [132, 2])
 def test_the_kernel_equals_the_oracle_without_races(
     monkeypatch, interpreter, multiprocessors, tokens, inner, outer, dtype
 ):
-    """Also where two blocks share a multiprocessor, and take two pieces of 64 columns each."""
+    """With two multiprocessors two blocks share one, and each takes two pieces of 64 columns."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     from jaxspec.pallas.matmul.gemm_kernel import gemm_kernel
 
-    monkeypatch.setattr(access, "MULTIPROCESSORS", multiprocessors)
+    monkeypatch.setattr(device, "MULTIPROCESSORS", multiprocessors)
     x, weight = operands(tokens, inner, outer, dtype)
     y = gemm_kernel(x, weight, interpret=interpreter)
     assert y.dtype == dtype
@@ -44,7 +45,7 @@ def test_a_ring_that_is_refilled_equals_the_oracle_without_races(monkeypatch, in
 
     from jaxspec.pallas.matmul.gemm_kernel import gemm_kernel
 
-    monkeypatch.setattr(access, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
+    monkeypatch.setattr(device, "room", lambda blocks: 3 * 64 * 2 * (16 + 64) + 16 * 64 * 2)
     x, weight = operands(16, 448, 64, jnp.bfloat16)
     check(gemm_kernel(x, weight, interpret=interpreter), product(x, weight), jnp.bfloat16)
     assert not get_races().races_found
@@ -62,7 +63,7 @@ def test_partial_sums_equal_the_oracle_without_races(interpreter, tokens, inner,
     x, weight = operands(tokens, inner, outer, dtype)
     y = split_gemm_kernel(x, weight, interpret=interpreter)
     assert y.dtype == jnp.float32 and y.shape[0] == inner // 64
-    check(whole(y, dtype), product(x, weight), dtype)
+    check(sum_parts(y, dtype), product(x, weight), dtype)
     assert not get_races().races_found
 
 
@@ -71,7 +72,7 @@ def test_partial_sums_equal_the_oracle_without_races(interpreter, tokens, inner,
     [(16, (16, 1)), (64, (64, 1)), (128, (128, 1)), (136, (72, 2)), (256, (128, 2))],
 )
 def test_blocks_share_the_rows(tokens, rows):
-    assert rows_of(tokens) == rows
+    assert split_rows(tokens) == rows
     assert rows[0] * rows[1] >= tokens
 
 
@@ -85,8 +86,8 @@ def test_blocks_share_the_rows(tokens, rows):
         (64, 6144, 5120, 1),
     ],
 )
-def test_every_multiprocessor_has_a_block(tokens, inner, outer, parts):
-    assert parts_of(tokens, inner, outer) == parts
+def test_nearly_every_multiprocessor_has_a_block(tokens, inner, outer, parts):
+    assert num_parts(tokens, inner, outer) == parts
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,9 @@ def test_every_multiprocessor_has_a_block(tokens, inner, outer, parts):
         (16, 1056, 1024, jnp.bfloat16, "a weight of 1056 x 1024"),
     ],
 )
-def test_what_kernels_take(rows, inner, outer, dtype, why):
-    x, weight = jnp.zeros((rows, inner), dtype), jnp.zeros((inner, outer), dtype)
+def test_kernels_decline_what_they_cannot_multiply(rows, inner, outer, dtype, why):
+    x = jax.ShapeDtypeStruct((rows, inner), dtype)
+    weight = Dense(jax.ShapeDtypeStruct((inner, outer), dtype))
     assert choose(x, weight, inner)[0] == why
 
 
@@ -122,29 +124,29 @@ def test_on_a_gpu_split_matmul_is_its_kernel_and_the_kernels_equal_the_oracle(mo
     for size in (2048, inner):
         x, weight = operands(tokens, size, hidden, jnp.bfloat16)
         expected = product(x, weight)
-        why, wave = choose(x, weight, hidden, most_parts=MOST_PARTS)
+        why, wave = choose(x, Dense(weight), hidden, max_parts=MAX_PARTS)
         assert why is None or hidden > 2048 or tokens <= 64
         assert (wave is not None) == (why is None and hidden > 2048 and tokens > 64)
         assert wave or model != "qwen3.5-9b" or tokens <= 64
         chosen.add("kernel" if why is None else f"XLA: {why}")
-        first, again = (jax.jit(split_matmul)(x, weight) for _ in range(2))
-        # NumPy does not take two bfloat16 NaN for equal.
+        first, again = (jax.jit(split_matmul)(x, Dense(weight)) for _ in range(2))
+        # As float32, because NumPy does not take two bfloat16 NaN for equal.
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
-        check(whole(first, jnp.bfloat16), expected, jnp.bfloat16)
+        check(sum_parts(first, jnp.bfloat16), expected, jnp.bfloat16)
         check(gemm_kernel(x, weight), expected, jnp.bfloat16)
     assert set(dispatch.implementations()["split_matmul"]) == chosen
 
 
 def test_a_ring_without_room_is_refused(monkeypatch):
-    """Where a chunk could not arrive while another is multiplied, its copies would never start."""
+    """A chunk could not arrive while another is multiplied, and its copies would never start."""
     if jax.__version_info__ < (0, 11):
         pytest.skip("the kernels need jax 0.11")
-    from jaxspec.pallas.matmul.gemm_kernel import Tile
+    from jaxspec.pallas.matmul.gemm_kernel import GemmTiling
 
     chunk = 2 * 64 * (16 + 64)
-    monkeypatch.setattr(access, "room", lambda blocks: 2 * chunk + 1000)
+    monkeypatch.setattr(device, "room", lambda blocks: 2 * chunk + 1000)
     x = jnp.zeros((16, 128), jnp.bfloat16)
-    assert Tile.of(x, 16, 1, 128, 1, beside=1000).stages == 2
-    assert Tile.of(x, 16, 1, 64, 1, beside=2000).stages == 1
+    assert GemmTiling.of(x, 16, 1, 128, 1, reserved=1000).stages == 2
+    assert GemmTiling.of(x, 16, 1, 64, 1, reserved=2000).stages == 1
     with pytest.raises(ValueError, match="room for 2 chunks of 10240 bytes.*room for 1"):
-        Tile.of(x, 16, 1, 128, 1, beside=1001)
+        GemmTiling.of(x, 16, 1, 128, 1, reserved=1001)

@@ -1,4 +1,4 @@
-"""matmul_silu against NumPy; kernel = reference, with a row of NaN."""
+"""matmul_silu and its kernel against NumPy, with one row of NaN among the rows."""
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,21 @@ from benchmarks.measure.shapes import HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.gemm import choose
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
+from jaxspec.weight import Dense
 
 
 def check_gated(y, x, weight):
-    """In float64, but gates and others rounded as the op says."""
-    gate, other = np.split(product(x, weight).astype(x.dtype).astype(np.float64), 2, axis=1)
+    """`y` is `silu(gate) * up` in float64, where both are rounded to the dtype of `x`."""
+    gate, up = np.split(product(x, weight).astype(x.dtype).astype(np.float64), 2, axis=1)
     assert y.dtype == x.dtype
-    check(y, gate / (1 + np.exp(-gate)) * other, x.dtype, roundings=4)
+    check(y, gate / (1 + np.exp(-gate)) * up, x.dtype, roundings=4)
 
 
 @pytest.mark.parametrize("op", [matmul_silu, matmul_silu_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_gates_the_product(op, dtype):
     x, weight = operands(5, 48, 32, dtype)
-    check_gated(op(x, weight), x, weight)
+    check_gated(op(x, Dense(weight)), x, weight)
 
 
 @pytest.mark.parametrize("tokens", [16, 136])
@@ -44,27 +45,33 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, tokens):
     dispatch._chosen.pop("matmul_silu", None)
     inner = INTERMEDIATE[model]
     x, weight = operands(tokens, HIDDEN[model], 2 * inner, jnp.bfloat16)
-    first, again = (jax.jit(matmul_silu)(x, weight) for _ in range(2))
-    # NumPy does not take two bfloat16 NaN for equal.
+    first, again = (jax.jit(matmul_silu)(x, Dense(weight)) for _ in range(2))
+    # As float32, because NumPy does not take two bfloat16 NaN for equal.
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
     check_gated(first, x, weight)
-    why, _ = choose(x, weight, HIDDEN[model], gates=True)
+    why, _ = choose(x, Dense(weight), HIDDEN[model], gate_up=True)
     assert why is None or model != "qwen3.5-9b"
     chosen = "kernel" if why is None else f"XLA: {why}"
     assert dispatch.implementations()["matmul_silu"] == (chosen,)
 
 
-def test_of_many_rows_the_kernel_wants_a_multiprocessor_for_each_block():
-    x, weight = jnp.zeros((256, 2048), jnp.bfloat16), jnp.zeros((2048, 12288), jnp.bfloat16)
-    assert choose(x, weight, 2048, gates=True) == ("192 blocks", None)
-    assert choose(x[:64], weight, 2048, gates=True) == (None, None)
-    assert choose(x[:, :1024], weight[:1024, :7168], 1024, gates=True) == (None, None)
-    why, _ = choose(x[:64], weight[:, :7232], 2048, gates=True)
-    assert why == "a weight of 2048 x 7232"
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "why"),
+    [
+        (256, 2048, 12288, "192 blocks"),
+        (64, 2048, 12288, None),
+        (256, 1024, 7168, None),
+        (64, 2048, 7232, "a weight of 2048 x 7232"),
+    ],
+)
+def test_more_than_64_rows_need_a_multiprocessor_for_each_block(rows, inner, columns, why):
+    x = jax.ShapeDtypeStruct((rows, inner), jnp.bfloat16)
+    weight = Dense(jax.ShapeDtypeStruct((inner, columns), jnp.bfloat16))
+    assert choose(x, weight, inner, gate_up=True) == (why, None)
 
 
 def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
-        matmul_silu(jnp.zeros((16, 64)), jnp.zeros((32, 8)))
-    with pytest.raises(ValueError, match="as many gates as others, but 7 columns came"):
-        matmul_silu(jnp.zeros((16, 64)), jnp.zeros((64, 7)))
+        matmul_silu(jnp.zeros((16, 64)), Dense(jnp.zeros((32, 8))))
+    with pytest.raises(ValueError, match="the same number of columns, but 7 columns came"):
+        matmul_silu(jnp.zeros((16, 64)), Dense(jnp.zeros((64, 7))))

@@ -1,38 +1,39 @@
-"""split_matmul, also behind gates, against NumPy; kernels = references, with a row of NaN."""
+"""split_matmul and its gated forms against NumPy, and their kernels, with one row of NaN."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import gated_norm
-from products import LOST, check, operands, product
+from products import NAN_ROW, check, operands, product
 
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gpu import access
-from jaxspec.pallas.matmul.few_rows import parts_of
+from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.skinny_gemm import num_parts
 from jaxspec.pallas.matmul.split_matmul import (
-    _cannot_gate,
-    _unsupported,
     gated_matmul,
     gated_matmul_reference,
     gated_norm_matmul,
     gated_norm_matmul_reference,
     split_matmul,
     split_matmul_reference,
+    why_not_gate,
+    why_not_norm,
 )
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.norm.residual import whole
+from jaxspec.pallas.norm.residual import sum_parts
+from jaxspec.weight import Dense
 
 EPS = 1e-6
-SPARE = 8  # columns behind the gates
+SPARE = 8  # columns after the gates
 
 
 def heads_of(tokens, heads, dim, outer, dtype, first=64):
-    """Heads, their norm with gates behind `first` columns that are not numbers, and a weight."""
+    """Heads, a norm whose gates come after `first` columns of NaN, and the array of a weight."""
     rng = np.random.default_rng(heads)
     x = rng.normal(size=(tokens, heads, dim)) * np.exp(rng.normal(size=(tokens, heads, 1)))
-    x[LOST : LOST + 1, :, dim // 3] = np.nan
+    x[NAN_ROW : NAN_ROW + 1, :, dim // 3] = np.nan
     gates = np.full((tokens, first + heads * dim + SPARE), np.nan)
     gates[:, first : first + heads * dim] = 3 * rng.normal(size=(tokens, heads * dim))
     weight = rng.normal(size=(heads * dim, outer)) * (heads * dim) ** -0.5
@@ -42,23 +43,23 @@ def heads_of(tokens, heads, dim, outer, dtype, first=64):
 
 
 def gated(x):
-    """In float64, rounded at last."""
-    gate, other = np.split(np.asarray(x, np.float64), 2, axis=1)
-    return (gate / (1 + np.exp(-gate)) * other).astype(x.dtype).astype(np.float64)
+    """`silu(gate) * up` in float64, rounded once."""
+    gate, up = np.split(np.asarray(x, np.float64), 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up).astype(x.dtype).astype(np.float64)
 
 
-def assert_is_product(delta, x, weight):
-    """`delta` is `x @ weight`, whole or in parts; `x` in float64."""
+def assert_is_product(pending, x, weight):
+    """`pending` is `x @ weight`, as tokens or in parts; `x` is float64."""
     dtype = weight.dtype
-    assert delta.dtype == (dtype if delta.ndim == 2 else jnp.float32)
-    check(whole(delta, dtype), product(x, weight), dtype)
+    assert pending.dtype == (dtype if pending.ndim == 2 else jnp.float32)
+    check(sum_parts(pending, dtype), product(x, weight), dtype)
 
 
 @pytest.mark.parametrize("op", [split_matmul, split_matmul_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_is_the_product(op, dtype):
     x, weight = operands(5, 48, 16, dtype)
-    assert_is_product(op(x, weight), np.asarray(x, np.float64), weight)
+    assert_is_product(op(x, Dense(weight)), np.asarray(x, np.float64), weight)
 
 
 @pytest.mark.parametrize("op", [gated_matmul, gated_matmul_reference])
@@ -66,22 +67,22 @@ def test_the_op_is_the_product(op, dtype):
 def test_the_op_is_the_product_of_what_is_gated(op, dtype):
     x, _ = operands(5, 96, 16, dtype)
     _, weight = operands(5, 48, 16, dtype)
-    whole_delta = jax.jit(op)(x, weight)  # or XLA would round the gates, too
-    assert_is_product(whole_delta, gated(x), weight)
+    pending = jax.jit(op)(x, Dense(weight))  # without `jit` XLA rounds the gates, too
+    assert_is_product(pending, gated(x), weight)
 
 
 @pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_op_is_the_product_of_heads_normed_and_gated(op, dtype):
     heads, norm, weight = heads_of(5, 3, 16, 24, dtype)
-    assert_is_product(op(heads, norm, weight), gated_norm(heads, norm), weight)
+    assert_is_product(op(heads, norm, Dense(weight)), gated_norm(heads, norm), weight)
 
 
 @pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
-def test_what_is_normed_already_is_multiplied(op):
+def test_heads_that_are_normed_already_are_multiplied_as_they_are(op):
     heads, norm, weight = heads_of(5, 3, 16, 24, jnp.bfloat16)
     normed = norm(heads)
-    assert_is_product(op(normed, norm, weight), np.asarray(normed, np.float64), weight)
+    assert_is_product(op(normed, norm, Dense(weight)), np.asarray(normed, np.float64), weight)
 
 
 @pytest.mark.parametrize(
@@ -108,20 +109,20 @@ def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, 
 @pytest.mark.parametrize(
     ("tokens", "inner", "outer", "dtype"),
     [
-        (3, 1024, 96, jnp.bfloat16),  # half a block's columns are none
+        (3, 1024, 96, jnp.bfloat16),  # half of a block's columns are not real
         (8, 2048, 192, jnp.float16),
         (5, 2048, 64, jnp.bfloat16),
     ],
 )
-def test_the_whole_product_equals_the_oracle_without_races(
+def test_the_product_that_is_not_split_equals_the_oracle_without_races(
     monkeypatch, interpreter, tokens, inner, outer, dtype
 ):
-    """Also where two blocks share a multiprocessor, and the ring is refilled."""
+    """With two multiprocessors two blocks share one, and the ring is refilled."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     from jaxspec.pallas.matmul.split_matmul_kernel import matmul_kernel
 
-    monkeypatch.setattr(access, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
     x, weight = operands(tokens, inner, outer, dtype)
     y = matmul_kernel(x, weight, interpret=interpreter)
     assert y.shape == (tokens, outer)
@@ -174,14 +175,6 @@ def test_the_norming_kernel_equals_the_oracle_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.parametrize(
-    ("inner", "outer", "unit", "parts"),
-    [(3584, 1024, 512, 7), (2048, 1024, 256, 8), (6144, 2048, 512, 4), (2048, 2048, 256, 4)],
-)
-def test_every_multiprocessor_has_a_block(inner, outer, unit, parts):
-    assert parts_of(inner, outer, unit=unit) == parts
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
@@ -191,13 +184,13 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
         dispatch._chosen.pop(op, None)
     shape, outer = GDN["qwen3.5-0.8b"], HIDDEN[model]
     x, weight = operands(tokens, 2048, outer, jnp.bfloat16)
-    assert_is_product(jax.jit(split_matmul)(x, weight), np.asarray(x, np.float64), weight)
+    assert_is_product(jax.jit(split_matmul)(x, Dense(weight)), np.asarray(x, np.float64), weight)
     x, _ = operands(tokens, 2 * INTERMEDIATE[model], 64, jnp.bfloat16)
     _, weight = operands(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
-    assert_is_product(jax.jit(gated_matmul)(x, weight), gated(x), weight)
+    assert_is_product(jax.jit(gated_matmul)(x, Dense(weight)), gated(x), weight)
     dims = shape.value_heads, shape.value_dim, outer
     heads, norm, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
-    y = jax.jit(gated_norm_matmul)(heads, norm, weight)
+    y = jax.jit(gated_norm_matmul)(heads, norm, Dense(weight))
     assert_is_product(y, gated_norm(heads, norm), weight)
     for op in ops:
         assert dispatch.implementations()[op] == ("kernel",)
@@ -207,7 +200,7 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
 def test_on_a_gpu_wider_models_run_the_reference():
     dispatch._chosen.pop("split_matmul", None)
     x, weight = operands(3, 512, 4096, jnp.bfloat16)
-    assert_is_product(split_matmul(x, weight), np.asarray(x, np.float64), weight)
+    assert_is_product(split_matmul(x, Dense(weight)), np.asarray(x, np.float64), weight)
     assert dispatch.implementations()["split_matmul"] == ("XLA: 4096 features",)
 
 
@@ -220,31 +213,41 @@ def test_on_a_gpu_wider_models_run_the_reference():
         (16, 128, 4, f"gates from column 4 of {4 + 2048 + SPARE}"),
     ],
 )
-def test_what_the_norming_kernel_takes(heads, dim, first, why):
+def test_the_norming_kernel_declines_what_it_cannot_take(heads, dim, first, why):
     x, norm, weight = heads_of(1, heads, dim, 1024, jnp.bfloat16, first)
-    assert _unsupported(x, norm, weight) == why
+    assert why_not_norm(x, norm, Dense(weight)) == why
 
 
 @pytest.mark.parametrize("outer", [1024, 2048])
 def test_a_block_gates_no_more_than_its_registers_hold(outer):
     for inner in range(512, 8193, 512):
-        x, weight = jnp.zeros((1, 2 * inner), jnp.bfloat16), jnp.zeros((inner, outer), jnp.bfloat16)
-        part = inner // parts_of(inner, outer, unit=512)
-        assert _cannot_gate(x, weight) == (None if part <= 1536 else f"{inner} gates")
-    assert _cannot_gate(x[:, : 2 * 3584 + 128], weight[: 3584 + 64]) == "3648 gates"
-    assert _cannot_gate(jnp.zeros((9, 1024), jnp.bfloat16), weight[:512]) == "not 1 to 8 rows"
+        part = inner // num_parts(inner, outer, unit=512)
+        expected = None if part <= 1536 else f"{inner} gates"
+        assert why_not_gate(*shapes(1, inner, outer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "why"), [(1, 3584 + 64, "3648 gates"), (9, 512, "not 1 to 8 rows")]
+)
+def test_the_gating_kernel_declines_what_it_cannot_take(rows, inner, why):
+    assert why_not_gate(*shapes(rows, inner, 1024)) == why
+
+
+def shapes(rows, inner, outer):
+    x = jax.ShapeDtypeStruct((rows, 2 * inner), jnp.bfloat16)
+    return x, Dense(jax.ShapeDtypeStruct((inner, outer), jnp.bfloat16))
 
 
 def test_operands_that_do_not_fit_are_refused():
-    heads, weight = jnp.zeros((2, 4, 16)), jnp.zeros((64, 8))
+    heads, weight = jnp.zeros((2, 4, 16)), Dense(jnp.zeros((64, 8)))
     with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
         split_matmul(jnp.zeros((2, 48)), weight)
     with pytest.raises(ValueError, match="a row for each of the 48 features, but this one is 64"):
         gated_matmul(jnp.zeros((2, 96)), weight)
-    with pytest.raises(ValueError, match="as many gates as others, but 129 columns"):
+    with pytest.raises(ValueError, match="the same number of columns, but 129 columns"):
         gated_matmul(jnp.zeros((2, 129)), weight)
     norms = [GatedNorm(jnp.zeros((2, x)), jnp.zeros(16), first=8, eps=1e-6) for x in (71, 72)]
     with pytest.raises(ValueError, match="columns 8 to 71, but there are 71 columns"):
         gated_norm_matmul(heads, norms[0], weight)
     with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 32"):
-        gated_norm_matmul(heads, norms[1], weight[:32])
+        gated_norm_matmul(heads, norms[1], Dense(jnp.zeros((32, 8))))

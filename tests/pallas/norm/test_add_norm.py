@@ -1,4 +1,4 @@
-"""add_norm against NumPy; kernel = reference, a row of NaN among its rows."""
+"""add_norm against NumPy, and its kernel against the same, with one row of NaN among the rows."""
 
 import jax
 import jax.numpy as jnp
@@ -7,79 +7,76 @@ import pytest
 
 from benchmarks.measure.shapes import HIDDEN
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference, rms_norm
+from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
 from jaxspec.pallas.norm.add_norm_kernel import add_norm_kernel
+from jaxspec.pallas.norm.rms_norm import Norm
 
 EPS = 1e-6
-LOST = 1  # the row that has a NaN
+NAN_ROW = 1
 
 
-def operands(tokens, features, dtype, weight_dtype=None):
-    """A residual stream, what is added to it, and a weight."""
+def operands(tokens, features, dtype, weight_dtype=None, *, zero_centred=True):
+    """A residual stream, what is pending, and a norm."""
     rng = np.random.default_rng(features)
-    x, delta = rng.normal(size=(2, tokens, features))
-    x *= np.exp(rng.normal(size=(tokens, 1)))  # rows of any length
-    delta[LOST:2, features // 3] = np.nan
-    weight = rng.normal(size=features)
-    return *(jnp.asarray(a, dtype) for a in (x, delta)), jnp.asarray(weight, weight_dtype or dtype)
+    stream, pending = rng.normal(size=(2, tokens, features))
+    stream *= np.exp(rng.normal(size=(tokens, 1)))  # rows of any length
+    pending[NAN_ROW : NAN_ROW + 1, features // 3] = np.nan
+    weight = jnp.asarray(rng.normal(size=features), weight_dtype or dtype)
+    norm = Norm(weight, EPS, zero_centred)
+    return jnp.asarray(stream, dtype), jnp.asarray(pending, dtype), norm
 
 
-def in_parts(delta, parts):
-    """Float32 sums over `parts` whose sum is, but for a rounding of float32, `delta`."""
+def in_parts(pending, parts):
+    """Float32 partial sums that make `pending`, up to a rounding of float32."""
     rng = np.random.default_rng(parts)
-    shares = rng.normal(size=(parts, *delta.shape)).astype(np.float32)
-    shares[-1] = np.asarray(delta, np.float32) - shares[:-1].sum(axis=0)
-    return jnp.asarray(shares)
+    sums = rng.normal(size=(parts, *pending.shape)).astype(np.float32)
+    sums[-1] = np.asarray(pending, np.float32) - sums[:-1].sum(axis=0)
+    return jnp.asarray(sums)
 
 
-def oracle(x, delta, weight, zero_centred):
-    """Sum and norm in float64, of the sum as the operands' dtype rounds it."""
-    if delta.ndim == 3:
-        delta = jnp.asarray(np.asarray(delta).sum(axis=0), x.dtype)
-    total = (np.asarray(x, np.float64) + np.asarray(delta, np.float64)).astype(x.dtype)
+def oracle(stream, pending, norm):
+    """The sum as the operands' dtype rounds it, and its norm, in float64."""
+    if pending.ndim == 3:
+        pending = jnp.asarray(np.asarray(pending).sum(axis=0), stream.dtype)
+    total = np.asarray(stream, np.float64) + np.asarray(pending, np.float64)
+    total = total.astype(stream.dtype)
     wide = total.astype(np.float64)
     root = np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS)
-    return total, wide / root * (np.asarray(weight, np.float64) + zero_centred)
+    return total, wide / root * (np.asarray(norm.weight, np.float64) + norm.zero_centred)
 
 
-def check(x, delta, weight, run, zero_centred=True):
-    """`run` is the oracle: the sum bit for bit, the norm to a rounding, but for the lost row."""
-    total, normed = run(x, delta, weight, EPS, zero_centred=zero_centred)
-    expected_total, expected = oracle(x, delta, weight, zero_centred)
-    assert total.dtype == normed.dtype == x.dtype and total.shape == normed.shape == x.shape
+def check(stream, pending, norm, run):
+    """`run` gives the sum bit for bit and the norm up to a rounding; only `NAN_ROW` is NaN."""
+    total, normed = run(stream, pending, norm)
+    expected_total, expected = oracle(stream, pending, norm)
+    assert total.dtype == normed.dtype == stream.dtype
+    assert total.shape == normed.shape == stream.shape
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (total, expected_total)))
     nan = np.isnan(np.asarray(normed, np.float32)).all(axis=1)
-    np.testing.assert_array_equal(nan, np.arange(len(x)) == LOST)
-    tolerance = max(float(jnp.finfo(x.dtype).eps) / 2 * 1.01, 1e-6)
+    np.testing.assert_array_equal(nan, np.arange(len(stream)) == NAN_ROW)
+    tolerance = max(float(jnp.finfo(stream.dtype).eps) / 2 * 1.01, 1e-6)
     got = np.asarray(normed, np.float64)
     np.testing.assert_allclose(got[~nan], expected[~nan], rtol=tolerance, atol=1e-7)
 
 
 @pytest.mark.parametrize("op", [add_norm, add_norm_reference])
-def test_where_there_is_nothing_to_add_the_norm_is_of_the_stream(op):
-    x, _, weight = operands(5, 24, jnp.bfloat16)
-    total, normed = op(x, None, weight, EPS)
-    assert total is x
-    np.testing.assert_array_equal(*(np.float32(a) for a in (normed, rms_norm(x, weight, EPS))))
+def test_where_nothing_is_pending_the_norm_is_of_the_stream(op):
+    stream, _, norm = operands(5, 24, jnp.bfloat16)
+    total, normed = op(stream, None, norm)
+    assert total is stream
+    np.testing.assert_array_equal(*(np.float32(a) for a in (normed, norm(stream))))
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_norm_is_of_the_rounded_sum(dtype, zero_centred):
-    check(*operands(5, 24, dtype), add_norm, zero_centred)
+    check(*operands(5, 24, dtype, zero_centred=zero_centred), add_norm)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_parts_are_summed_and_rounded_first(parts):
-    x, delta, weight = operands(5, 24, jnp.bfloat16)
-    check(x, in_parts(delta, parts), weight, add_norm)
-
-
-def test_the_norm_alone_takes_any_batch_and_keeps_zeros():
-    x, _, weight = operands(6, 8, jnp.float32)
-    by_heads = rms_norm(x.reshape(2, 3, 8), weight, EPS)
-    np.testing.assert_array_equal(by_heads.reshape(6, 8), rms_norm(x, weight, EPS))
-    assert not rms_norm(jnp.zeros((2, 8)), weight, EPS).any()
+    stream, pending, norm = operands(5, 24, jnp.bfloat16)
+    check(stream, in_parts(pending, parts), norm, add_norm)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
@@ -87,7 +84,7 @@ def test_the_norm_alone_takes_any_batch_and_keeps_zeros():
     ("tokens", "features", "dtype", "weight_dtype", "parts"),
     [
         (3, 1024, jnp.bfloat16, None, 0),
-        (1, 2560, jnp.bfloat16, None, 0),  # by 8 bytes
+        (1, 2560, jnp.bfloat16, None, 0),  # accesses of 8 bytes
         (2, 512, jnp.float32, None, 0),
         (2, 2048, jnp.float16, jnp.float32, 0),
         (3, 1024, jnp.bfloat16, None, 4),
@@ -100,14 +97,13 @@ def test_the_kernel_equals_the_oracle_without_races(
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def run(x, delta, weight, eps, *, zero_centred):
+    def run(stream, pending, norm):
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        return add_norm_kernel(
-            x, delta, weight, eps=eps, zero_centred=zero_centred, interpret=interpret
-        )
+        return add_norm_kernel(stream, pending, norm, interpret=interpret)
 
-    x, delta, weight = operands(tokens, features, dtype, weight_dtype)
-    check(x, in_parts(delta, parts) if parts else delta, weight, run, zero_centred)
+    case = operands(tokens, features, dtype, weight_dtype, zero_centred=zero_centred)
+    stream, pending, norm = case
+    check(stream, in_parts(pending, parts) if parts else pending, norm, run)
     assert not get_races().races_found
 
 
@@ -117,14 +113,14 @@ def test_the_kernel_equals_the_oracle_without_races(
 @pytest.mark.parametrize("features", HIDDEN.values())
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, dtype, tokens):
     dispatch._chosen.pop("add_norm", None)
-    x, delta, weight = operands(tokens, features, dtype)
-    check(x, delta, weight, add_norm)
-    check(x, in_parts(delta, 4), weight, add_norm)
+    stream, pending, norm = operands(tokens, features, dtype)
+    check(stream, pending, norm, add_norm)
+    check(stream, in_parts(pending, 4), norm, add_norm)
     assert dispatch.implementations()["add_norm"] == ("kernel",)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_stream_no_kernel_takes_is_seen_to_run_the_reference():
+def test_on_a_gpu_a_width_without_a_kernel_is_seen_to_run_the_reference():
     dispatch._chosen.pop("add_norm", None)
     check(*operands(3, 576, jnp.float32), add_norm)
     assert dispatch.implementations()["add_norm"] == ("XLA: 576 features",)

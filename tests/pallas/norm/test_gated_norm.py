@@ -12,7 +12,7 @@ TOKENS, HEADS, DIM, FIRST = 5, 3, 16, 7
 
 
 def case(dtype):
-    """Heads of very different size, and a norm whose gates lie between columns of NaN."""
+    """Heads of very different sizes, and a norm whose gates have columns of NaN on both sides."""
     rng = np.random.default_rng(0)
     heads = rng.normal(size=(TOKENS, HEADS, DIM)) * np.exp(2 * rng.normal(size=(TOKENS, HEADS, 1)))
     gates = np.full((TOKENS, FIRST + HEADS * DIM + 2), np.nan)
@@ -32,7 +32,7 @@ def test_heads_are_normed_gated_and_rounded(dtype):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2 * eps, atol=eps)
 
 
-def test_what_is_normed_stays_as_it_is():
+def test_heads_that_are_normed_already_stay_as_they_are():
     heads, norm = case(jnp.float32)
     once = norm(heads)
     assert norm(once) is once

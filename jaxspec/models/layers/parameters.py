@@ -1,0 +1,32 @@
+"""Parameters of layers, and how published tensors map onto them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One published tensor and where it goes: `param[index] = reshape(tensor)` or its .T."""
+
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # in the checkpoint
+    param: nnx.Param
+    transpose: bool = False  # published [out, in], kept [in, out]
+    index: Any = ...  # as NumPy takes it
+
+
+Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
+NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give
+
+
+def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
+    """A parameter of zeros: models are built under `nnx.eval_shape`, and get their values later.
+
+    `init` draws the value where there is no checkpoint (`models/dummy.py`).
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), init=init)
