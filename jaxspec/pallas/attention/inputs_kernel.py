@@ -74,8 +74,7 @@ def attention_inputs_kernel(
     # Two views of one array: with a gate, a query head is the first half of a wider head.
     by_query = qkv.reshape(tokens, -1, (1 + gated) * head_dim)
     by_head = qkv.reshape(tokens, -1, head_dim)
-    cos, sin = angles
-    queries = kernel(by_query, by_head, norm.weights, cos, sin, layer[None], kv_slots, pool)
+    queries = kernel(by_query, by_head, norm.weights, *angles, layer[None], kv_slots, pool)
     return queries, jax.freeze(pool)
 
 

@@ -79,21 +79,12 @@ def attend(block: Block):
     plgpu.barrier_wait(smem.q_produced)
     copy_rows(sizes, smem.q_rows, smem.q_tile)
 
-    def refill(fetch, tile, stage, pages):
-        @plgpu.warp_map  # by one warp: the copies of a tile are a fifth of all instructions
-        def _(warp):
-            pl.when((warp == 0) & (tile < kv.count))(lambda: fetch(tile, stage, pages))
-
     def attend_tile(j, carry):
         (acc, m_i, l_i), pages = carry
         stage, base = lax.rem(j, tiling.stages), (kv.first + j) * tiling.block_kv
         next_tile = j + tiling.stages  # takes this one's stage
         plgpu.barrier_wait(smem.k_produced.at[stage])
-        scores: Any = softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
-        for part in parts:
-            key, queries = _load_keys(smem.keys.at[stage, :, part]), smem.q_tile.at[:, part]
-            term = scores, key, queries.transpose((1, 0))
-            (scores,) = tensor_cores.accumulate(smem.keys_operand, term)
+        scores = _products(smem, stage, parts)
         scores = jnp.where(position <= newest - base, scores, -jnp.inf)
         scores = scores * (dim**-0.5 * softmax.LOG2E)
         m_new = jnp.maximum(m_i, scores.max(axis=0))
@@ -103,7 +94,7 @@ def attend(block: Block):
         l_i = l_i * lax.broadcast_in_dim(rescale, shape, (1,)) + weights
         smem.weights.transpose((1, 0))[...] = weights.astype(jnp.float16)
         plgpu.commit_smem()  # all threads have read the keys too
-        refill(kv.fetch_keys, next_tile, stage, pages)
+        _refill(kv, kv.fetch_keys, next_tile, stage, pages)
         plgpu.barrier_wait(smem.v_produced.at[stage])
         new_acc = []
         for part_acc, part in zip(acc, parts, strict=True):
@@ -112,7 +103,7 @@ def attend(block: Block):
             term = part_acc, value, smem.weights.transpose((1, 0))
             new_acc += tensor_cores.accumulate(smem.values_operand, term)
         plgpu.commit_smem()  # all threads have read the values
-        refill(kv.fetch_values, next_tile, stage, pages)
+        _refill(kv, kv.fetch_values, next_tile, stage, pages)
         return softmax.State(tuple(new_acc), m_new, l_i), kv.find_pages(next_tile + 1)
 
     # `acc` has the channels in parts, and `l_i` one sum for each position of a tile and query.
@@ -129,6 +120,25 @@ def attend(block: Block):
         block.store_heads(smem.q_rows)
     else:
         block.copy_split(smem.q_tile, smem.lse)
+
+
+def _refill(kv, fetch, tile, stage, pages):
+    """Start the copies of a tile, if there is one; a fifth of all instructions, so by one warp."""
+
+    @plgpu.warp_map
+    def _(warp):
+        pl.when((warp == 0) & (tile < kv.count))(lambda: fetch(tile, stage, pages))
+
+
+def _products(smem, stage, parts):
+    """The products of a tile's keys and all queries, `[positions, queries]`, in float32."""
+    shape = smem.keys.shape[1], smem.q_tile.shape[0]
+    products: Any = softmax.full(shape, 0.0, plgpu.Layout.WGMMA)
+    for part in parts:
+        key, queries = _load_keys(smem.keys.at[stage, :, part]), smem.q_tile.at[:, part]
+        term = products, key, queries.transpose((1, 0))
+        (products,) = tensor_cores.accumulate(smem.keys_operand, term)
+    return products
 
 
 def _store_to_smem(state, parts, smem):
