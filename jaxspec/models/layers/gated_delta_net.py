@@ -17,7 +17,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
@@ -92,15 +92,14 @@ class GatedDeltaNet(nnx.Module):
         """The rectangle's `Heads`; its states are kept, or what it takes to replay them."""
         decode = inputs.decode
         projected = projected.reshape(-1, inputs.width, projected.shape[1])
-        slots, computed, query_len = decode.slots, decode.num_computed, decode.query_len
-        operands = projected, self.conv[...].T, self.decay[...], cache.conv
         if cache.ring is None:
-            where = layer, slots, computed, query_len
-            q, k, v, g, beta, conv = gdn_inputs(*operands, *where, self._heads)
-            where = layer, slots, decode.state_offset, query_len
-            out, states = gdn_step(q, k, v, g, beta, cache.states, *where)
+            params = GdnParams(self.conv[...], self.decay[...], self._heads)
+            tokens, conv = gdn_inputs(projected, params, cache.conv, layer, decode)
+            out, states = gdn_step(tokens, cache.states, layer, decode)
             cache = dataclasses.replace(cache, conv=conv, states=states)
         else:
+            slots, computed, query_len = decode.slots, decode.num_computed, decode.query_len
+            operands = projected, self.conv[...].T, self.decay[...], cache.conv
             where = layer, slots, computed, decode.ring_length, query_len
             out, conv, states, ring = gdn_conv_replay(
                 *operands, cache.states, cache.ring, *where, self._heads, norm
@@ -110,14 +109,13 @@ class GatedDeltaNet(nnx.Module):
 
     def _prefill(self, projected, prefill, cache, layer):
         """The chunks' outputs; convolution and state of each sequence stand at its last token."""
-        slots, progress = prefill.slots, (prefill.num_computed, prefill.query_start)
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
-        y, conv = conv_prefill(mixed, self.conv[...].T, cache.conv, layer, slots, *progress)
+        y, conv = conv_prefill(mixed, self.conv[...], cache.conv, layer, prefill)
         q, k, v = split_qkv(y, self._heads)
         v = v.astype(mixed.dtype)  # which it had: chunks are products, quick in 16 bits
-        where = layer, slots, prefill.state_offset, *progress
-        out, states = gdn_prefill(q, k, v, g, beta, cache.states, *where)
+        tokens = GdnTokens(q, k, v, g, beta)
+        out, states = gdn_prefill(tokens, cache.states, layer, prefill)
         return out, dataclasses.replace(cache, conv=conv, states=states)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
