@@ -84,7 +84,8 @@ def conv_update_reference(
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     taps = weight.astype(jnp.float32)
     y = sum(
-        inputs[:, tap : tap + width].astype(jnp.float32) * taps[tap] for tap in range(history + 1)
+        inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, tap]
+        for tap in range(history + 1)
     )
     return jax.nn.silu(y).astype(x.dtype), conv
 
@@ -149,7 +150,7 @@ def conv_prefill_reference(
 
     taps = weight.astype(jnp.float32)
     y = sum(
-        input_at(owner, offset - history + tap).astype(jnp.float32) * taps[tap]
+        input_at(owner, offset - history + tap).astype(jnp.float32) * taps[None, tap]
         for tap in range(history + 1)
     )
     y = jnp.where(is_real[:, None], jax.nn.silu(y), 0.0).astype(x.dtype)
