@@ -1,4 +1,4 @@
-"""From a projection to what the recurrence of Gated DeltaNet reads: `GdnTokens`."""
+"""The inputs of Gated DeltaNet's recurrence, `GdnTokens`, from a layer's projection."""
 
 import jax.numpy as jnp
 from jax import lax

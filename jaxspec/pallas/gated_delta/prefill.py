@@ -62,7 +62,7 @@ def gdn_prefill_xla(
     group = tokens.v.shape[1] // tokens.k.shape[1]
 
     def step(state, chunk):
-        # Heads first. A padding token is all zeros, and so changes nothing.
+        # Heads come first. A padding token is all zeros, and so leaves the state as it is.
         q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
         state, out = _chunk(GdnTokens(q, k, v, g, beta), state)

@@ -1,4 +1,4 @@
-"""The first kernel of `gdn_prefill`: what of a chunk can be computed before any state is known."""
+"""The first kernel of `gdn_prefill`: the part of a chunk's work that needs no state."""
 
 import dataclasses
 import functools
@@ -164,9 +164,8 @@ def _inverse(strictly_lower, row_xor_column, scratch):
 
     With `D` the inverses of the blocks and `B` what joins pairs of them, `D - D B D` inverts the
     pairs. The highest bit of `row_xor_column` is the size of the blocks that an element joins.
-    Powers of `A` would grow where keys resemble each other. These inverses stay within 1, because
-    each is what delta rules with write strengths up to 1 leave of a value. So float16 holds them
-    well.
+    Powers of `A` would grow where keys resemble each other. The inverses stay within 1, since a
+    delta rule with a write strength up to 1 only shrinks a value, so float16 holds them well.
     """
     xor = row_xor_column
     scratch.coupling[...] = strictly_lower.astype(jnp.float16)

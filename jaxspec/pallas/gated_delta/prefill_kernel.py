@@ -114,7 +114,8 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
 def _chunks(seqs, num_tokens):
     """The first chunk of each sequence, and the `ChunkRows` of all chunks.
 
-    There are as many chunks as there may be at most; those beyond the last have no rows.
+    The arrays have room for the largest possible number of chunks; those beyond the last have no
+    rows.
     """
     begin, end = seqs.query_start[:-1], seqs.query_start[1:]
     start = begin // ALIGN * ALIGN
@@ -164,7 +165,7 @@ def _walk(sizes, tokens, prepared, seqs, pool, interpret):
         scratch_types={"scratch": scratch},
         grid=grid,
         grid_names=("part", "head", "seq"),
-        # Safe without barriers but `_step`'s own: copies alone write what several threads read.
+        # Safe without barriers but `_step`'s own: only copies write what several threads read.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
@@ -264,10 +265,10 @@ def _step(sizes, walk, j, state):
 
 
 def _against_state(state, chunk, spare):
-    """What the chunk writes; the same, decayed to its end; and what it reads of the state.
+    """The values that a chunk writes; the same, decayed to its end; and its reads of the state.
 
-    It writes `(values - recalled) @ coupling`. Every product is under way before one that it does
-    not need is waited for.
+    The written values are `(values - recalled) @ coupling`. Each product starts before the kernel
+    waits for one that it does not need.
     """
 
     def run(recalled, written, read):

@@ -21,7 +21,7 @@ def gdn_step_kernel(tokens, states, layer, rows, *, interpret=None):
 
 
 def _load(tokens, block):
-    """Of each token: values `[block values]`, decay and write strength."""
+    """Each token's values `[block values]`, decay and write strength, in registers."""
     row, head, width = block.row, block.head, tokens.v.shape[1]
     decays = [jnp.exp(tokens.g[row, t, head]) for t in range(width)]
     betas = [tokens.beta[row, t, head] for t in range(width)]

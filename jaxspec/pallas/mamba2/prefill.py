@@ -71,7 +71,7 @@ def mamba2_prefill_xla(
 def _chunk(state, tokens):
     """The state `[heads, head_dim, state_dim]` after a chunk, and its outputs.
 
-    A padding token is all zeros, and so changes nothing.
+    A padding token is all zeros, and so leaves the state as it is.
     """
     x, dt, a, b, c, d = tokens
     size, group = x.shape[0], x.shape[1] // b.shape[1]

@@ -70,7 +70,8 @@ def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret
 def _schedule(sizes, seqs):
     """The tiles of all sequences, a `Tile` in each row; the same for all layers.
 
-    There are as many rows as there may be tiles at most; those beyond the last hold no token.
+    There is a row for each of the largest possible number of tiles; those beyond the last have no
+    token.
     """
     begin, end = seqs.query_start[:-1], seqs.query_start[1:]
     first = begin // ALIGN * ALIGN
@@ -163,10 +164,10 @@ def _step(walk, skip, out, chunk, release, state):
 
 
 def _start_outputs(walk, skip, chunk, state):
-    """The outputs without what the chunk itself writes, and what it writes, as of `written_by`.
+    """The outputs from the state and `D` alone, and then the last three of `written_by`.
 
-    `scratch.weights` then holds how much each output takes of each token's write. While a product
-    is under way, all that does not need it is computed.
+    `scratch.weights` then holds the weight of each written value in each output. While a product is
+    under way, the kernel computes all that does not need it.
     """
     queries, keys, scratch = chunk.queries, chunk.keys, walk.scratch
 

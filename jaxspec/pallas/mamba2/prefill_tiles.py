@@ -1,7 +1,7 @@
 """Tiles of `mamba2_prefill`: how a block walks a tile's chunks, and the kernel that sums tiles up.
 
-A tile is a stretch of one sequence, in whole chunks. `add_tiles` finds what each tile adds to the
-state; `prefill_kernel` then computes the outputs of all tiles at once.
+A tile is a stretch of one sequence, in whole chunks. `add_tiles` computes what each tile adds to
+the state; `prefill_kernel` then computes the outputs of all tiles at once.
 """
 
 import dataclasses
@@ -80,14 +80,13 @@ class Operands(NamedTuple):
 
 
 class TileSums(NamedTuple):
-    """For each tile, what the tile before it adds to the state, and what it leaves of the state.
+    """How the tile before each tile changes the state: to `left * state + added`.
 
-    A sequence's first tile has its initial state instead. Nothing is written for a sequence of one
-    tile.
+    For a sequence's first tile, `added` is the initial state. A sequence of one tile has no sums.
     """
 
     added: Any  # [tiles, heads * head_dim, state_dim]
-    left: Any  # [tiles, heads]: a factor
+    left: Any  # [tiles, heads]: the decay over the tile
 
 
 class Scratch(NamedTuple):
@@ -196,10 +195,10 @@ class Walk:
         return access.load(self.scratch.line, _COLUMNS)
 
     def written_by(self, chunk):
-        """`[values, tokens]`: `x`; what is written of it; what of that is left at the chunk's end.
+        """`x`, written values, the same at the chunk's end, and the log2 of the chunk's decay.
 
-        The last two are rounded, as operands of products. The fourth is the log2 of the whole
-        chunk's decay.
+        The first three are `[values, tokens]`; the second and third are rounded, as operands of
+        products.
         """
         x = access.load(chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
         dtype, x, last = x.dtype, x.astype(jnp.float32), self.scratch.line[CHUNK - 1]
@@ -258,7 +257,7 @@ def launch_options(sizes, tiles, interpret):
     return {
         "grid": (sizes.head_dim // VALUES, sizes.heads, tiles),
         "grid_names": ("part", "head", "tile"),
-        # Safe without barriers but the walk's own, where threads read what others wrote.
+        # Safe without barriers but the walk's own, where a thread reads another's writes.
         "compiler_params": plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),

@@ -21,7 +21,7 @@ def mamba2_step_kernel(tokens, states, layer, rows, *, interpret=None):
 
 
 def _load(tokens, block):
-    """Of each token: `x` `[block values]`, `dt`, decay `exp(A dt)` and the head's `D`."""
+    """Each token's `x` `[block values]`, `dt`, decay `exp(A dt)` and `D`, in registers."""
     row, head, width = block.row, block.head, tokens.x.shape[1]
     dts = [tokens.dt[row, t, head] for t in range(width)]
     decays, skip = [jnp.exp(tokens.a[head] * dt) for dt in dts], tokens.d[head]
@@ -34,6 +34,7 @@ def _advance(state, b, c, operands):
     """One token: the state `[block values, state_dim]` after it, and `S C + D x`."""
     x, dt, decay, skip = operands
     x = x.astype(jnp.float32)
+    new = x * dt
     b, c = (lax.broadcast_in_dim(y.astype(jnp.float32), state.shape, (1,)) for y in (b, c))
-    state = state * decay + lax.broadcast_in_dim(x * dt, state.shape, (0,)) * b
+    state = state * decay + lax.broadcast_in_dim(new, state.shape, (0,)) * b
     return state, jnp.sum(state * c, axis=1) + skip * x

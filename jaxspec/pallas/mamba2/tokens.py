@@ -18,4 +18,4 @@ class Mamba2Tokens(NamedTuple):
     a: Float[Array, " heads"]  # rates of decay, negative
     b: Float[Array, "*tokens groups state_dim"]
     c: Float[Array, "*tokens groups state_dim"]
-    d: Float[Array, " heads"]  # what of `x` is added to the outputs
+    d: Float[Array, " heads"]  # the outputs get `d * x` added

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, ring_place
-from jaxspec.regions import DecodeRegion, is_live
+from jaxspec.regions import DecodeRegion
 
 
 class ConvOperands(NamedTuple):
@@ -33,8 +33,8 @@ class ConvOperands(NamedTuple):
 def conv_update_kernel(x, taps, pool, layer, rows, *, interpret=None):
     """`conv_update` on a Hopper GPU, with `layer` on the device.
 
-    A block has some channels of one row, and each thread its own. Padding rows are computed on
-    whatever their clamped indices give, and not stored. `interpret`: parameters of Mosaic's
+    A block computes a stretch of one row's channels, and each thread its own. Padding rows are
+    computed from clamped indices, and not stored. `interpret`: parameters of Mosaic's
     interpreter.
     """
 
@@ -76,7 +76,8 @@ def convolve(new, conv, pool, block, layout, put):
 
     past = [load(input_ref(history - i), layout) for i in range(history)]
 
-    @pl.when(is_live(slot, count, num_slots))
+    # A live row also has tokens, which the comparison with `count` tests.
+    @pl.when((slot > 0) & (slot < num_slots))
     def _():
         for t in range(width):
 
