@@ -21,7 +21,7 @@ from jaxspec.regions import is_live
 BLOCK_VALUES = 32  # rows of a state in one block of 4 warps; 16 and 64 are as fast
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Which part of the tokens and of the pool one block handles."""
 
     row: jax.Array  # of the batch
@@ -97,7 +97,7 @@ def _run_block(recurrence, states_shape, tokens, rows, pool, out, *, arrived, sh
     live = is_live(slot, count, num_slots)
     candidate_0 = (rows.layer[0] * num_slots + slot) * candidates
     tile = layouts.row_layout(state_dim, pool.dtype.itemsize)
-    block = Block(row, head, pl.ds(part * BLOCK_VALUES, BLOCK_VALUES), tile.reduce(1))
+    block = StepBlock(row, head, pl.ds(part * BLOCK_VALUES, BLOCK_VALUES), tile.reduce(1))
     own = pl.ds(head * value_dim + part * BLOCK_VALUES, BLOCK_VALUES)
 
     def store_state(state, t):
