@@ -25,7 +25,7 @@ class DecodeRegion:
 
     def is_live(self, num_slots: int) -> Bool[Array, " rows"]:
         """Rows that a pool of `num_slots` slots is read and written for."""
-        return _is_live(self.slots, self.query_len, num_slots)
+        return is_live(self.slots, self.query_len, num_slots)
 
 
 @flax.struct.dataclass
@@ -47,12 +47,13 @@ class PrefillRegion:
 
     def is_live(self, num_slots: int) -> Bool[Array, " seqs"]:
         """Chunks that a pool of `num_slots` slots is read and written for."""
-        return _is_live(self.slots, self.query_len, num_slots)
+        return is_live(self.slots, self.query_len, num_slots)
 
 
-def _is_live(
-    slots: Int[Array, " n"], query_len: Int[Array, " n"], num_slots: int
-) -> Bool[Array, " n"]:
+def is_live(
+    slots: Int[Array, "..."], query_len: Int[Array, "..."], num_slots: int
+) -> Bool[Array, "..."]:
+    """The rule behind the regions' `is_live`; a kernel calls it on the indices of its one row."""
     return (slots > 0) & (slots < num_slots) & (query_len > 0)
 
 

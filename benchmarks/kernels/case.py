@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.regions import DecodeRegion
+
 FEW, MANY = 4, 64  # calls of a program whose op moves more than the L2 cache, next to nothing
 INPUTS = 16  # of different content, where an op's inputs are as large as what it moves of its pool
 
@@ -39,6 +41,18 @@ def live_rows(rows, width):
     rng = np.random.default_rng(0)
     index = 1 + rng.permutation(rows), rng.integers(0, width, rows), np.full(rows, width)
     return tuple(jnp.asarray(x, jnp.int32) for x in index)
+
+
+def live_region(rows, width):
+    """The region of `live_rows`, whose second array is both positions and state offsets."""
+    slots, offset, length = live_rows(rows, width)
+    return DecodeRegion(
+        slots=slots,
+        num_computed=offset,
+        query_len=length,
+        state_offset=offset,
+        ring_length=jnp.zeros_like(slots),
+    )
 
 
 def filled(layers, rows, *one, dtype):

@@ -55,16 +55,15 @@ def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_ro
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 
 
-def conv_ring_too_small(x, weight, decay, pool, layer, slots, computed, query_len, heads):
+def conv_ring_too_small(projected, params, pool, layer, rows):
     """As if a step's tokens were all it had room for: drafts overwrite what came before them."""
-    operands = x, weight, decay, pool, layer, slots, computed, query_len, heads
-    *tokens, pool = real_gdn_inputs(*operands)
-    width, channels = x.shape[1], weight.shape[0]
+    tokens, pool = real_gdn_inputs(projected, params, pool, layer, rows)
+    width, channels = projected.shape[1], params.conv.shape[1]
     draft = jnp.arange(1, width)[None, :]
-    place = (computed[:, None] + draft - width) % pool.shape[2]
-    target = jnp.where(draft < query_len[:, None], slots[:, None], 0)
-    pool = pool.at[layer, target, place].set(x[:, 1:, :channels].astype(pool.dtype))
-    return *tokens, pool
+    ring_row = (rows.num_computed[:, None] + draft - width) % pool.shape[2]
+    target = jnp.where(draft < rows.query_len[:, None], rows.slots[:, None], 0)
+    drafted = projected[:, 1:, :channels].astype(pool.dtype)
+    return tokens, pool.at[layer, target, ring_row].set(drafted)
 
 
 BUGS = [

@@ -28,97 +28,14 @@ from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.heads import GdnHeads
-from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
-from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.replay import GdnRing
 from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
-from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
-from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import Mamba2Ring
-from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.conv_update import conv_update
 from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
-from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 from jaxspec.regions import DecodeRegion
 
 OPTIMIZED = True  # as for a user
-
-
-@pytest.mark.parametrize("width", [1, 4, 8])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
-def test_gdn_step(h200, monkeypatch, capfd, shape, dtype, width):
-    def step(q, k, v, g, beta, states, slots, offset, query_len):
-        for layer in range(2):
-            v, states = gdn_step_kernel(
-                *(q, k, v, g, beta, states, jnp.int32(layer), slots, offset, query_len)
-            )
-        return v, states
-
-    rows = 4
-    key = array(rows, width, shape.key_heads, shape.key_dim)
-    value = array(rows, width, shape.value_heads, shape.value_dim)
-    gate = array(rows, width, shape.value_heads)
-    pool = array(2, 9, 8, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
-    index = array(rows, dtype=jnp.int32)
-    operands = (key, key, value, gate, gate, pool, index, index, index)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-
-
-def test_a_pool_is_written_in_place_by_several_steps_too(h200, monkeypatch):
-    """As a program of `steps_per_dispatch` steps does: the pool goes round a loop."""
-    shape, rows = GDN["qwen3.5-9b"], 4
-
-    def step(states, q, v, gate, index):
-        def once(states, _):
-            zero, index_ = jnp.int32(0), (index, index, index)
-            out, states = gdn_step_kernel(q, q, v, gate, gate, states, zero, *index_)
-            return states, out
-
-        return jax.lax.scan(once, states, length=3)
-
-    key = array(rows, 1, shape.key_heads, shape.key_dim)
-    value = array(rows, 1, shape.value_heads, shape.value_dim)
-    pool = array(2, 9, 1, shape.value_heads, shape.value_dim, shape.key_dim)
-    gate, index = array(rows, 1, shape.value_heads), array(rows, dtype=jnp.int32)
-    operands = pool, key, value, gate, index
-    memory = compile_for(h200, monkeypatch, step, operands, donated=0).memory_analysis()
-    assert memory.alias_size_in_bytes == pool.size * 4
-    assert memory.temp_size_in_bytes < pool.size / 8
-
-
-@pytest.mark.parametrize(
-    ("dtype", "states_dtype"),
-    [
-        (jnp.bfloat16, jnp.float32),
-        (jnp.bfloat16, jnp.bfloat16),
-        (jnp.bfloat16, jnp.float16),
-        (jnp.float16, jnp.float32),
-    ],
-)
-@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
-def test_gdn_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(q, k, v, g, beta, states, *index):
-        for layer in range(2):
-            out, states = gdn_prefill(q, k, v, g, beta, states, layer, *index)
-            v = out.astype(v.dtype)
-        return v, states
-
-    tokens, seqs = 128, 3
-    key = array(tokens, shape.key_heads, shape.key_dim)
-    value = array(tokens, shape.value_heads, shape.value_dim, dtype=dtype)
-    gate = array(tokens, shape.value_heads)
-    pool = (2, 65, 4, shape.value_heads, shape.value_dim, shape.key_dim)
-    pool = array(*pool, dtype=states_dtype)
-    index, start = array(seqs, dtype=jnp.int32), array(seqs + 1, dtype=jnp.int32)
-    operands = (key, key, value, gate, gate, pool, index, index, index, start)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=5)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    assert "while(" not in compiled.as_text()  # which the host would wait for
 
 
 REPLAY_CASES = [  # shape, dtype, width, rows; of 1, 2 and 16 rows a head takes 4, 2 and 1 block
@@ -233,20 +150,6 @@ def mamba2_tokens(shape, rows, width, dtype):
     return x, array(rows, width, shape.heads), a, b, b, a
 
 
-@pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
-def test_mamba2_step(h200, monkeypatch, capfd, shape, dtype, x_dtype, width):
-    def step(x, dt, a, b, c, d, states, *index):
-        for layer in range(2):
-            tokens = (x.astype(x_dtype), dt, a, b, c, d)
-            x, states = mamba2_step_kernel(*tokens, states, jnp.int32(layer), *index)
-        return x, states
-
-    pool = array(2, 9, 8, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype)
-    operands = (*mamba2_tokens(shape, 4, width, x_dtype), pool, *[array(4, dtype=jnp.int32)] * 3)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=6)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-
-
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(("shape", "dtype", "x_dtype", "width"), MAMBA2_CASES, ids=str)
 def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width, together):
@@ -273,94 +176,7 @@ def test_mamba2_replay(h200, monkeypatch, capfd, shape, dtype, x_dtype, width, t
     assert_lean(compiled, capfd.readouterr().out, (states, ring))
 
 
-PREFILL_CASES = [  # shape, dtypes of tokens and of states, tokens: 256 are one tile a sequence
-    *((shape, jnp.bfloat16, jnp.float32, 2048) for shape in MAMBA2.values()),
-    (MAMBA2["nemotron-3-nano"], jnp.bfloat16, jnp.float32, 256),
-    (MAMBA2["nemotron-3-nano"], jnp.bfloat16, jnp.float16, 2048),
-    (MAMBA2["nemotron-3-nano"], jnp.float16, jnp.float32, 2048),
-    (Mamba2Shape(4, 2, 128, 64), jnp.bfloat16, jnp.bfloat16, 2048),
-    (Mamba2Shape(4, 2, 128, 128), jnp.bfloat16, jnp.float32, 2048),
-]
-
-
-@pytest.mark.parametrize(("shape", "dtype", "states_dtype", "tokens"), PREFILL_CASES, ids=str)
-def test_mamba2_prefill(h200, monkeypatch, capfd, shape, dtype, states_dtype, tokens):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(x, dt, a, b, c, d, states, *index):
-        for layer in range(2):
-            out, states = mamba2_prefill(x, dt, a, b, c, d, states, layer, *index)
-            x = out.astype(x.dtype)
-        return x, states
-
-    seqs = 3
-    flat = [array(*y.shape[1:], dtype=y.dtype) for y in mamba2_tokens(shape, 1, tokens, dtype)]
-    of_tokens = (*flat[:2], array(shape.heads), *flat[3:5], array(shape.heads))
-    pool = (2, 257, 4, shape.heads, shape.head_dim, shape.state_dim)
-    pool = array(*pool, dtype=states_dtype)
-    index, start = array(seqs, dtype=jnp.int32), array(seqs + 1, dtype=jnp.int32)
-    operands = (*of_tokens, pool, index, index, index, start)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=6)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    assert "while(" not in compiled.as_text()  # which the host would wait for
-
-
-@pytest.mark.parametrize("width", [1, 4, 9])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", GDN.values(), ids=str)
-def test_conv_update(h200, monkeypatch, capfd, shape, dtype, width):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
-
-    def step(x, taps, conv, *index):
-        for layer in range(2):
-            x, conv = conv_update(x, taps.T, conv, layer, *index)
-        return x, conv
-
-    rows, channels = 4, shape.conv_dim
-    x, taps = array(rows, width, channels, dtype=dtype), array(4, channels, dtype=dtype)
-    pool, index = array(2, 65, 12, channels, dtype=dtype), array(rows, dtype=jnp.int32)
-    operands = (x, taps, pool, index, index, index)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=2)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    assert "transpose(" not in compiled.as_text()  # the caller's and the op's cancel
-
-
-@pytest.mark.parametrize("width", [1, 4, 9])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(8, 16, 64, 64)], ids=str)
-def test_gdn_inputs(h200, monkeypatch, capfd, shape, dtype, width):
-    heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
-
-    def step(x, taps, decay, conv, *index):
-        outputs = []
-        for layer in range(2):
-            *new, conv = gdn_inputs_kernel(x, taps, decay, conv, jnp.int32(layer), *index, heads)
-            outputs += new
-        return outputs, conv
-
-    rows, channels = 4, shape.conv_dim
-    columns = channels + shape.value_heads * (shape.value_dim + 2)
-    x, taps = array(rows, width, columns, dtype=dtype), array(4, channels, dtype=dtype)
-    pool, index = array(2, 65, 12, channels, dtype=dtype), array(rows, dtype=jnp.int32)
-    operands = (x, taps, array(shape.value_heads, 2), pool, index, index, index)
-    compiled = compile_for(h200, monkeypatch, step, operands, donated=3)
-    assert_lean(compiled, capfd.readouterr().out, pool)
-    # Nor is the projection cut up: the kernel reads it where it lies.
-    assert not re.findall(r"(slice|fusion)\(", compiled.as_text())
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", GDN.values(), ids=str)
-def test_state_select(h200, monkeypatch, capfd, shape, dtype):
-    def step(states, slots, state_offset):
-        return state_select_kernel(states, jnp.int32(1), slots, state_offset)
-
-    index = array(4, dtype=jnp.int32)
-    states = array(2, 9, 4, shape.value_heads, shape.value_dim, shape.key_dim, dtype=dtype)
-    compiled = compile_for(h200, monkeypatch, step, (states, index, index))
-    assert_lean(compiled, capfd.readouterr().out)
-
-
 def test_what_a_ring_keeps_is_rounded_on_a_gpu_too(h200, monkeypatch):
     """Of a cast there and back nothing is left there."""
 

@@ -7,14 +7,17 @@ orders the reads before the next write.
 import jax
 import jax.numpy as jnp
 import pytest
+from regions import decode_region, prefill_region
 
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
+from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay
 from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
 from jaxspec.regions import DecodeRegion, PrefillRegion
@@ -39,11 +42,11 @@ def attention(pool, layer, x, start):
 
 
 def convolution(pool, layer, x, start):
-    weight = jnp.ones((4, 3))
-    y, pool = conv_update(
-        jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, SLOTS, start[:ROWS], ONE
-    )
-    z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, SLOTS, ONE, start)
+    weight = jnp.ones((3, 4))
+    rows = decode_region(SLOTS, 1, num_computed=start[:ROWS])
+    y, pool = conv_update(jnp.ones((ROWS, WIDTH, 4)) + x, weight, pool, layer, rows)
+    chunks = prefill_region(SLOTS, start, num_computed=1)
+    z, pool = conv_prefill(jnp.ones((TOKENS, 4)), weight, pool, layer, chunks)
     return y.sum() + z.sum(), pool
 
 
@@ -55,27 +58,30 @@ def recurrence(pool, layer, x, start):
 
 def _recurrence(pool, layer, x, rows, start):
     def tokens(*batch):
-        return [jnp.ones((*batch, 2, 4)) + x] * 3 + [jnp.ones((*batch, 2))] * 2
+        vectors, gate = jnp.ones((*batch, 2, 4)) + x, jnp.ones((*batch, 2))
+        return GdnTokens(vectors, vectors, vectors, gate, gate)
 
-    y, pool = gdn_step(*tokens(rows, WIDTH), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows])
-    z, pool = gdn_prefill(*tokens(TOKENS), pool, layer, SLOTS, ONE, ONE, start)
+    region = decode_region(SLOTS[:rows], 1, state_offset=1)
+    y, pool = gdn_step(tokens(rows, WIDTH), pool, layer, region)
+    chunks = prefill_region(SLOTS, start, num_computed=1, state_offset=1)
+    z, pool = gdn_prefill(tokens(TOKENS), pool, layer, chunks)
     return y.sum() + z.sum(), pool
 
 
 def mamba2(pool, layer, x, start):
     for rows in (1, ROWS):
-        y, pool = mamba2_step(
-            *_mamba2_tokens(x, rows, WIDTH), pool, layer, SLOTS[:rows], ONE[:rows], ONE[:rows]
-        )
+        region = decode_region(SLOTS[:rows], 1, state_offset=1)
+        y, pool = mamba2_step(_mamba2_tokens(x, rows, WIDTH), pool, layer, region)
         x = y.sum()
-    y, pool = mamba2_prefill(*_mamba2_tokens(x, TOKENS), pool, layer, SLOTS, ONE, ONE, start)
+    chunks = prefill_region(SLOTS, start, num_computed=1, state_offset=1)
+    y, pool = mamba2_prefill(_mamba2_tokens(x, TOKENS), pool, layer, chunks)
     return y.sum(), pool
 
 
 def _mamba2_tokens(x, *batch):
     heads, shared = jnp.ones(2), jnp.ones((*batch, 1, 4)) + x
     steps = jnp.ones((*batch, 2)) + x
-    return jnp.ones((*batch, 2, 4)) + x, steps, heads, shared, shared, heads
+    return Mamba2Tokens(jnp.ones((*batch, 2, 4)) + x, steps, heads, shared, shared, heads)
 
 
 def replay(pools, layer, x, start):

@@ -42,8 +42,8 @@ def oracle(state, q, k, v, g, beta):
 def assert_rounding_does_not_add_up(outs, tokens, kept, error):
     """Outputs `[steps, width, value_heads, value_dim]` of a row, from no state, against float64.
 
-    `tokens`: of each step, q, k, v, g and beta `[steps, 1, width, ...]`, of which the first `kept`
-    stand. The relative error is less in each quarter, and hardly more in the last than the first.
+    `tokens`: q, k, v, g and beta `[steps, 1, width, ...]`; the first `kept` of each step stand. The
+    relative error is below `error` in each quarter, and hardly more in the last than in the first.
     """
     heads, value_dim = outs.shape[2:]
     exact, wrong, right = np.zeros((heads, value_dim, tokens[1].shape[-1])), [], []
@@ -58,7 +58,7 @@ def assert_rounding_does_not_add_up(outs, tokens, kept, error):
 
 
 def gated_norm(heads, norm):
-    """What `GatedNorm` makes of heads: in float64, rounded at last."""
+    """The outputs of `GatedNorm` for heads, computed in float64 and then rounded."""
     x, weight = (np.asarray(a, np.float64) for a in (heads, norm.weight))
     gate = np.asarray(norm.gates, np.float64)[:, norm.first : norm.first + x[0].size]
     gate = gate.reshape(x.shape)

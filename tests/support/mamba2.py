@@ -13,7 +13,7 @@ def int32(*values):
 
 
 def operands(rng, *batch, shape=SMALL):
-    """x, dt, A, B, C, D; A and D have one a head, the others are of tokens of this batch shape."""
+    """x, dt, A, B, C, D as a layer makes them; all but A and D for tokens of this batch shape."""
     x = rng.normal(size=(*batch, shape.heads, shape.head_dim))
     dt = rng.exponential(size=(*batch, shape.heads)) * 0.5
     a, d = -rng.exponential(size=shape.heads) - 0.1, rng.normal(size=shape.heads)
@@ -23,12 +23,12 @@ def operands(rng, *batch, shape=SMALL):
 
 
 def one_row(operands, row, count=None):
-    """Of one row, its first `count` tokens."""
+    """The operands of one row's first `count` tokens."""
     return [y if y.ndim == 1 else y[row, :count] for y in operands]
 
 
 def spoil(operands, row, first=0):
-    """NaN in the tokens of one row from the `first` on."""
+    """Make the tokens of one row NaN from the `first` on."""
     for y in operands:
         if y.ndim > 1:
             y[row, first:] = np.nan

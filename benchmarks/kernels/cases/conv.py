@@ -1,4 +1,4 @@
-"""The cases of the convolution, alone and with what follows it; `kernel_cases.OPS` lists them."""
+"""The cases of the convolution, alone and with what follows it; `table.OPS` lists them."""
 
 import functools
 from collections.abc import Iterator
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.case import INPUTS, Case, filled, live_rows
+from benchmarks.kernels.case import INPUTS, Case, filled, live_region
 from benchmarks.measure.shapes import GDN
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
 from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
 
 
 def conv_update_cases() -> Iterator[Case]:
-    """As for `gdn_step`; bfloat16 is what the models are published in."""
+    """The sizes of `gdn_step`; bfloat16 is the dtype of the published models."""
     for model, shape, *sizes in _sizes():
         yield _case("conv_update", model, shape, *sizes)
 
 
 def gdn_inputs_cases() -> Iterator[Case]:
-    """As for `conv_update`, whose bytes it moves, but for outputs in float32 and the gates."""
+    """The sizes of `conv_update`; it moves the same bytes, outputs in float32, and the gates."""
     for model, shape, *sizes in _sizes():
         yield _case("gdn_inputs", model, shape, *sizes)
 
@@ -36,30 +36,30 @@ def _sizes():
 
 def _case(op, model, shape, dtype, rows, width, kernel=4):
     channels, window = shape.conv_dim, kernel - 1 + width
-    taken = op == "gdn_inputs"  # a whole projection, of which the output gate's part is not read
-    gates = 2 * shape.value_heads if taken else 0
-    columns = channels + taken * shape.value_heads * shape.value_dim + gates
+    is_inputs = op == "gdn_inputs"
+    gates = 2 * shape.value_heads if is_inputs else 0
+    # `gdn_inputs` takes a whole projection, but does not read the output gate's columns.
+    columns = channels + is_inputs * shape.value_heads * shape.value_dim + gates
     keys = jax.random.split(jax.random.key(0), INPUTS + 1)
-    # Several, so that none is found in the cache.
+    # Several inputs, so that none is found in the cache.
     xs = tuple(jax.random.normal(key, (rows, width, columns)).astype(dtype) for key in keys[1:])
     taps = jax.random.normal(keys[0], (kernel, channels)).astype(dtype)
     decay = jnp.zeros((shape.value_heads, 2))
     heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
 
-    def run_conv(convolve, pool, layer, xs, taps, decay, *index):
-        return convolve(xs[layer % INPUTS], taps.T, pool, layer, *index)
+    def run_conv(convolve, pool, layer, xs, taps, decay, region):
+        return convolve(xs[layer % INPUTS], taps, pool, layer, region)
 
-    def run_inputs(inputs, pool, layer, xs, taps, decay, *index):
-        *outputs, pool = inputs(xs[layer % INPUTS], taps.T, decay, pool, layer, *index, heads)
-        return outputs, pool
+    def run_inputs(inputs, pool, layer, xs, taps, decay, region):
+        return inputs(xs[layer % INPUTS], GdnParams(taps, decay, heads), pool, layer, region)
 
-    if taken:
+    if is_inputs:
         run = functools.partial(run_inputs, gdn_inputs)
         reference = functools.partial(run_inputs, gdn_inputs_reference)
     else:
         run = functools.partial(run_conv, conv_update)
         reference = functools.partial(run_conv, conv_update_reference)
-    output_bytes = 4 if taken else dtype.itemsize
+    output_bytes = 4 if is_inputs else dtype.itemsize
     about = {"model": model, "channels": channels, "dtype": dtype.name}
     return Case(
         op=op,
@@ -68,7 +68,7 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
         reference=reference,
         pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),
         layer_bytes=rows * window * channels * dtype.itemsize,
-        operands=(xs, taps, decay, *live_rows(rows, width)),
+        operands=(xs, taps, decay, live_region(rows, width)),
         total_bytes=rows * width * (channels + gates) * (dtype.itemsize + output_bytes)
         + taps.nbytes
         + rows * window * channels * dtype.itemsize,  # read, and written

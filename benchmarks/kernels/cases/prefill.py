@@ -1,4 +1,4 @@
-"""The cases of the prefills; `kernel_cases.OPS` lists them."""
+"""The cases of the prefills; `table.OPS` lists them."""
 
 import functools
 import math
@@ -9,12 +9,22 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import FEW, Case, about
 from benchmarks.measure.shapes import GDN, MAMBA2
-from jaxspec.pallas.gated_delta.prefill import _gdn_prefill_chunked, gdn_prefill
-from jaxspec.pallas.mamba2.prefill import _mamba2_prefill_chunked, mamba2_prefill
+from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_xla
+from jaxspec.pallas.mamba2.prefill import mamba2_prefill, mamba2_prefill_xla
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.regions import PrefillRegion
+
+
+def fresh_region(seqs, length):
+    """Prompts of one length, from their first token on."""
+    slots, zeros = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
+    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
+    return PrefillRegion(slots, num_computed=zeros, query_start=start, state_offset=zeros)
 
 
 def gdn_prefill_cases() -> Iterator[Case]:
-    """Prompts of one length, as the published figures of other kernels have them."""
+    """Prompts of one length, as in the published figures of other kernels."""
     for model, shape in GDN.items():
         for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
             if model == "qwen3.5-9b" or length == 8192:
@@ -28,37 +38,33 @@ def _gdn_prefill_case(model, shape, seqs, length):
     value = (tokens, shape.value_heads, shape.value_dim)
     q, k = (jax.random.normal(x, key) for x in keys[:2])
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    # In 16 bits already: in a model the rounding is part of what computes them.
+    # In 16 bits already: in a model the rounding is fused into the kernel before.
     q, k = (q * shape.key_dim**-0.5).astype(dtype), k.astype(dtype)
     v = jax.random.normal(keys[2], value).astype(dtype)
     g = -0.1 * jax.random.exponential(keys[3], value[:2])
     beta = jax.random.uniform(keys[4], value[:2])
-    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
-    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
-    operands = (q, k, v, g, beta, slots, fresh, fresh, start)
+    new = GdnTokens(q, k, v, g, beta)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
 
-    def run(op, pool, layer, q, k, v, g, beta, *index):
-        return op(q, k, v, g, beta, pool, layer, *index)
+    def run(op, pool, layer, new, region):
+        return op(new, pool, layer, region)
 
     return Case(
         op="gdn_prefill",
         about=about(model, shape, "bfloat16", seqs=seqs, length=length),
         run=functools.partial(run, gdn_prefill),
-        # Token by token nobody would wait for.
-        reference=functools.partial(run, _gdn_prefill_chunked),
+        # The specification, token by token, would take minutes.
+        reference=functools.partial(run, gdn_prefill_xla),
         pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
         layer_bytes=4 * seqs * math.prod(state),
-        operands=operands,
-        total_bytes=sum(x.nbytes for x in (q, k, v, g, beta))
-        + 4 * math.prod(value)
-        + 4 * seqs * math.prod(state),
+        operands=(new, fresh_region(seqs, length)),
+        total_bytes=sum(x.nbytes for x in new) + 4 * math.prod(value) + 4 * seqs * math.prod(state),
         calls=FEW,
     )
 
 
 def mamba2_prefill_cases() -> Iterator[Case]:
-    """As for `gdn_prefill`, for Nemotron-3-Nano, and Nemotron-H-8B at one size."""
+    """The prompts of `gdn_prefill` for Nemotron-3-Nano, and one for Nemotron-H-8B."""
     for seqs, length in ((1, 2048), (1, 8192), (8, 4096)):
         yield _mamba2_prefill_case("nemotron-3-nano", seqs, length)
     yield _mamba2_prefill_case("nemotron-h-8b", 1, 8192)
@@ -67,33 +73,31 @@ def mamba2_prefill_cases() -> Iterator[Case]:
 def _mamba2_prefill_case(model, seqs, length):
     shape, tokens = MAMBA2[model], seqs * length
     new = mamba2_tokens(shape, tokens)
-    slots, fresh = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
-    start = length * jnp.arange(seqs + 1, dtype=jnp.int32)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
-    def run(op, pool, layer, x, dt, a, b, c, d, *index):
-        return op(x, dt, a, b, c, d, pool, layer, *index)
+    def run(op, pool, layer, new, region):
+        return op(new, pool, layer, region)
 
     return Case(
         op="mamba2_prefill",
         about=about(model, shape, "bfloat16", seqs=seqs, length=length),
         run=functools.partial(run, mamba2_prefill),
-        # Token by token nobody would wait for.
-        reference=functools.partial(run, _mamba2_prefill_chunked),
+        # The specification, token by token, would take minutes.
+        reference=functools.partial(run, mamba2_prefill_xla),
         pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
         layer_bytes=4 * seqs * math.prod(state),
-        operands=(*new, slots, fresh, fresh, start),
-        total_bytes=sum(y.nbytes for y in new) + 4 * new[0].size + 4 * seqs * math.prod(state),
+        operands=(new, fresh_region(seqs, length)),
+        total_bytes=sum(y.nbytes for y in new) + 4 * new.x.size + 4 * seqs * math.prod(state),
         calls=FEW,
     )
 
 
 def mamba2_tokens(shape, *batch):
-    """x, dt, A, B, C, D as a layer makes them."""
+    """Tokens as a layer makes them, for rows or flat."""
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (*batch, shape.heads, shape.head_dim), jnp.bfloat16)
     dt = 0.1 * jax.random.uniform(keys[1], (*batch, shape.heads))
     a = -16 * jax.random.uniform(keys[2], (shape.heads,))
     shared = (*batch, shape.groups, shape.state_dim)
     b, c = (jax.random.normal(key, shared, jnp.bfloat16) for key in keys[3:])
-    return x, dt, a, b, c, jnp.ones(shape.heads)
+    return Mamba2Tokens(x, dt, a, b, c, jnp.ones(shape.heads))

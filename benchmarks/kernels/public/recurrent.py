@@ -7,6 +7,7 @@ one, write a function that gives `call(layer)`, and put it into `KERNELS`. Those
 prefills try some eighty configurations at each new shape of heads (`triton_tuning.py`).
 """
 
+import dataclasses
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -89,50 +90,52 @@ def _candidates(pool, slots):
     return pool.flatten(1, 2), places
 
 
-def _gdn_index(places, offset, length):
-    """Of drafted rows also which candidate begins, counted from 1."""
-    index = {"cu_seqlens": _starts(length), "ssm_state_indices": places}
-    return index | ({"num_accepted_tokens": offset + 1} if places.shape[1] > 1 else {})
+def _gdn_index(places, rows):
+    """Where rows and their states are; for drafted rows also the first candidate, from 1 on."""
+    index = {"cu_seqlens": _starts(rows.query_len), "ssm_state_indices": places}
+    return index | ({"num_accepted_tokens": rows.state_offset + 1} if places.shape[1] > 1 else {})
 
 
-def _gdn_step(function, pool, q, k, v, g, beta, slots, offset, length):
+def _gdn_step(function, pool, tokens, rows):
     """The same work."""
-    states, places = _candidates(pool, slots)
-    tokens = [x.flatten(0, 1)[None] for x in (q, k, v, g, beta)]
-    options = _gdn_index(places, offset, length)
+    states, places = _candidates(pool, rows.slots)
+    flat = [x.flatten(0, 1)[None] for x in tokens]
+    options = _gdn_index(places, rows)
 
     def call(layer):
-        return function(*tokens, scale=1.0, initial_state=states[layer], **options)[0]
+        return function(*flat, scale=1.0, initial_state=states[layer], **options)[0]
 
     return call
 
 
-def _gdn_step_gating(function, pool, q, k, v, g, beta, slots, offset, length):
+def _gdn_step_gating(function, pool, tokens, rows):
     """More: it makes the gates."""
-    states, places = _candidates(pool, slots)
+    q, k, v, g, beta = tokens
+    states, places = _candidates(pool, rows.slots)
     q, k, v, *gates = (x.flatten(0, 1)[None] for x in (q, k, v, *_raw_gates(g, beta)))
     zeros = torch.zeros(g.shape[-1], device=g.device)
-    tokens = zeros, *gates, zeros, q, k, v
-    options = _gdn_index(places, offset, length)
+    operands = zeros, *gates, zeros, q, k, v
+    options = _gdn_index(places, rows)
 
     def call(layer):
-        return function(*tokens, scale=1.0, initial_state=states[layer], **options)[0]
+        return function(*operands, scale=1.0, initial_state=states[layer], **options)[0]
 
     return call
 
 
-def _gdn_step_packed(function, pool, q, k, v, g, beta, slots, offset, length):
+def _gdn_step_packed(function, pool, tokens, rows):
     """More: it makes the gates. One token a row."""
+    q, k, v, g, beta = tokens
     if q.shape[1] > 1:
         return None
-    states, places = _candidates(pool, slots)
+    states, places = _candidates(pool, rows.slots)
     packed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
     gates = [x[:, 0] for x in _raw_gates(g, beta)]
     zeros, out = torch.zeros(g.shape[-1], device=g.device), torch.empty_like(v)
-    tokens = packed, *gates, zeros, zeros
+    operands = packed, *gates, zeros, zeros
 
     def call(layer):
-        return function(*tokens, 1.0, states[layer], out, places[:, 0])[0]
+        return function(*operands, 1.0, states[layer], out, places[:, 0])[0]
 
     return call
 
@@ -142,74 +145,77 @@ def _raw_gates(g, beta):
     return torch.log(torch.expm1(-g)), torch.logit(beta)
 
 
-def _gdn_prefill_vllm(function, pool, q, k, v, g, beta, slots, offset, computed, start):
+def _gdn_prefill_vllm(function, pool, tokens, chunks):
     """The same work, from zero states, as the cases begin their prompts.
 
     But for the outputs, in 16 bits, and the final states, which it leaves outside the pool.
     """
-    tokens = [x[None] for x in (q, k, v, g, beta)]
+    flat, start = [x[None] for x in tokens], chunks.query_start
 
     def call(layer):
-        return function(*tokens, scale=1.0, output_final_state=True, cu_seqlens=start)
+        return function(*flat, scale=1.0, output_final_state=True, cu_seqlens=start)
 
     return call
 
 
-def _gdn_prefill_fla(function, pool, *operands):
+def _gdn_prefill_fla(function, pool, tokens, chunks):
     """As vLLM's; the final states are `[key_dim, value_dim]`."""
-    return _gdn_prefill_vllm(function, pool, *operands[:-1], operands[-1].long())
+    chunks = dataclasses.replace(chunks, query_start=chunks.query_start.long())
+    return _gdn_prefill_vllm(function, pool, tokens, chunks)
 
 
-def _mamba2_step_vllm(function, pool, x, dt, a, b, c, d, slots, offset, length):
+def _mamba2_step_vllm(function, pool, tokens, rows):
     """The same work."""
-    states, places = _candidates(pool, slots)
+    states, places = _candidates(pool, rows.slots)
     options = {"state_batch_indices": places}
-    if x.shape[1] > 1:
-        options |= {"num_accepted_tokens": offset + 1, "cu_seqlens": _starts(length)}
-    x, dt, b, c = (y.flatten(0, 1) for y in (x, dt, b, c))
-    tokens = x, *_mamba2_operands(states, x, dt, a, b, c, d)
+    if tokens.x.shape[1] > 1:
+        options["num_accepted_tokens"] = rows.state_offset + 1
+        options["cu_seqlens"] = _starts(rows.query_len)
+    x, *operands = _mamba2_operands(states, tokens)
     options["out"] = torch.empty_like(x, dtype=torch.float32)
 
     def call(layer):
-        function(states[layer], *tokens, **options)
+        function(states[layer], x, *operands, **options)
         return options["out"]
 
     return call
 
 
-def _mamba2_step_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, length):
+def _mamba2_step_mamba_ssm(function, pool, tokens, rows):
     """The same work, but for the outputs, in the dtype of `x`. One token a row."""
-    if x.shape[1] > 1:
+    if tokens.x.shape[1] > 1:
         return None
-    states, places = _candidates(pool, slots)
-    x, dt, b, c = (y.flatten(0, 1) for y in (x, dt, b, c))
-    dt, a, b, c, d, bias = _mamba2_operands(states, x, dt, a, b, c, d)
+    states, places = _candidates(pool, rows.slots)
+    *operands, bias = _mamba2_operands(states, tokens)
 
     def call(layer):
-        tokens = states[layer], x, dt, a, b, c, d
-        return function(*tokens, dt_bias=bias, state_batch_indices=places[:, 0])
+        options = {"dt_bias": bias, "state_batch_indices": places[:, 0]}
+        return function(states[layer], *operands, **options)
 
     return call
 
 
-def _mamba2_operands(states, x, dt, a, b, c, d):
-    """`dt`, `A`, `B`, `C`, `D` and a bias of 0, with strides of 0 where one value is a head's."""
+def _mamba2_operands(states, tokens):
+    """Flat `x`, `dt`, `A`, `B`, `C`, `D` and a bias of 0; strides are 0 over one head's values."""
     _, _, heads, head_dim, state_dim = states.shape
-    a = a[:, None, None].expand(heads, head_dim, state_dim)
-    d, bias = (y[:, None].expand(heads, head_dim) for y in (d, torch.zeros_like(d)))
-    return dt[..., None].expand(x.shape), a, b, c, d, bias
+    x, dt, b, c = (y.flatten(0, 1) for y in (tokens.x, tokens.dt, tokens.b, tokens.c))
+    a = tokens.a[:, None, None].expand(heads, head_dim, state_dim)
+    d, bias = (y[:, None].expand(heads, head_dim) for y in (tokens.d, torch.zeros_like(tokens.d)))
+    return x, dt[..., None].expand(x.shape), a, b, c, d, bias
 
 
-def _mamba2_prefill_vllm(function, pool, x, dt, a, b, c, d, slots, offset, computed, start):
+def _mamba2_prefill_vllm(function, pool, tokens, chunks):
     """The same work, from zero states, but for the final ones, which it leaves outside the pool.
 
     Prompts must be whole chunks.
     """
-    chunks = torch.arange(0, len(x) + 1, CHUNK, dtype=start.dtype, device=x.device)
+    x, dt, a, b, c, d = tokens
+    start = chunks.query_start
+    chunk_starts = torch.arange(0, len(x) + 1, CHUNK, dtype=start.dtype, device=x.device)
     last = start[1:] // CHUNK - 1
-    owner = torch.searchsorted(start, chunks[:-1], right=True, out_int32=True) - 1
+    owner = torch.searchsorted(start, chunk_starts[:-1], right=True, out_int32=True) - 1
     out = torch.empty_like(x, dtype=torch.float32)
-    index = start, chunks, last, owner
+    index = start, chunk_starts, last, owner
 
     def call(layer):
         states = function(x, dt, a, b, c, CHUNK, *index, out, D=d, state_dtype=torch.float32)
@@ -218,9 +224,10 @@ def _mamba2_prefill_vllm(function, pool, x, dt, a, b, c, d, slots, offset, compu
     return call
 
 
-def _mamba2_prefill_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, computed, start):
+def _mamba2_prefill_mamba_ssm(function, pool, tokens, chunks):
     """As vLLM's, with outputs in the dtype of `x`. Prompts must be equally long."""
-    x, dt, b, c = (y.unflatten(0, (len(slots), -1)) for y in (x, dt, b, c))
+    x, dt, a, b, c, d = tokens
+    x, dt, b, c = (y.unflatten(0, (len(chunks.slots), -1)) for y in (x, dt, b, c))
 
     def call(layer):
         return function(x, dt, a, b, c, CHUNK, D=d, return_final_states=True)
@@ -228,7 +235,7 @@ def _mamba2_prefill_mamba_ssm(function, pool, x, dt, a, b, c, d, slots, offset, 
     return call
 
 
-def _conv_update(function, pool, xs, taps, decay, slots, accepted, length):
+def _conv_update(function, pool, xs, taps, decay, rows):
     """The same work in the place of `x`, but for the products, rounded to its dtype.
 
     A row needs one input less: what it keeps of the window moves, and no position is asked for.
@@ -238,9 +245,10 @@ def _conv_update(function, pool, xs, taps, decay, slots, accepted, length):
     xs = [-x.abs().flatten(0, 1) for x in xs]
     weight = taps.abs().clamp(min=0.5).T.contiguous()
     windows = pool[:, :, 1:].transpose(2, 3)
-    options = {"activation": "silu", "conv_state_indices": slots}
+    options = {"activation": "silu", "conv_state_indices": rows.slots}
     if width > 1:
-        options |= {"num_accepted_tokens": accepted + 1, "query_start_loc": _starts(length)}
+        options["num_accepted_tokens"] = rows.state_offset + 1
+        options["query_start_loc"] = _starts(rows.query_len)
         options["max_query_len"] = width
 
     def call(layer):

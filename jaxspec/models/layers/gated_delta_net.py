@@ -117,29 +117,9 @@ class GatedDeltaNet(nnx.Module):
         self, projected: _Projected, rows: DecodeRegion, cache: HybridCache, layer: int
     ) -> tuple[Heads, HybridCache]:
         """The rectangle's heads under the snapshot policy: the state after each token is kept."""
-        q, k, v, g, beta, conv = gdn_inputs(
-            _rectangle(projected, rows),
-            self.conv[...].T,
-            self.decay[...],
-            cache.conv,
-            layer,
-            rows.slots,
-            rows.num_computed,
-            rows.query_len,
-            self._heads,
-        )
-        heads, states = gdn_step(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            cache.states,
-            layer,
-            rows.slots,
-            rows.state_offset,
-            rows.query_len,
-        )
+        projected = _rectangle(projected, rows)
+        tokens, conv = gdn_inputs(projected, self._params, cache.conv, layer, rows)
+        heads, states = gdn_step(tokens, cache.states, layer, rows)
         return _flat(heads), dataclasses.replace(cache, conv=conv, states=states)
 
     def replay(
@@ -172,29 +152,11 @@ class GatedDeltaNet(nnx.Module):
         assert chunks is not None
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
-        y, conv = conv_prefill(
-            mixed,
-            self.conv[...].T,
-            cache.conv,
-            layer,
-            chunks.slots,
-            chunks.num_computed,
-            chunks.query_start,
-        )
+        y, conv = conv_prefill(mixed, self.conv[...], cache.conv, layer, chunks)
         q, k, v = split_qkv(y, self._heads)
-        heads, states = gdn_prefill(
-            q,
-            k,
-            v.astype(mixed.dtype),  # its dtype before the convolution: 16-bit products are quick
-            g,
-            beta,
-            cache.states,
-            layer,
-            chunks.slots,
-            chunks.state_offset,
-            chunks.num_computed,
-            chunks.query_start,
-        )
+        v = v.astype(mixed.dtype)  # its dtype before the convolution: 16-bit products are quick
+        tokens = GdnTokens(q, k, v, g, beta)
+        heads, states = gdn_prefill(tokens, cache.states, layer, chunks)
         cache = dataclasses.replace(cache, conv=conv, states=states)
         return self.finish(heads, projected), cache
 
@@ -220,6 +182,10 @@ class GatedDeltaNet(nnx.Module):
     @property
     def _heads(self) -> GdnHeads:
         return GdnHeads(self.sizes.key_heads, self.sizes.key_dim, self.sizes.value_heads)
+
+    @property
+    def _params(self) -> GdnParams:
+        return GdnParams(self.conv[...], self.decay[...], self._heads)
 
     def _gated_norm(self, projected: _Projected) -> GatedNorm:
         """The norm of these tokens' heads; its gates z lie behind the convolution's channels."""

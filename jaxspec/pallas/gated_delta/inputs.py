@@ -1,84 +1,101 @@
-"""What the recurrence of Gated DeltaNet reads: queries, keys, values, decay and write strength."""
+"""The inputs of Gated DeltaNet's recurrence, `GdnTokens`, from a layer's projection."""
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.gates import Decay, Gates, gates
-from jaxspec.pallas.gated_delta.heads import _CHANNELS, EPS, GdnHeads, gates_column
+from jaxspec.pallas.gated_delta.gates import gates
+from jaxspec.pallas.gated_delta.heads import (
+    BLOCK_CHANNELS,
+    EPS,
+    GdnHeads,
+    GdnParams,
+    GdnTokens,
+    Keys,
+    Values,
+    gates_column,
+)
 from jaxspec.pallas.recurrent import conv_update as conv_ops
 from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
+from jaxspec.regions import DecodeRegion
 
 _Conv = Float[Array, "layers slots window channels"]
-_Keys = Float[Array, "*tokens key_heads key_dim"]
-_Values = Float[Array, "*tokens value_heads value_dim"]
 
 
 def gdn_inputs(
-    x: Float[Array, "rows width columns"],
-    weight: Float[Array, "channels kernel"],
-    decay: Decay,
+    projected: Float[Array, "rows width columns"],
+    params: GdnParams,
     conv: _Conv,
     layer: int,
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-    heads: GdnHeads,
-) -> tuple[_Keys, _Keys, _Values, Gates, Gates, _Conv]:
-    """Queries, keys and values, log decay and write strength, all float32, and the new pool.
+    rows: DecodeRegion,
+) -> tuple[GdnTokens, _Conv]:
+    """The recurrence's tokens, float32, and the new convolution pool.
 
-    `x` is a projection as it comes, its columns side by side: the channels of all queries, of all
-    keys, of all values; the output gate's, as many as the values', which are not read; and for each
-    value head `b` and then for each `a`. The channels go through `conv_update`, whose dtypes,
-    padding and errors these are, and `split_qkv`; `b` and `a` through `gates`. Columns behind them
-    are not read. ValueError where there are less than that makes.
+    `projected` is a whole projection, its columns side by side:
 
-    One kernel, which reads `x` where it lies, if all heads are of 64 channels or of 128, and the
-    channels of all keys, and all channels, multiples of 512.
+        channels     of all queries, all keys, all values: convolved by `conv_update`, then cut
+                     into heads by `split_qkv`
+        output gate  as many columns as the values; not read
+        b, a         one column each for every value head; turned into beta and g by `gates`
+
+    Columns behind them are not read. Dtypes, padding and errors of the convolution are those of
+    `conv_update`. ValueError if `projected` has too few columns.
+
+    One kernel reads the projection where it lies, if all heads have 64 channels or all have 128,
+    and both the channels of all keys and all channels are multiples of 512.
     """
-    conv_ops.check_window(x, weight, conv)
-    check_columns(x, weight, heads)
-    is_small = weight.shape[0] < 2048  # nobody waits for it
-    why = _unsupported(x, weight, conv, heads)
-    if dispatch.runs_kernel("gdn_inputs", why, by_choice=is_small):
+    conv_ops.check_window(projected, params.conv, conv)
+    check_columns(projected, params)
+    is_toy = params.conv.shape[1] < 2048  # no published model is so small: no warning
+    if dispatch.runs_kernel(
+        "gdn_inputs", _why_not_kernel(projected, params, conv), by_choice=is_toy
+    ):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 
-        index = dispatch.layer_index(conv, layer), slots, num_computed, query_len
-        return gdn_inputs_kernel(x, weight.T, decay, conv, *index, heads)
-    qkv, b, a = _columns(x, weight, heads)
-    y, conv = conv_update(qkv, weight, conv, layer, slots, num_computed, query_len)
-    return *split_qkv(y, heads), *gates(b, a, decay), conv
+        taps, decay, heads = params
+        on_device = dispatch.layer_index(conv, layer)
+        return gdn_inputs_kernel(projected, taps, decay, conv, on_device, rows, heads)
+    qkv, b, a = _columns(projected, params)
+    y, conv = conv_update(qkv, params.conv, conv, layer, rows)
+    return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv
 
 
-def gdn_inputs_reference(x, weight, decay, conv, layer, slots, num_computed, query_len, heads):
+def gdn_inputs_reference(
+    projected: Float[Array, "rows width columns"],
+    params: GdnParams,
+    conv: _Conv,
+    layer: int,
+    rows: DecodeRegion,
+) -> tuple[GdnTokens, _Conv]:
     """The specification of `gdn_inputs`."""
-    qkv, b, a = _columns(x, weight, heads)
-    y, conv = conv_update_reference(qkv, weight, conv, layer, slots, num_computed, query_len)
-    return *split_qkv(y, heads), *gates(b, a, decay), conv
+    qkv, b, a = _columns(projected, params)
+    y, conv = conv_update_reference(qkv, params.conv, conv, layer, rows)
+    return GdnTokens(*split_qkv(y, params.heads), *gates(b, a, params.decay)), conv
 
 
-def check_columns(x, weight, heads):
-    """Raise the ValueError of `gdn_inputs`."""
-    channels, columns = weight.shape[0], x.shape[2]
+def check_columns(projected: Float[Array, "rows width columns"], params: GdnParams) -> None:
+    """Raise the ValueError of `gdn_inputs` for a projection with too few columns."""
+    heads, channels, columns = params.heads, params.conv.shape[1], projected.shape[2]
     needed = gates_column(channels, heads) + 2 * heads.value_heads
     if columns < needed:
         values = needed - channels - 2 * heads.value_heads
         raise ValueError(
             f"A projection has {channels} channels, {values} columns of the output gate and "
             f"{heads.value_heads} each of b and a, {needed} in all, but this one has {columns}. "
-            "Hand over all of it."
+            "Pass the whole projection."
         )
 
 
-def _columns(x, weight, heads):
-    """The columns of `x` that are read: channels, b, a."""
-    first = gates_column(weight.shape[0], heads)
-    b, a = (x[..., first + i * heads.value_heads :][..., : heads.value_heads] for i in range(2))
-    return x[..., : weight.shape[0]], b, a
+def _columns(projected, params):
+    """The columns that are read: channels, b, a."""
+    channels, count = params.conv.shape[1], params.heads.value_heads
+    first = gates_column(channels, params.heads)
+    b, a = projected[..., first:][..., :count], projected[..., first + count :][..., :count]
+    return projected[..., :channels], b, a
 
 
-def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[_Keys, _Keys, _Values]:
+def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[Keys, Keys, Values]:
     """Float32 queries, keys and values of a convolution's output.
 
     Queries and keys have length 1 in each head, with `EPS` under the root as published, and queries
@@ -96,12 +113,12 @@ def _normalise(x):
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
-def _unsupported(x, weight, conv, heads):
+def _why_not_kernel(projected, params, conv):
     """Why `gdn_inputs_kernel` does not take these operands, or None."""
-    key_heads, key_dim, value_heads = heads
-    keys, channels = key_heads * key_dim, weight.shape[0]
+    key_heads, key_dim, value_heads = params.heads
+    keys, channels = key_heads * key_dim, params.conv.shape[1]
     if key_dim not in (64, 128) or channels - 2 * keys != value_heads * key_dim:
         return f"heads of {key_dim} and {(channels - 2 * keys) // value_heads}, not all 64 or 128"
-    if keys % _CHANNELS or channels % _CHANNELS:
-        return f"{keys} channels of keys among {channels}"
-    return conv_ops.unsupported(x, weight, conv)
+    if keys % BLOCK_CHANNELS or channels % BLOCK_CHANNELS:
+        return f"{keys} channels of keys among {channels}, not multiples of {BLOCK_CHANNELS}"
+    return conv_ops.why_not_kernel(projected, params.conv, conv)

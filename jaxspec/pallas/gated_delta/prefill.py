@@ -2,58 +2,47 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.heads import GdnTokens, Values
 from jaxspec.pallas.recurrent.chunks import chunk_by_chunk, product, token_by_token
+from jaxspec.regions import PrefillRegion
 
 _States = Float[Array, "layers slots candidates value_heads value_dim key_dim"]
 
 
 def gdn_prefill(
-    q: Float[Array, "tokens key_heads key_dim"],
-    k: Float[Array, "tokens key_heads key_dim"],
-    v: Float[Array, "tokens value_heads value_dim"],
-    g: Float[Array, "tokens value_heads"],
-    beta: Float[Array, "tokens value_heads"],
-    states: _States,
-    layer: int,
-    slots: Int[Array, " seqs"],
-    state_offset: Int[Array, " seqs"],
-    num_computed: Int[Array, " seqs"],
-    query_start: Int[Array, " seqs+1"],
-) -> tuple[Float[Array, "tokens value_heads value_dim"], _States]:
+    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
+) -> tuple[Values, _States]:
     """The gated delta rule over each sequence: float32 outputs, and the new pool.
 
-    The law, the dtypes and the head grouping are `gdn_step`'s. Sequence `s` is
-    `query_start[s]:query_start[s + 1]`. It starts from zero when `num_computed` is 0, else from its
-    slot's candidate `state_offset`, and leaves its final state as candidate 0. Empty sequences and
-    slot 0 leave the pool untouched; tokens outside every sequence come out as 0.
+    `tokens` are `[tokens, ...]`, and so are the outputs, of the shape of `v`; the rule is
+    `gdn_step`'s. Sequence `s` is `query_start[s]:query_start[s + 1]`. It starts from zero when
+    `num_computed` is 0, else from its slot's candidate `state_offset`, and leaves its final state
+    as candidate 0. Sequences that are not live leave the pool untouched; tokens outside every live
+    sequence come out as 0. FLA calls this `chunk_gated_delta_rule`.
 
     `v` may come in the model's dtype. If that has 16 bits, the kernel rounds to it `q`, `k` and
-    whatever else tensor cores multiply, and sums in float32. In bfloat16 its error is a few 1e-3,
-    and up to 2e-2 where keys and queries all resemble each other; in float16 an eighth of that.
+    all other operands of tensor cores, and sums in float32. In bfloat16 its error is a few 1e-3,
+    and up to 2e-2 where all keys and queries resemble each other; in float16 an eighth of that.
 
-    Chunked: with `G` the running sum of `g` from the chunk's start and `u_t` the written values,
-    the rule is one unit lower triangular system a chunk (Yang et al. 2024, arXiv 2412.06464, §3.3):
+    A sequence is computed in chunks of 64 tokens: with `G` the running sum of `g` from a chunk's
+    start and `u_t` the written values, the rule is one unit lower triangular system a chunk (Yang
+    et al. 2024, "Gated Delta Networks", arXiv 2412.06464, section 3.3):
 
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
         o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
     """
-    if dispatch.runs_kernel("gdn_prefill", _unsupported(v, states)):
-        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
-        from jaxspec.pallas.gated_delta.prefill_kernel import prefill
+    if dispatch.runs_kernel("gdn_prefill", _why_not_kernel(tokens.v, states)):
+        from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 
-        on_device = dispatch.layer_index(states, layer)
-        index = (slots, state_offset, num_computed, query_start)
-        return prefill(q, k, v, g, beta, states, on_device, *index)
-    return _gdn_prefill_chunked(
-        q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
-    )
+        return gdn_prefill_kernel(tokens, states, dispatch.layer_index(states, layer), chunks)
+    return gdn_prefill_xla(tokens, states, layer, chunks)
 
 
-def _unsupported(v, states):
-    """Why the kernel does not take these operands, or None."""
+def _why_not_kernel(v, states):
+    """Why `gdn_prefill_kernel` does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if v.dtype not in (jnp.bfloat16, jnp.float16):
         return f"values in {v.dtype}, not 16 bits"
@@ -66,26 +55,25 @@ def _unsupported(v, states):
     return None
 
 
-def _gdn_prefill_chunked(
-    q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
-):
+def gdn_prefill_xla(
+    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
+) -> tuple[Values, _States]:
     """`gdn_prefill` for XLA: one chunk after the other, of all heads at once."""
-    group = v.shape[1] // k.shape[1]
+    group = tokens.v.shape[1] // tokens.k.shape[1]
 
-    def step(state, *chunk):
-        # Heads first. A padding token is all zeros, and so changes nothing.
+    def step(state, chunk):
+        # Heads come first. A padding token is all zeros, and so leaves the state as it is.
         q, k, v, g, beta = (x.astype(jnp.float32).swapaxes(0, 1) for x in chunk)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
-        state, out = _chunk(q, k, v, g, beta, state)
+        state, out = _chunk(GdnTokens(q, k, v, g, beta), state)
         return state, out.swapaxes(0, 1)
 
-    return chunk_by_chunk(
-        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
-    )
+    return chunk_by_chunk(step, tokens, states, layer, chunks)
 
 
-def _chunk(q, k, v, g, beta, state):
-    """One chunk, arrays `[heads, tokens, ...]`: the state after it and its outputs."""
+def _chunk(tokens, state):
+    """The state after `CHUNK` tokens, and their outputs; arrays are `[heads, tokens, ...]`."""
+    q, k, v, g, beta = tokens
     size = g.shape[1]
     at_or_before = jnp.tril(jnp.ones((size, size), jnp.float32))
     before = jnp.tril(jnp.ones((size, size), jnp.float32), -1)
@@ -111,12 +99,12 @@ def _chunk(q, k, v, g, beta, state):
 
 
 def gdn_prefill_reference(
-    q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start
-):
+    tokens: GdnTokens, states: _States, layer: int, chunks: PrefillRegion
+) -> tuple[Values, _States]:
     """The specification of `gdn_prefill`: one token after the other."""
-    group = v.shape[1] // k.shape[1]
+    group = tokens.v.shape[1] // tokens.k.shape[1]
 
-    def step(state, *token):
+    def step(state, token):
         q, k, v, g, beta = (x.astype(jnp.float32) for x in token)
         q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
         state = state * jnp.exp(g)[:, None, None]
@@ -124,6 +112,4 @@ def gdn_prefill_reference(
         state = state + delta[:, :, None] * k[:, None, :]
         return state, product("hvk,hk->hv", state, q)
 
-    return token_by_token(
-        *(step, (q, k, v, g, beta), states, layer, slots, state_offset, num_computed, query_start)
-    )
+    return token_by_token(step, tokens, states, layer, chunks)

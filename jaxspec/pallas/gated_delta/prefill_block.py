@@ -1,8 +1,8 @@
-"""What a chunk of `gdn_prefill` is before any state is known; import only where kernels run."""
+"""The first kernel of `gdn_prefill`: the part of a chunk's work that needs no state."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxspec.pallas.recurrent.chunks import CHUNK
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes a block knows."""
+    """Static sizes that a block knows; the first six are the pool's axes."""
 
     layers: int
     num_slots: int
@@ -27,7 +27,7 @@ class Sizes:
     key_dim: int
     key_heads: int
     tokens: int
-    dtype: Any  # of what tensor cores multiply
+    dtype: Any  # of operands of tensor cores
 
     @property
     def group(self) -> int:
@@ -35,108 +35,149 @@ class Sizes:
         return self.value_heads // self.key_heads
 
 
-def prepare(sizes, q, k, g, beta, chunks, params):
-    """For each chunk and value head, two matrices on top of each other, and the sums of `g`.
+class ChunkRows(NamedTuple):
+    """Which tokens each chunk has, `[chunks]`: row `r` of a chunk is the token `start + r`."""
+
+    start: Any  # a multiple of `ALIGN`
+    low: Any  # rows from `low` to `high` are the sequence's; none in a chunk beyond the last
+    high: Any
+
+
+class Operands(NamedTuple):
+    """What `prepare` reads of each token."""
+
+    q: Any  # [tokens, key_heads * key_dim]
+    k: Any
+    g: Any  # [tokens, value_heads]
+    beta: Any
+
+
+class Prepared(NamedTuple):
+    """What `prepare` gives for each chunk and value head.
 
     With `G` the sums of `g` from the chunk's start and `A[t, i] = beta_t e^{G_t - G_i} k_i . k_t`
-    for `i < t`, else 0: `(1 + A)^-1 diag(beta)`, which makes written values of what is wanted less
-    what is recalled, and `e^{G_t - G_i} k_i . q_t` for `i <= t`, which reads them.
+    for `i < t`, else 0, two matrices lie on top of each other:
+
+        (1 + A)^-1 diag(beta)                     wanted less recalled values -> written values
+        e^{G_t - G_i} k_i . q_t for i <= t        written values -> outputs
     """
-    number, heads, dtype = chunks[0].shape[0], sizes.value_heads, sizes.dtype
+
+    matrices: Any  # [chunks, value_heads, 2 * CHUNK, CHUNK], in 16 bits
+    sums: Any  # [chunks, value_heads, CHUNK]: G
+
+
+class _Scratch(NamedTuple):
+    """The block's barrier and shared memory, in this order."""
+
+    arrived: Any
+    coupling: Any
+    inverse: Any
+    keys: Any
+    lines: Any  # vectors on their way from rows to columns
+    matrices: Any
+    queries: Any
+    spare: Any  # as for `tensor_cores.operand`
+
+
+def prepare(sizes, operands, chunks, interpret):
+    """The `Prepared` of all chunks, given `Operands` and `ChunkRows`."""
+    number, heads, dtype = chunks.start.shape[0], sizes.value_heads, sizes.dtype
     # The last chunk may reach beyond the tokens, where copies to shared memory give zeros.
-    g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (g, beta))
-    scratch = {
-        "queries": tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
-        "keys": tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
-        "matrices": tensor_cores.tile(2 * CHUNK, CHUNK, dtype=dtype),
-        "coupling": tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16),
-        "inverse": tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16),
-        "lines": plgpu.SMEM((3, CHUNK), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=2),
-    }
-    if params:
-        scratch["spare"] = tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16)
-    return plgpu.kernel(
-        functools.partial(_chunk, sizes),
+    g, beta = (jnp.pad(x, ((0, CHUNK), (0, 0))) for x in (operands.g, operands.beta))
+    square = tensor_cores.tile(CHUNK, CHUNK, dtype=jnp.float16)
+    scratch = _Scratch(
+        arrived=plgpu.Barrier(num_arrivals=2),
+        coupling=square,
+        inverse=square,
+        keys=tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        lines=plgpu.SMEM((3, CHUNK), jnp.float32),
+        matrices=tensor_cores.tile(2 * CHUNK, CHUNK, dtype=dtype),
+        queries=tensor_cores.tile(CHUNK, sizes.key_dim, dtype=dtype),
+        spare=None if interpret is None else square,
+    )
+    prepared = Prepared(
+        matrices=jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
+        sums=jax.ShapeDtypeStruct((number, heads, CHUNK), jnp.float32),
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_prepare_chunk, sizes),
         kernel_name="gdn_prefill_chunks",
-        out_type=[
-            jax.ShapeDtypeStruct((number, heads, 2 * CHUNK, CHUNK), dtype),
-            jax.ShapeDtypeStruct((number, heads, CHUNK), jnp.float32),
-        ],
-        scratch_types=scratch,
+        out_type=[prepared],
+        scratch_types={"scratch": scratch},
         grid=(heads, number),
         grid_names=("head", "chunk"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        **params,
-    )(q, k, g, beta, *chunks)
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    (prepared,) = kernel(operands._replace(g=g, beta=beta), chunks)
+    return prepared
 
 
-def _chunk(
-    sizes, q, k, g, beta, starts, lows, highs, matrices_out, sums_out,
-    *, queries, keys, matrices, coupling, inverse, lines, arrived, spare=None
-):  # fmt: skip
-    """One chunk of one value head."""
+def _prepare_chunk(sizes, operands, chunks, out, *, scratch):
+    """One chunk of one value head; array operands are references."""
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
-    low, high = lows[chunk], highs[chunk]
+    low, high = chunks.low[chunk], chunks.high[chunk]
 
     @pl.when(low < high)
     def _():
-        here = pl.ds(pl.multiple_of(starts[chunk], ALIGN), CHUNK)
+        rows = pl.ds(pl.multiple_of(chunks.start[chunk], ALIGN), CHUNK)
         columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
-        plgpu.copy_gmem_to_smem(q.at[here, columns], queries, arrived)
-        plgpu.copy_gmem_to_smem(k.at[here, columns], keys, arrived)
+        plgpu.copy_gmem_to_smem(operands.q.at[rows, columns], scratch.queries, scratch.arrived)
+        plgpu.copy_gmem_to_smem(operands.k.at[rows, columns], scratch.keys, scratch.arrived)
         t, i = iota(0), iota(1)
         real = (low <= i) & (i < high)
 
         def column(x):
-            return access.load(x.at[here, head], plgpu.Layout.WGMMA.reduce(1))
+            return access.load(x.at[rows, head], plgpu.Layout.WGMMA.reduce(1))
 
-        _, g_i = _both(column(g), lines.at[0])
-        beta_t, beta_i = _both(column(beta), lines.at[1])
-        of_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
-        access.store(sums_out.at[chunk, head], of_g)
-        sums_t, sums_i = _both(of_g, lines.at[2])
+        _, g_i = _both(column(operands.g), scratch.lines.at[0])
+        beta_t, beta_i = _both(column(operands.beta), scratch.lines.at[1])
+        sums_g = sums(jnp.where(real, limited(g_i), 0.0), t, i)
+        access.store(out.sums.at[chunk, head], sums_g)
+        sums_t, sums_i = _both(sums_g, scratch.lines.at[2])
         decay = jnp.where(i <= t, jnp.exp(sums_t - sums_i), 0.0)
-        plgpu.barrier_wait(arrived)
+        plgpu.barrier_wait(scratch.arrived)
 
-        # Selected, not multiplied: what stands around the tokens may be NaN.
-        keys_across, ours = keys.transpose((1, 0)), (low <= i) & (t < high)
-        among_queries = jnp.where(
-            ours & (i <= t), decay * tensor_cores.product(queries, keys_across), 0.0
-        )
-        matrices[pl.ds(CHUNK, CHUNK), :] = among_queries.astype(sizes.dtype)
-        among_keys = beta_t * decay * tensor_cores.product(keys, keys_across)
-        among_keys = jnp.where(ours & (i < t), among_keys, 0.0)
-        solved = _inverse(among_keys, t ^ i, coupling, inverse, spare)
+        # Selected, not multiplied: tokens of other sequences may be NaN.
+        keys_across, is_own = scratch.keys.transpose((1, 0)), (low <= i) & (t < high)
+        qk = decay * tensor_cores.product(scratch.queries, keys_across)
+        qk = jnp.where(is_own & (i <= t), qk, 0.0)
+        scratch.matrices[pl.ds(CHUNK, CHUNK), :] = qk.astype(sizes.dtype)
+        kk = beta_t * decay * tensor_cores.product(scratch.keys, keys_across)
+        kk = jnp.where(is_own & (i < t), kk, 0.0)
+        solved = _inverse(kk, t ^ i, scratch)
         solved = jnp.where(real, solved * beta_i, 0.0)
-        matrices[pl.ds(0, CHUNK), :] = solved.astype(sizes.dtype)
+        scratch.matrices[pl.ds(0, CHUNK), :] = solved.astype(sizes.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(matrices, matrices_out.at[chunk, head])
+        plgpu.copy_smem_to_gmem(scratch.matrices, out.matrices.at[chunk, head])
         plgpu.wait_smem_to_gmem(0)
 
 
 def _both(x, line):
-    """A vector over rows, and over columns; the way there is shared memory."""
+    """The vector `x`, broadcast over columns and over rows; it changes layout in shared memory."""
     line[...] = x
     return along(x, 0), along(access.load(line, plgpu.Layout.WGMMA.reduce(0)), 1)
 
 
-def _inverse(strictly_lower, apart, coupling, inverse, spare):
-    """`(1 + A)^-1` by doubling the size of the blocks on the diagonal that are inverted.
+def _inverse(strictly_lower, row_xor_column, scratch):
+    """`(1 + A)^-1`, by inverting blocks on the diagonal of twice the size each time.
 
-    With `D` their inverses and `B` what joins pairs of them, `D - D B D` inverts the pairs. Powers
-    of `A` would grow where keys resemble each other; these inverses stay within 1 (each is what
-    delta rules with write strengths up to 1 leave of a value), so that float16 holds them well.
-    `apart`: the exclusive or of row and column, whose highest bit is the size that joins them.
+    With `D` the inverses of the blocks and `B` what joins pairs of them, `D - D B D` inverts the
+    pairs. The highest bit of `row_xor_column` is the size of the blocks that an element joins.
+    Powers of `A` would grow where keys resemble each other. The inverses stay within 1, since a
+    delta rule with a write strength up to 1 only shrinks a value, so float16 holds them well.
     """
-    coupling[...] = strictly_lower.astype(jnp.float16)
-    solved = jnp.where(apart == 0, 1.0, jnp.where(apart == 1, -strictly_lower, 0.0))
+    xor = row_xor_column
+    scratch.coupling[...] = strictly_lower.astype(jnp.float16)
+    solved = jnp.where(xor == 0, 1.0, jnp.where(xor == 1, -strictly_lower, 0.0))
     size = 2
     while size < CHUNK:
-        inverse[...] = solved.astype(jnp.float16)
+        scratch.inverse[...] = solved.astype(jnp.float16)
         plgpu.commit_smem()
-        joining = tensor_cores.product(inverse, coupling)
-        joining = jnp.where((apart >= size) & (apart < 2 * size), -joining, 0.0)
-        (solved,) = tensor_cores.accumulate(spare, (solved, joining.astype(jnp.float16), inverse))
+        joining = tensor_cores.product(scratch.inverse, scratch.coupling)
+        joining = jnp.where((xor >= size) & (xor < 2 * size), -joining, 0.0)
+        (solved,) = tensor_cores.accumulate(
+            scratch.spare, (solved, joining.astype(jnp.float16), scratch.inverse)
+        )
         size *= 2
     return solved

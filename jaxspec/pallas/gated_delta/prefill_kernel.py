@@ -1,15 +1,16 @@
-"""`gdn_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits; import only where kernels run.
+"""`gdn_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits.
 
-Two kernels. `gdn_prefill_chunks` prepares all chunks at once; here a block then walks the chunks of
-one sequence with 64 rows of one head's state, which stay in registers as float32. All it computes
-is transposed, values by tokens, so that what one product puts out is what the next one takes from
-registers: only keys, queries, values and the chunk's two matrices come through shared memory.
+Two kernels. `gdn_prefill_chunks` prepares all chunks at once (`prefill_block`); in the one here, a
+block then walks the chunks of one sequence with 64 rows of one head's state, which stay in
+registers as float32. All it computes is transposed, values by tokens, so that the output of one
+product is the operand of the next in registers: only keys, queries, values and the chunk's two
+matrices come through shared memory.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,174 +18,224 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gated_delta.prefill_block import Sizes, prepare
+from jaxspec.pallas.gated_delta.prefill_block import ChunkRows, Operands, Sizes, prepare
 from jaxspec.pallas.gpu import access, device, tensor_cores
-from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_nothing
+from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_zeros
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-
-@functools.partial(jax.jit, static_argnames="interpret")
-def prefill(
-    q, k, v, g, beta, states, layer, slots, state_offset, num_computed, query_start,
-    *, interpret=None
-):  # fmt: skip
-    """`gdn_prefill` with `layer` on the device, so that all layers share one kernel.
-
-    Queries and keys are rounded to the dtype of `v`, and so is all that tensor cores multiply;
-    sums are float32. `interpret`: parameters of Mosaic's interpreter.
-    """
-    tokens, key_heads, key_dim = k.shape
-    sizes = Sizes(*states.shape, key_heads=key_heads, tokens=tokens, dtype=v.dtype)
-    seqs = sequences(tokens, query_start, slots, state_offset, num_computed)
-    edges, slots, offset, computed = seqs
-    live = (slots > 0) & (slots < sizes.num_slots)
-    first, chunks = _chunks(edges[:-1], edges[1:], live, tokens)
-
-    q, k = (x.astype(v.dtype).reshape(tokens, key_heads * key_dim) for x in (q, k))
-    params = {} if interpret is None else {"interpret": interpret}
-    prepared = prepare(sizes, q, k, g, beta, chunks, params)
-    flat = (sizes.layers * sizes.num_slots * sizes.candidates, -1, key_dim)
-    pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
-    rows = (edges, first, slots, offset, computed, layer[None])
-    out = _walk(sizes, (q, k, v.reshape(tokens, -1)), prepared, rows, pool, params)
-    return out, jax.freeze(pool).reshape(states.shape)
+_NULL_SEQUENCES = 2  # that `sequences` adds
 
 
-def _chunks(begin, end, live, tokens):
-    """The first chunk of each sequence; of each chunk its start, and which of its rows are real.
+class _Tokens(NamedTuple):
+    """Queries, keys and values, `[tokens, heads * dim]`."""
 
-    As many chunks as there may be; those that are not have no real row.
-    """
-    start = begin // ALIGN * ALIGN
-    number = jnp.where(live & (begin < end), (end - start + CHUNK - 1) // CHUNK, 0)
-    last = jnp.cumsum(number, dtype=jnp.int32)
-    # Two of the sequences are null.
-    most = (tokens + (CHUNK + ALIGN - 2) * (len(begin) - 2)) // CHUNK
-    chunk = jnp.arange(max(most, 1), dtype=jnp.int32)
-    seq = jnp.sum(last[None, :] <= chunk[:, None], axis=1, dtype=jnp.int32)
-    seq = jnp.minimum(seq, len(begin) - 1)
-    here = start[seq] + (chunk - (last - number)[seq]) * CHUNK
-    low = jnp.maximum(begin[seq] - here, 0)
-    high = jnp.where(chunk < last[-1], jnp.clip(end[seq] - here, 0, CHUNK), 0)
-    return last - number, (here, low, high)
+    q: Any
+    k: Any
+    v: Any
 
 
-def _stages(blocks):
-    """Chunks in shared memory, given how many blocks there may be.
+class _Sequences(NamedTuple):
+    """The layer `[1]`, and of each sequence its tokens, its first chunk and its state."""
 
-    Three hide the copies of a chunk behind two others: one prompt takes a third less time. With two
-    chunks two blocks fit on a multiprocessor, with 1 KB to spare (why the sums of `g` do not come
-    this way), and where there are two for each, that is faster: four prompts of 2048 tokens take an
-    H200 149 us and not 187. But where four may come one often does: its 8192 take 302, not 462.
-    """
-    return 3 if blocks <= 2 * device.MULTIPROCESSORS else 2
+    query_start: Any
+    first_chunk: Any
+    slots: Any
+    state_offset: Any
+    num_computed: Any
+    layer: Any
 
 
-def _walk(sizes, tokens, chunks, rows, pool, params):
-    """Outputs of all tokens; the final states go into `pool`."""
-    dim, dtype, seqs = sizes.key_dim, sizes.dtype, len(rows[1])
-    grid = (sizes.value_dim // VALUES, sizes.value_heads, seqs)
-    stages = _stages(grid[0] * grid[1] * (seqs - 2))  # two of the sequences are null
-    scratch = {
-        "queries": tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
-        "keys": tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
-        "values": tensor_cores.tile(stages, CHUNK, VALUES, dtype=dtype),
-        "matrices": tensor_cores.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
-        "arrived": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-    }
-    if params:
-        scratch["spare"] = tensor_cores.tile(VALUES, dim, dtype=dtype)
-    kernel = plgpu.kernel(
-        functools.partial(_begin, sizes),
-        kernel_name="gdn_prefill",
-        out_type=jax.ShapeDtypeStruct(
-            (sizes.tokens, sizes.value_heads, sizes.value_dim), jnp.float32
-        ),
-        scratch_types=scratch,
-        grid=grid,
-        grid_names=("part", "head", "seq"),
-        # Safe without barriers but `_step`'s own: copies alone write what several threads read.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
-        **params,
-    )
-    return kernel(*tokens, *chunks, *rows, pool)
+class _Scratch(NamedTuple):
+    """Barriers and the ring of chunks in shared memory, in this order; the first axis is stages."""
+
+    arrived: Any
+    keys: Any
+    matrices: Any
+    queries: Any
+    spare: Any  # as for `tensor_cores.operand`, without stages
+    values: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """What one block walks: values on the device, and how it gets a chunk."""
+    """One block's way over a sequence: indices on the device, and access to its chunks."""
 
     begin: jax.Array  # the first token
     end: jax.Array
     start: jax.Array  # of the first chunk
     number: jax.Array  # of chunks
     fetch: Callable  # (chunk, stage): starts the copies
-    ring: tuple  # of queries, keys, values, matrices, arrived
-    sums: Callable  # (chunk) -> where those of `g` are
-    out: Any  # of this block's values: [tokens, VALUES]
-    spare: Any  # as for `tensor_cores.operand`
+    sums: Callable  # (chunk) -> a reference to its sums of `g`
+    out: Any  # the block's values: [tokens, VALUES]
+    scratch: _Scratch
 
 
-def _begin(
-    sizes, q, k, v, matrices_in, sums_in, edges, first, slots, offset, computed, layer, pool, out,
-    *, queries, keys, values, matrices, arrived, spare=None
-):  # fmt: skip
+class _Chunk(NamedTuple):
+    """A chunk in shared memory, and its decays, which are loaded when they are called for."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    coupling: Any  # the first of the two prepared matrices, transposed
+    from_start: Callable  # () -> decay from the chunk's start to each token
+    to_end: Callable  # () -> decay from each token to the chunk's end
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
+    """`gdn_prefill` with `layer` on the device, so that all layers share one kernel.
+
+    Queries and keys are rounded to the dtype of `v`, and so are all operands of tensor cores; sums
+    are float32. `interpret`: parameters of Mosaic's interpreter.
+    """
+    q, k, v, g, beta = tokens
+    num_tokens, key_heads, key_dim = k.shape
+    sizes = Sizes(*states.shape, key_heads=key_heads, tokens=num_tokens, dtype=v.dtype)
+    seqs = sequences(chunks, num_tokens, sizes.num_slots)
+    first_chunk, chunk_rows = _chunks(seqs, num_tokens)
+
+    q, k = (x.astype(v.dtype).reshape(num_tokens, key_heads * key_dim) for x in (q, k))
+    prepared = prepare(sizes, Operands(q, k, g, beta), chunk_rows, interpret)
+    flat = (sizes.layers * sizes.num_slots * sizes.candidates, -1, key_dim)
+    pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
+    indices = _Sequences(
+        query_start=seqs.query_start,
+        first_chunk=first_chunk,
+        slots=seqs.slots,
+        state_offset=seqs.state_offset,
+        num_computed=seqs.num_computed,
+        layer=layer[None],
+    )
+    wide = _Tokens(q, k, v.reshape(num_tokens, -1))
+    out = _walk(sizes, wide, prepared, indices, pool, interpret)
+    return out, jax.freeze(pool).reshape(states.shape)
+
+
+def _chunks(seqs, num_tokens):
+    """The first chunk of each sequence, and the `ChunkRows` of all chunks.
+
+    The arrays have room for the largest possible number of chunks; those beyond the last have no
+    rows.
+    """
+    begin, end = seqs.query_start[:-1], seqs.query_start[1:]
+    start = begin // ALIGN * ALIGN
+    number = jnp.where(seqs.slots > 0, (end - start + CHUNK - 1) // CHUNK, 0)
+    last = jnp.cumsum(number, dtype=jnp.int32)
+    real_seqs = len(begin) - _NULL_SEQUENCES
+    max_chunks = (num_tokens + (CHUNK + ALIGN - 2) * real_seqs) // CHUNK
+    chunk = jnp.arange(max(max_chunks, 1), dtype=jnp.int32)
+    seq = jnp.sum(last[None, :] <= chunk[:, None], axis=1, dtype=jnp.int32)
+    seq = jnp.minimum(seq, len(begin) - 1)
+    chunk_start = start[seq] + (chunk - (last - number)[seq]) * CHUNK
+    low = jnp.maximum(begin[seq] - chunk_start, 0)
+    high = jnp.where(chunk < last[-1], jnp.clip(end[seq] - chunk_start, 0, CHUNK), 0)
+    return last - number, ChunkRows(chunk_start, low, high)
+
+
+def _stages(blocks):
+    """How many chunks a block has in shared memory, given how many blocks there may be.
+
+    With three, the copies of a chunk hide behind two others. With two, two blocks fit on a
+    multiprocessor, but with 1 KB to spare, which is why the sums of `g` do not come this way. Two
+    are faster if there are more blocks than that (benchmarks/results/kernels_h200.json, op
+    gdn_prefill).
+    """
+    return 3 if blocks <= 2 * device.MULTIPROCESSORS else 2
+
+
+def _walk(sizes, tokens, prepared, seqs, pool, interpret):
+    """Outputs of all tokens; the final states go into `pool`."""
+    dim, dtype, num_seqs = sizes.key_dim, sizes.dtype, len(seqs.slots)
+    grid = (sizes.value_dim // VALUES, sizes.value_heads, num_seqs)
+    stages = _stages(grid[0] * grid[1] * (num_seqs - _NULL_SEQUENCES))
+    scratch = _Scratch(
+        arrived=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        keys=tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        matrices=tensor_cores.tile(stages, 2 * CHUNK, CHUNK, dtype=dtype),
+        queries=tensor_cores.tile(stages, CHUNK, dim, dtype=dtype),
+        spare=None if interpret is None else tensor_cores.tile(VALUES, dim, dtype=dtype),
+        values=tensor_cores.tile(stages, CHUNK, VALUES, dtype=dtype),
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_walk_sequence, sizes),
+        kernel_name="gdn_prefill",
+        out_type=jax.ShapeDtypeStruct(
+            (sizes.tokens, sizes.value_heads, sizes.value_dim), jnp.float32
+        ),
+        scratch_types={"scratch": scratch},
+        grid=grid,
+        grid_names=("part", "head", "seq"),
+        # Safe without barriers but `_step`'s own: only copies write what several threads read.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(tokens, prepared, seqs, pool)
+
+
+def _walk_sequence(sizes, tokens, prepared, seqs, pool, out, *, scratch):
     """Find the block's sequence and its initial state, walk it, and keep the final one."""
     part, head, seq = (lax.axis_index(name) for name in ("part", "head", "seq"))
-    begin, end, slot = edges[seq], edges[seq + 1], slots[seq]
-    live = (slot > 0) & (slot < sizes.num_slots)
+    begin, end, slot = seqs.query_start[seq], seqs.query_start[seq + 1], seqs.slots[seq]
+    live = slot > 0
     start = begin - lax.rem(begin, ALIGN)
-    number = jnp.where(live & (begin < end), lax.div(end - start + CHUNK - 1, CHUNK), 0)
-    rows = pl.ds(head * sizes.value_dim + part * VALUES, VALUES)
-    columns = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
-    ring = (queries, keys, values, matrices, arrived)
+    number = jnp.where(live, lax.div(end - start + CHUNK - 1, CHUNK), 0)
+    values = pl.ds(head * sizes.value_dim + part * VALUES, VALUES)
+    keys = pl.ds(lax.div(head, sizes.group) * sizes.key_dim, sizes.key_dim)
 
     def fetch(j, stage):
-        here = pl.ds(pl.multiple_of(start + j * CHUNK, ALIGN), CHUNK)
-        sources = (
-            q.at[here, columns], k.at[here, columns], v.at[here, rows],
-            matrices_in.at[first[seq] + j, head],
-        )  # fmt: skip
-        for source, target in zip(sources, ring, strict=False):
-            plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage])
+        rows = pl.ds(pl.multiple_of(start + j * CHUNK, ALIGN), CHUNK)
+        copies = (
+            (tokens.q.at[rows, keys], scratch.queries),
+            (tokens.k.at[rows, keys], scratch.keys),
+            (tokens.v.at[rows, values], scratch.values),
+            (prepared.matrices.at[seqs.first_chunk[seq] + j, head], scratch.matrices),
+        )
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target.at[stage], scratch.arrived.at[stage])
 
-    mine = out.at[:, head, pl.ds(part * VALUES, VALUES)]
+    own_out = out.at[:, head, pl.ds(part * VALUES, VALUES)]
     walk = _Walk(
-        *(begin, end, start, number, fetch, ring),
-        *(lambda j: sums_in.at[first[seq] + j, head], mine, spare),
+        begin=begin,
+        end=end,
+        start=start,
+        number=number,
+        fetch=fetch,
+        sums=lambda j: prepared.sums.at[seqs.first_chunk[seq] + j, head],
+        out=own_out,
+        scratch=scratch,
     )
 
     @pl.when(number > 0)
     def _():
-        for stage in range(queries.shape[0]):
+        for stage in range(scratch.queries.shape[0]):
             pl.when(stage < number)(functools.partial(fetch, stage, stage))
-        place = (layer[0] * sizes.num_slots + slot) * sizes.candidates
-        source = place + jnp.clip(offset[seq], 0, sizes.candidates - 1)
-        state = access.load(pool.at[source, rows], plgpu.Layout.WGMMA).astype(jnp.float32)
-        state = jnp.where(jnp.broadcast_to(computed[seq] > 0, state.shape), state, 0.0)
+        candidate_0 = (seqs.layer[0] * sizes.num_slots + slot) * sizes.candidates
+        source = candidate_0 + jnp.clip(seqs.state_offset[seq], 0, sizes.candidates - 1)
+        state = access.load(pool.at[source, values], plgpu.Layout.WGMMA).astype(jnp.float32)
+        continues = jnp.broadcast_to(seqs.num_computed[seq] > 0, state.shape)
+        state = jnp.where(continues, state, 0.0)
         state = lax.fori_loop(0, number, functools.partial(_step, sizes, walk), state)
-        access.store(pool.at[place, rows], state.astype(pool.dtype))
+        access.store(pool.at[candidate_0, values], state.astype(pool.dtype))
 
     @pl.when(jnp.logical_not(live))
     def _():
-        store_nothing(mine, begin, end)
+        store_zeros(own_out, begin, end)
 
 
 def _step(sizes, walk, j, state):
     """One chunk: its outputs, and the state `[values, key_dim]` after it."""
-    stages = walk.ring[0].shape[0]
+    ring, stages = walk.scratch, walk.scratch.queries.shape[0]
     stage = lax.rem(j, stages)
-    arrived = walk.ring[-1].at[stage]
-    queries, keys, values, matrices = (x.at[stage] for x in walk.ring[:-1])
+    keys, values, matrices = (x.at[stage] for x in (ring.keys, ring.values, ring.matrices))
     coupling, weights = (matrices.at[pl.ds(i * CHUNK, CHUNK)].transpose((1, 0)) for i in range(2))
     start = walk.start + j * CHUNK
     low, high = jnp.maximum(walk.begin - start, 0), jnp.minimum(walk.end - start, CHUNK)
     whole = high - low == CHUNK
     sums = walk.sums(j)
     total, last = access.load(sums, plgpu.Layout.WGMMA.reduce(0)), sums[CHUNK - 1]
-    plgpu.barrier_wait(arrived)
+    plgpu.barrier_wait(ring.arrived.at[stage])
 
     @pl.when(jnp.logical_not(whole))
     def _():
@@ -194,36 +245,41 @@ def _step(sizes, walk, j, state):
     def factor(log):
         return lax.broadcast_in_dim(jnp.exp(log), (VALUES, CHUNK), (1,))
 
-    written, decayed, read = _against_state(
-        *(state.astype(sizes.dtype), queries, keys, values, coupling),
-        *(lambda: factor(total), lambda: factor(last - total), walk.spare),
+    chunk = _Chunk(
+        queries=ring.queries.at[stage],
+        keys=keys,
+        values=values,
+        coupling=coupling,
+        from_start=lambda: factor(total),
+        to_end=lambda: factor(last - total),
     )
+    written, decayed, read = _against_state(state.astype(sizes.dtype), chunk, ring.spare)
     state, out = tensor_cores.accumulate(
-        walk.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
+        ring.spare, (state * jnp.exp(last), decayed, keys), (read, written, weights)
     )
     store(walk.out, start, low, high, out)
     plgpu.commit_smem()  # all threads have read the chunk that the next copy overwrites
-    again = j + stages
-    pl.when(again < walk.number)(lambda: walk.fetch(again, stage))
+    refill = j + stages
+    pl.when(refill < walk.number)(lambda: walk.fetch(refill, stage))
     return state
 
 
-def _against_state(state, queries, keys, values, coupling, from_start, to_end, spare):
-    """What the chunk writes, `(values - recalled) @ coupling`, that at its end, and what it reads.
+def _against_state(state, chunk, spare):
+    """The values that a chunk writes; the same, decayed to its end; and its reads of the state.
 
-    Every product is under way before one that it does not need is waited for. `from_start` and
-    `to_end` are called when they are needed, for what they wait for may still be loading.
+    The written values are `(values - recalled) @ coupling`. Each product starts before the kernel
+    waits for one that it does not need.
     """
 
     def run(recalled, written, read):
-        plgpu.wgmma(recalled, tensor_cores.operand(state, spare), keys.transpose((1, 0)))
-        plgpu.wgmma(written, values.transpose((1, 0)), coupling)
-        kept = from_start()
-        wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -kept
-        plgpu.wgmma(written, tensor_cores.operand(wrong.astype(state.dtype), spare), coupling)
-        plgpu.wgmma(read, tensor_cores.operand(state, spare), queries.transpose((1, 0)))
+        plgpu.wgmma(recalled, tensor_cores.operand(state, spare), chunk.keys.transpose((1, 0)))
+        plgpu.wgmma(written, chunk.values.transpose((1, 0)), chunk.coupling)
+        decay = chunk.from_start()
+        wrong = plgpu.wgmma_accumulator_load(recalled, wait_n=1) * -decay
+        plgpu.wgmma(written, tensor_cores.operand(wrong.astype(state.dtype), spare), chunk.coupling)
+        plgpu.wgmma(read, tensor_cores.operand(state, spare), chunk.queries.transpose((1, 0)))
         new = plgpu.wgmma_accumulator_load(written, wait_n=1)
-        rounded, decayed = new.astype(state.dtype), (new * to_end()).astype(state.dtype)
-        return rounded, decayed, read[...] * kept
+        rounded, decayed = new.astype(state.dtype), (new * chunk.to_end()).astype(state.dtype)
+        return rounded, decayed, read[...] * decay
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 3)

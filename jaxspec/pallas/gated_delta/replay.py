@@ -8,6 +8,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
+from jaxspec.regions import DecodeRegion
 
 States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
@@ -147,7 +148,7 @@ def _replayed(
     k, u, g = jnp.repeat(take(ring.k), group, axis=2), take(ring.u), take(ring.g)
     after = sums_after(g)
     whole = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
-    checkpoint = state_select_reference(states, layer, slot, jnp.zeros_like(slot))
+    checkpoint = state_select_reference(states, layer, DecodeRegion(*[slot] * 5))
     checkpoint = checkpoint.astype(jnp.float32)
     added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
     return whole * checkpoint + added

@@ -1,12 +1,12 @@
-"""`mamba2_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits; import only where kernels run.
+"""`mamba2_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits.
 
 A block walks the chunks of a tile of one sequence with 64 rows of one head's state, which stay in
 registers as float32. As in `gdn_prefill` all it computes is transposed, values by tokens, so that
-the state is what products put out and what they take from registers.
+the state is an accumulator of products and, rounded, an operand of them, both in registers.
 
-A long prompt alone would be as many blocks as it has heads, half of what a GPU runs at once. So it
-is cut into several tiles, and a kernel before finds what each of them but the last adds to the
-state; a block then begins with the sum over the tiles before its own.
+One long prompt alone would be as many blocks as it has heads, half of what a GPU runs at once. So
+it is cut into several tiles. A first kernel, `prefill_tiles.add_tiles`, finds what each tile but
+the last adds to the state; a block then begins with the sum over the tiles before its own.
 """
 
 import functools
@@ -26,167 +26,161 @@ from jaxspec.pallas.recurrent.chunk_blocks import (
     iota,
     sequences,
     store,
-    store_nothing,
+    store_zeros,
 )
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-# That an H200 runs at once: registers and shared memory are for two each.
+# Blocks that an H200 runs at once: registers and shared memory are for two a multiprocessor.
 _BLOCKS = 2 * device.MULTIPROCESSORS
-_LEAST_TILE = 4 * CHUNK  # tokens worth a tile of their own
+_MIN_TILE = 4 * CHUNK  # tokens worth a tile of their own
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
-def prefill(
-    x, dt, a, b, c, d, states, layer, slots, state_offset, num_computed, query_start,
-    *, tile=None, interpret=None
-):  # fmt: skip
+def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret=None):
     """`mamba2_prefill` with `layer` on the device, so that all layers share one kernel.
 
     `tile`: tokens of a tile, whole chunks. `interpret`: parameters of Mosaic's interpreter.
     """
-    tokens, groups, state_dim = b.shape
+    x, dt, a, b, c, d = tokens
+    num_tokens, groups, state_dim = b.shape
     dtype = x.dtype
     if tile is None:
-        wanted = max(1, _BLOCKS // (x.shape[1] * x.shape[2] // VALUES))
-        tile = max(_LEAST_TILE, -(-tokens // (wanted * CHUNK)) * CHUNK)
-    sizes = tiles.Sizes(*states.shape, groups=groups, tokens=tokens, tile=tile, dtype=dtype)
-    seqs = sequences(tokens, query_start, slots, state_offset, num_computed)
-    work = _schedule(sizes, *seqs)
+        tiles_at_once = max(1, _BLOCKS // (x.shape[1] * x.shape[2] // VALUES))
+        tile = max(_MIN_TILE, -(-num_tokens // (tiles_at_once * CHUNK)) * CHUNK)
+    sizes = tiles.Sizes(*states.shape, groups=groups, tokens=num_tokens, tile=tile, dtype=dtype)
+    schedule = _schedule(sizes, sequences(chunks, num_tokens, sizes.num_slots))
 
-    x, b, c = (y.astype(dtype).reshape(tokens, -1) for y in (x, b, c))
-    steps = dt.T  # a head's are neighbours, which copies want
-    params = {} if interpret is None else {"interpret": interpret}
+    x, b, c = (y.astype(dtype).reshape(num_tokens, -1) for y in (x, b, c))
+    operands = tiles.Operands(x=x, b=b, dt=dt.T, a=a, schedule=schedule, layer=layer[None])
     flat = (sizes.layers * sizes.num_slots * sizes.candidates, -1, state_dim)
     pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
-    operands = (x, b, steps, a, work, layer[None])
-    before = tiles.add_tiles(sizes, *operands, pool, params) if tile < tokens else ()
-    out = _walk_tiles(sizes, (*operands, c, d, *before), pool, params)
+    is_cut = tile < num_tokens
+    tile_sums = tiles.add_tiles(sizes, operands, pool, interpret) if is_cut else None
+    kernel = plgpu.kernel(
+        functools.partial(_walk_tile, sizes),
+        kernel_name="mamba2_prefill",
+        out_type=jax.ShapeDtypeStruct((sizes.tokens, sizes.heads, sizes.head_dim), jnp.float32),
+        scratch_types={"scratch": tiles.output_scratch(sizes, interpret)},
+        **tiles.launch_options(sizes, schedule.shape[0], interpret),
+    )
+    out = kernel(operands, c, d, tile_sums, pool)
     return out, jax.freeze(pool).reshape(states.shape)
 
 
-def _schedule(sizes, edges, slots, offset, computed):
-    """What every tile is, `[tiles, 6]` in the order of `Tile`; the same for all layers.
+def _schedule(sizes, seqs):
+    """The tiles of all sequences, a `Tile` in each row; the same for all layers.
 
-    As many tiles as there may be; in those that are not there is no token.
+    There is a row for each of the largest possible number of tiles; those beyond the last have no
+    token.
     """
-    begin, end = edges[:-1], edges[1:]
-    live = (slots > 0) & (slots < sizes.num_slots)
+    begin, end = seqs.query_start[:-1], seqs.query_start[1:]
     first = begin // ALIGN * ALIGN
     number = jnp.where(begin < end, (end - first + sizes.tile - 1) // sizes.tile, 0)
     last = jnp.cumsum(number, dtype=jnp.int32)
-    most = (sizes.tokens + (sizes.tile + ALIGN - 2) * len(begin)) // sizes.tile
-    tile = jnp.arange(most, dtype=jnp.int32)
-    seq = jnp.sum(last[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    max_tiles = (sizes.tokens + (sizes.tile + ALIGN - 2) * len(begin)) // sizes.tile
+    row = jnp.arange(max_tiles, dtype=jnp.int32)
+    seq = jnp.sum(last[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, len(begin) - 1)
-    index = tile - (last - number)[seq]
-    start = first[seq] + index * sizes.tile
-    source = jnp.where(computed > 0, jnp.clip(offset, 0, sizes.candidates - 1), -1)
-    here = jnp.maximum(begin[seq], start), jnp.minimum(end[seq], start + sizes.tile)
-    columns = (jnp.where(live, slots, 0)[seq], source[seq], *here, index, number[seq])
-    return jnp.stack(columns, axis=1)
+    position = row - (last - number)[seq]
+    start = first[seq] + position * sizes.tile
+    candidate = jnp.clip(seqs.state_offset, 0, sizes.candidates - 1)
+    table = tiles.Tile(
+        slot=seqs.slots[seq],
+        source=jnp.where(seqs.num_computed > 0, candidate, -1)[seq],
+        begin=jnp.maximum(begin[seq], start),
+        end=jnp.minimum(end[seq], start + sizes.tile),
+        position=position,
+        tiles=number[seq],
+    )
+    return jnp.stack(table, axis=1)
 
 
-def _walk_tiles(sizes, operands, pool, params):
-    """Outputs of all tokens; the final states go into `pool`."""
-    work = operands[4]
-    scratch = {
-        **tiles.scratch(sizes, max(CHUNK, sizes.state_dim), bool(params)),
-        "queries": tiles.queries(sizes),
-        "weights": tensor_cores.tile(CHUNK, CHUNK, dtype=sizes.dtype),
-        "arrived": tiles.arrived(4),
-    }
-    out = (sizes.tokens, sizes.heads, sizes.head_dim)
-    return plgpu.kernel(
-        functools.partial(_walk_tile, sizes),
-        kernel_name="mamba2_prefill",
-        out_type=jax.ShapeDtypeStruct(out, jnp.float32),
-        scratch_types=scratch,
-        **tiles.launch(sizes, work.shape[0], params),
-    )(*operands, pool)
+def _walk_tile(sizes, operands, c, d, tile_sums, pool, out, *, scratch):
+    """The block of one tile; array operands are references, and uncut prompts have no sums."""
+    block, index = tiles.BlockIndex.of_grid(sizes), lax.axis_index("tile")
+    tile = tiles.Tile.load(operands.schedule, index)
+    own_out = out.at[:, block.head, pl.ds(lax.axis_index("part") * VALUES, VALUES)]
 
+    def copies(tokens):
+        return (
+            (operands.b.at[tokens, block.keys], scratch.keys),
+            (operands.x.at[tokens, block.values], scratch.values),
+            (operands.dt.at[block.head, tokens], scratch.steps),
+            (c.at[tokens, block.keys], scratch.queries),
+        )
 
-def _walk_tile(
-    sizes, x, b, steps_in, rates, work, layer, c, d, *others,
-    keys, values, steps, queries, weights, arrived, line, spare=None
-):  # fmt: skip
-    """The block of one tile."""
-    *before, pool, out = others
-    (rows, shared, head), index = tiles.place(sizes), lax.axis_index("tile")
-    tile = tiles.Tile.find(work, index)
-    mine = out.at[:, head, pl.ds(lax.axis_index("part") * VALUES, VALUES)]
-
-    def sources(here):
-        own = (b.at[here, shared], x.at[here, rows], steps_in.at[head, here])
-        return *own, c.at[here, shared]
-
-    ring = (keys, values, steps, queries)
-    walk = tiles.Walk(tile, sources, ring, arrived, rates[head], line, spare)
+    walk = tiles.Walk(tile, copies, operands.a[block.head], scratch)
 
     def start():
         def from_pool():
-            return tiles.initial(sizes, tile, pool, layer, rows)
+            return tiles.initial_state(sizes, tile, pool, operands.layer, block.values)
 
-        if not before:
+        def from_tiles():
+            return _sum(sizes, tile_sums, tile, block)
+
+        if tile_sums is None:
             return from_pool()
-        return lax.cond(tile.number > 1, lambda: _sum(sizes, before, tile, rows), from_pool)
+        return lax.cond(tile.tiles > 1, from_tiles, from_pool)
 
-    pl.when(tile.slot == 0)(lambda: store_nothing(mine, tile.begin, tile.end))
+    pl.when(tile.slot == 0)(lambda: store_zeros(own_out, tile.begin, tile.end))
 
     @pl.when((tile.slot > 0) & (tile.begin < tile.end))
     def _():
-        step = functools.partial(_step, walk, weights, d[head], mine)
+        step = functools.partial(_step, walk, d[block.head], own_out)
         state = walk.over(tile.chunks, step, start)
-        again = tiles.Tile.find(work, index)  # the loop has no registers to keep it in
+        # Loaded again, because the loop has no registers to keep it in.
+        walked = tiles.Tile.load(operands.schedule, index)
 
-        @pl.when(again.index == again.number - 1)
+        @pl.when(walked.position == walked.tiles - 1)
         def _():
-            target = (layer[0] * sizes.num_slots + again.slot) * sizes.candidates
-            access.store(pool.at[target, rows], state.astype(pool.dtype))
+            candidate_0 = operands.layer[0] * sizes.num_slots + walked.slot
+            target = pool.at[candidate_0 * sizes.candidates, block.values]
+            access.store(target, state.astype(pool.dtype))
 
 
-def _sum(sizes, before, tile, rows):
-    """The state at the start of a tile, from what those before it add."""
-    added, left = before
-    index, head = lax.axis_index("tile"), lax.axis_index("head")
+def _sum(sizes, tile_sums, tile, block):
+    """The state at the start of a tile, from what the tiles before it add."""
+    index = lax.axis_index("tile")
 
-    def one(i, state):
-        new = access.load(added.at[i, rows], plgpu.Layout.WGMMA)
-        return state * left[i, head] + new
+    def add(i, state):
+        new = access.load(tile_sums.added.at[i, block.values], plgpu.Layout.WGMMA)
+        return state * tile_sums.left[i, block.head] + new
 
-    return lax.fori_loop(index - tile.index, index + 1, one, tiles.nothing(sizes))
+    return lax.fori_loop(index - tile.position, index + 1, add, tiles.zero_state(sizes))
 
 
-def _step(walk, weights, skip, out, chunk, done, state):
-    """One chunk: its outputs, and the state `[values, state_dim]` after it."""
-    kept, written, left, last = _start_outputs(walk, weights, skip, chunk, state)
+def _step(walk, skip, out, chunk, release, state):
+    """One chunk: its outputs, and the state `[values, state_dim]` after it; `skip` is `D`."""
+    weights = walk.scratch.weights
+    kept, written, left, last = _start_outputs(walk, skip, chunk, state)
     result, state = tensor_cores.accumulate(
-        walk.spare,
+        walk.scratch.spare,
         (kept, written, weights.transpose((1, 0))),
         (state * jnp.exp2(last), left, chunk.keys),
     )
-    done()
+    release()
     store(out, chunk.start, chunk.low, chunk.high, result)
     return state
 
 
-def _start_outputs(walk, weights, skip, chunk, state):
-    """The outputs without what the chunk itself writes; that, for them and for its end; its decay.
+def _start_outputs(walk, skip, chunk, state):
+    """The outputs from the state and `D` alone, and then the last three of `written_by`.
 
-    `weights` then holds how much each output takes of what each token writes. While a product is
-    under way, what does not need it is found.
+    `scratch.weights` then holds the weight of each written value in each output. While a product is
+    under way, the kernel computes all that does not need it.
     """
-    queries, keys = chunk.queries, chunk.keys
+    queries, keys, scratch = chunk.queries, chunk.keys, walk.scratch
 
-    def run(alike, read):
-        plgpu.wgmma(alike, queries, keys.transpose((1, 0)))
+    def run(cb, read):
+        plgpu.wgmma(cb, queries, keys.transpose((1, 0)))
         log = along(walk.sum_up(chunk), 0) - along(walk.sums(), 1)
         decay = jnp.exp2(jnp.where(iota(1) <= iota(0), log, -jnp.inf))
-        weights[...] = (alike[...] * decay).astype(weights.dtype)
+        scratch.weights[...] = (cb[...] * decay).astype(scratch.weights.dtype)
         plgpu.commit_smem()
-        rounded = tensor_cores.operand(state.astype(keys.dtype), walk.spare)
+        rounded = tensor_cores.operand(state.astype(keys.dtype), scratch.spare)
         plgpu.wgmma(read, rounded, queries.transpose((1, 0)))
-        values, written, left, last = walk.left_of(chunk)
-        kept = read[...] * along(jnp.exp2(walk.sums()), 1) + skip * values
+        x, written, left, last = walk.written_by(chunk)
+        kept = read[...] * along(jnp.exp2(walk.sums()), 1) + skip * x
         return kept, written, left, last
 
     return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((VALUES, CHUNK), jnp.float32)] * 2)

@@ -1,13 +1,14 @@
-"""Tiles of `mamba2_prefill`: how blocks walk their chunks, and what they add to a state.
+"""Tiles of `mamba2_prefill`: how a block walks a tile's chunks, and the kernel that sums tiles up.
 
-Import only where kernels run.
+A tile is a stretch of one sequence, in whole chunks. `add_tiles` computes what each tile adds to
+the state; `prefill_kernel` then computes the outputs of all tiles at once.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,14 @@ from jaxspec.pallas.gpu import access, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, along, iota, limited, sums
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-# Chunks in shared memory: with two, two blocks fit on a multiprocessor.
-_STAGES = 2
+_STAGES = 2  # chunks in shared memory: with two, two blocks fit on a multiprocessor
 _LOG2E = math.log2(math.e)
-_OVER = plgpu.Layout.WGMMA.reduce(0)  # of vectors over a matrix's columns
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # the layout of vectors over a matrix's columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes a block knows."""
+    """Static sizes that a block knows; the first six are the pool's axes."""
 
     layers: int
     num_slots: int
@@ -38,48 +38,84 @@ class Sizes:
     groups: int
     tokens: int
     tile: int  # tokens of a tile
-    dtype: Any  # of what tensor cores multiply
+    dtype: Any  # of operands of tensor cores
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Some chunks of a sequence: values on the device."""
+class Tile(NamedTuple):
+    """One tile, or a column of each for all tiles: the schedule is `[tiles, fields]`, int32."""
 
-    slot: jax.Array  # 0: of nobody
-    source: jax.Array  # the candidate that the sequence starts from, -1: from zero
-    begin: jax.Array  # the first token
-    end: jax.Array
-    index: jax.Array  # among the sequence's tiles
-    number: jax.Array  # of those
+    slot: Any  # 0: a null sequence's
+    source: Any  # the candidate that the sequence starts from; -1: it starts from zero
+    begin: Any  # the first token; a tile beyond the last has none
+    end: Any
+    position: Any  # among the sequence's tiles
+    tiles: Any  # how many the sequence has
 
     @classmethod
-    def find(cls, work, index) -> "Tile":
-        """The one in that row of the schedule."""
-        return cls(*(work[index, i] for i in range(6)))
+    def load(cls, schedule, row) -> "Tile":
+        """The tile in that row of the schedule."""
+        return cls(*(schedule[row, column] for column in range(len(cls._fields))))
 
     @property
     def start(self):
-        """Of the first chunk."""
+        """Where the first chunk starts."""
         return self.begin - lax.rem(self.begin, ALIGN)
 
     @property
     def chunks(self):
-        """Their number."""
+        """The number of chunks."""
         count = lax.div(self.end - self.start + CHUNK - 1, CHUNK)
         return jnp.where(self.begin < self.end, count, 0)
 
 
+class Operands(NamedTuple):
+    """What both kernels read beside the pool, in a kernel as references."""
+
+    x: Any  # [tokens, heads * head_dim]
+    b: Any  # [tokens, groups * state_dim]
+    dt: Any  # [heads, tokens], so that a head's are neighbours, as copies need
+    a: Any  # [heads]
+    schedule: Any  # [tiles, fields of Tile]
+    layer: Any  # [1]
+
+
+class TileSums(NamedTuple):
+    """How the tile before each tile changes the state: to `left * state + added`.
+
+    For a sequence's first tile, `added` is the initial state. A sequence of one tile has no sums.
+    """
+
+    added: Any  # [tiles, heads * head_dim, state_dim]
+    left: Any  # [tiles, heads]: the decay over the tile
+
+
+class Scratch(NamedTuple):
+    """Barriers, the ring of chunks and other shared memory of a walk, in this order.
+
+    The first axis of the ring's arrays is stages. None: the kernel does not need it.
+    """
+
+    arrived: Any
+    keys: Any  # ring of `B`
+    line: Any  # a vector over a chunk's tokens
+    queries: Any  # ring of `C`
+    spare: Any  # as for `tensor_cores.operand`
+    steps: Any  # ring of `dt`
+    values: Any  # ring of `x`
+    weights: Any  # a matrix over a chunk's tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A chunk that has arrived: where its `B`, `x`, `dt` and, if asked for, `C` are."""
+    """A chunk that has arrived: references to its `B`, `x`, `dt` and, for outputs, `C`."""
 
-    start: jax.Array  # token
-    low: jax.Array  # its tokens are the sequence's from here
+    start: jax.Array  # the token of its first row
+    low: jax.Array  # rows from `low` to `high` are the sequence's
     high: jax.Array
     keys: Any
     values: Any
     steps: Any
-    queries: Any = None
+    queries: Any  # or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,201 +123,223 @@ class Walk:
     """A block's way over the chunks of a tile, through a ring in shared memory."""
 
     tile: Tile
-    sources: Callable  # (tokens) -> where a chunk comes from, in the order of `Chunk`
-    ring: tuple
-    arrived: Any
+    copies: Callable  # (slice of tokens) -> pairs of a source and its ring
     rate: jax.Array  # `A` of the head
-    line: Any  # shared memory for a vector
-    spare: Any  # as for `tensor_cores.operand`
+    scratch: Scratch
 
     def over(self, chunks, step, start):
-        """`step(chunk, done, carry)` for each; it calls `done` when all have read the chunk.
+        """`step(chunk, release, carry)` for each chunk; gives the last carry.
 
-        `start` gives the first carry, while the first chunks are on their way.
+        `step` calls `release` when all threads have read the chunk. `start` gives the first carry,
+        while the first chunks are on their way.
         """
         for stage in range(_STAGES):
             pl.when(stage < chunks)(functools.partial(self._fetch, stage, stage))
 
-        def one(j, carry):
-            stage, again = lax.rem(j, _STAGES), j + _STAGES
+        def take_chunk(j, carry):
+            stage, refill = lax.rem(j, _STAGES), j + _STAGES
             chunk = self._await(j, stage)
 
-            def done():
+            def release():
                 plgpu.commit_smem()
-                pl.when(again < chunks)(lambda: self._fetch(again, stage))
+                pl.when(refill < chunks)(lambda: self._fetch(refill, stage))
 
-            return step(chunk, done, carry)
+            return step(chunk, release, carry)
 
-        return lax.fori_loop(0, chunks, one, start())
+        return lax.fori_loop(0, chunks, take_chunk, start())
 
     def _fetch(self, j, stage):
-        here = pl.ds(pl.multiple_of(self.tile.start + j * CHUNK, ALIGN), CHUNK)
-        for source, target in zip(self.sources(here), self.ring, strict=True):
-            plgpu.copy_gmem_to_smem(source, target.at[stage], self.arrived.at[stage])
+        tokens = pl.ds(pl.multiple_of(self.tile.start + j * CHUNK, ALIGN), CHUNK)
+        for source, ring in self.copies(tokens):
+            plgpu.copy_gmem_to_smem(source, ring.at[stage], self.scratch.arrived.at[stage])
 
     def _await(self, j, stage):
         start = self.tile.start + j * CHUNK
-        low = jnp.maximum(self.tile.begin - start, 0)
-        high = jnp.minimum(self.tile.end - start, CHUNK)
-        chunk = Chunk(start, low, high, *(x.at[stage] for x in self.ring))
-        plgpu.barrier_wait(self.arrived.at[stage])
+        ring = self.scratch
+        chunk = Chunk(
+            start=start,
+            low=jnp.maximum(self.tile.begin - start, 0),
+            high=jnp.minimum(self.tile.end - start, CHUNK),
+            keys=ring.keys.at[stage],
+            values=ring.values.at[stage],
+            steps=ring.steps.at[stage],
+            queries=None if ring.queries is None else ring.queries.at[stage],
+        )
+        plgpu.barrier_wait(ring.arrived.at[stage])
 
-        @pl.when(high - low < CHUNK)
+        @pl.when(chunk.high - chunk.low < CHUNK)
         def _():
             by_rows = plgpu.Layout.WGMMA.reduce(1)
-            place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=by_rows)
+            row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=by_rows)
             new = access.load(chunk.steps, by_rows)
-            new = jnp.where((low <= place) & (place < high), new, 0.0)
+            new = jnp.where((chunk.low <= row) & (row < chunk.high), new, 0.0)
             access.store(chunk.steps, new)
-            tensor_cores.clear(chunk.keys, low, high)
-            tensor_cores.clear(chunk.values, low, high)
+            tensor_cores.clear(chunk.keys, chunk.low, chunk.high)
+            tensor_cores.clear(chunk.values, chunk.low, chunk.high)
 
         return chunk
 
     def sum_up(self, chunk):
-        """The logs of decays up to each token, over a matrix's rows; over its columns in `line`.
+        """The log2 of decays up to each token, over a matrix's rows; over its columns in `line`.
 
-        In units of log2, which exp2 takes as they are.
+        In units of log2 because exp2 takes them as they are.
         """
-        new = access.load(chunk.steps, _OVER)
+        new = access.load(chunk.steps, _COLUMNS)
         by_rows = sums(along(limited(new * self.rate), 1), iota(0), iota(1)) * _LOG2E
-        access.store(self.line, by_rows)
+        access.store(self.scratch.line, by_rows)
         plgpu.commit_smem()
         return by_rows
 
     def sums(self):
-        """Those in `line`: loaded again and again, since registers are scarce."""
-        return access.load(self.line, _OVER)
+        """The sums in `line`; loaded again at each use, since registers are scarce."""
+        return access.load(self.scratch.line, _COLUMNS)
 
-    def left_of(self, chunk):
-        """`[values, tokens]`: `x`, what of it is written, and what is left of that at the end.
+    def written_by(self, chunk):
+        """`x`, written values, the same at the chunk's end, and the log2 of the chunk's decay.
 
-        The last two rounded, for products. And the log2 of the whole chunk's decay.
+        The first three are `[values, tokens]`; the second and third are rounded, as operands of
+        products.
         """
-        there = access.load(chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
-        dtype, there, last = there.dtype, there.astype(jnp.float32), self.line[CHUNK - 1]
-        written = there * along(access.load(chunk.steps, _OVER), 1)
+        x = access.load(chunk.values.transpose((1, 0)), plgpu.Layout.WGMMA)
+        dtype, x, last = x.dtype, x.astype(jnp.float32), self.scratch.line[CHUNK - 1]
+        written = x * along(access.load(chunk.steps, _COLUMNS), 1)
         left = written * along(jnp.exp2(last - self.sums()), 1)
-        return there, written.astype(dtype), left.astype(dtype), last
+        return x, written.astype(dtype), left.astype(dtype), last
 
 
-def scratch(sizes, columns, interpreted):
-    """Shared memory of a `Walk`, with `columns` of operands that are in registers."""
-    shared = {
-        "keys": tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype),
-        "values": tensor_cores.tile(_STAGES, CHUNK, VALUES, dtype=sizes.dtype),
-        "steps": plgpu.SMEM((_STAGES, CHUNK), jnp.float32),
-        "line": plgpu.SMEM((CHUNK,), jnp.float32),
-    }
-    if interpreted:
-        shared["spare"] = tensor_cores.tile(VALUES, columns, dtype=sizes.dtype)
-    return shared
+class BlockIndex(NamedTuple):
+    """Which part of a tile a block computes."""
+
+    head: Any
+    values: Any  # slice of the rows of a state, and of the columns of `x`
+    keys: Any  # slice of the columns of `B` and `C`
+
+    @classmethod
+    def of_grid(cls, sizes) -> "BlockIndex":
+        """This block's, on the grid of `launch_options`."""
+        part, head = lax.axis_index("part"), lax.axis_index("head")
+        group = lax.div(head, sizes.heads // sizes.groups)
+        return cls(
+            head=head,
+            values=pl.ds(head * sizes.head_dim + part * VALUES, VALUES),
+            keys=pl.ds(group * sizes.state_dim, sizes.state_dim),
+        )
 
 
-def queries(sizes):
-    """More of it, for outputs."""
-    return tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype)
+def adding_scratch(sizes, interpret):
+    """The `Scratch` of a walk that computes no outputs."""
+    spare = tensor_cores.tile(VALUES, CHUNK, dtype=sizes.dtype)
+    return Scratch(
+        arrived=plgpu.Barrier(num_arrivals=3, num_barriers=_STAGES),
+        keys=tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype),
+        line=plgpu.SMEM((CHUNK,), jnp.float32),
+        queries=None,
+        spare=None if interpret is None else spare,
+        steps=plgpu.SMEM((_STAGES, CHUNK), jnp.float32),
+        values=tensor_cores.tile(_STAGES, CHUNK, VALUES, dtype=sizes.dtype),
+        weights=None,
+    )
 
 
-def arrived(copies):
-    """The barriers of a ring of so many kinds."""
-    return plgpu.Barrier(num_arrivals=copies, num_barriers=_STAGES)
+def output_scratch(sizes, interpret):
+    """The `Scratch` of a walk that computes outputs."""
+    spare = tensor_cores.tile(VALUES, max(CHUNK, sizes.state_dim), dtype=sizes.dtype)
+    return adding_scratch(sizes, interpret)._replace(
+        arrived=plgpu.Barrier(num_arrivals=4, num_barriers=_STAGES),
+        queries=tensor_cores.tile(_STAGES, CHUNK, sizes.state_dim, dtype=sizes.dtype),
+        spare=None if interpret is None else spare,
+        weights=tensor_cores.tile(CHUNK, CHUNK, dtype=sizes.dtype),
+    )
 
 
-def launch(sizes, tiles, params):
-    """How both kernels are started: a block for some values of a head of a tile."""
+def launch_options(sizes, tiles, interpret):
+    """How both kernels are started: a block for `VALUES` values of a head of a tile."""
     return {
         "grid": (sizes.head_dim // VALUES, sizes.heads, tiles),
         "grid_names": ("part", "head", "tile"),
-        # Safe without barriers but the walk's own, where threads read what others wrote.
+        # Safe without barriers but the walk's own, where a thread reads another's writes.
         "compiler_params": plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-        **params,
+        **({} if interpret is None else {"interpret": interpret}),
     }
 
 
-def place(sizes):
-    """Of this block: its rows of a tile's states, its head's columns of `B` and `C`, its head."""
-    part, head = lax.axis_index("part"), lax.axis_index("head")
-    rows = pl.ds(head * sizes.head_dim + part * VALUES, VALUES)
-    group = lax.div(head, sizes.heads // sizes.groups)
-    return rows, pl.ds(group * sizes.state_dim, sizes.state_dim), head
-
-
-def nothing(sizes):
+def zero_state(sizes):
     """A block's state of zeros."""
     zeros = jnp.zeros((VALUES, sizes.state_dim), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
-def initial(sizes, tile, pool, layer, rows):
-    """The state that the tile's sequence starts from."""
-    first = (layer[0] * sizes.num_slots + tile.slot) * sizes.candidates
-    source = pool.at[first + jnp.maximum(tile.source, 0), rows]
+def initial_state(sizes, tile, pool, layer, values):
+    """The block's part of the state that the tile's sequence starts from."""
+    candidate_0 = (layer[0] * sizes.num_slots + tile.slot) * sizes.candidates
+    source = pool.at[candidate_0 + jnp.maximum(tile.source, 0), values]
     state = access.load(source, plgpu.Layout.WGMMA).astype(jnp.float32)
     return jnp.where(jnp.broadcast_to(tile.source >= 0, state.shape), state, 0.0)
 
 
-def add_tiles(sizes, x, b, steps, rates, work, layer, pool, params):
-    """Of every tile, what the one before adds to the state, and how much of the state it leaves.
-
-    `[tiles, heads * head_dim, state_dim]` and `[tiles, heads]`. A sequence's first tile has its
-    initial state; nothing is there for a sequence of one tile.
-    """
-    tiles = work.shape[0]
+def add_tiles(sizes, operands, pool, interpret):
+    """The `TileSums` of all tiles."""
+    tiles = operands.schedule.shape[0]
     state = (tiles, sizes.heads * sizes.head_dim, sizes.state_dim)
-    return plgpu.kernel(
+    tile_sums = TileSums(
+        added=jax.ShapeDtypeStruct(state, jnp.float32),
+        left=jax.ShapeDtypeStruct((tiles, sizes.heads), jnp.float32),
+    )
+    kernel = plgpu.kernel(
         functools.partial(_add_tile, sizes),
         kernel_name="mamba2_prefill_tiles",
-        out_type=[
-            jax.ShapeDtypeStruct(state, jnp.float32),
-            jax.ShapeDtypeStruct((tiles, sizes.heads), jnp.float32),
-        ],
-        scratch_types={**scratch(sizes, CHUNK, bool(params)), "arrived": arrived(3)},
-        **launch(sizes, tiles, params),
-    )(x, b, steps, rates, work, layer, pool)
+        out_type=[tile_sums],
+        scratch_types={"scratch": adding_scratch(sizes, interpret)},
+        **launch_options(sizes, tiles, interpret),
+    )
+    (tile_sums,) = kernel(operands, pool)
+    return tile_sums
 
 
-def _add_tile(
-    sizes, x, b, steps_in, rates, work, layer, pool, added, factors,
-    *, keys, values, steps, arrived, line, spare=None
-):  # fmt: skip
-    """The block of one tile."""
-    (rows, shared, head), index = place(sizes), lax.axis_index("tile")
-    tile = Tile.find(work, index)
-    before = Tile.find(work, jnp.maximum(index - 1, 0))
+def _add_tile(sizes, operands, pool, out, *, scratch):
+    """The block of one tile, which walks the tile before it; array operands are references."""
+    block, index = BlockIndex.of_grid(sizes), lax.axis_index("tile")
+    tile = Tile.load(operands.schedule, index)
+    before = Tile.load(operands.schedule, jnp.maximum(index - 1, 0))
 
-    def sources(here):
-        return b.at[here, shared], x.at[here, rows], steps_in.at[head, here]
+    def copies(tokens):
+        return (
+            (operands.b.at[tokens, block.keys], scratch.keys),
+            (operands.x.at[tokens, block.values], scratch.values),
+            (operands.dt.at[block.head, tokens], scratch.steps),
+        )
 
-    walk = Walk(before, sources, (keys, values, steps), arrived, rates[head], line, spare)
+    walk = Walk(before, copies, operands.a[block.head], scratch)
 
-    def step(chunk, done, carry):
+    def step(chunk, release, carry):
         state, log = carry
         walk.sum_up(chunk)
-        _, _, left, last = walk.left_of(chunk)
-        (state,) = tensor_cores.accumulate(spare, (state * jnp.exp2(last), left, chunk.keys))
-        done()
+        _, _, left, last = walk.written_by(chunk)
+        decayed = state * jnp.exp2(last)
+        (state,) = tensor_cores.accumulate(scratch.spare, (decayed, left, chunk.keys))
+        release()
         return state, log + last
 
     def start():
-        return nothing(sizes), jnp.float32(0.0)
+        return zero_state(sizes), jnp.float32(0.0)
 
-    def leave(factor):
+    def store_left(factor):
         @pl.when(lax.axis_index("part") == 0)
         def _():
-            factors[index, head] = factor
+            out.left[index, block.head] = factor
 
-    @pl.when((tile.slot > 0) & (tile.number > 1))
+    @pl.when((tile.slot > 0) & (tile.tiles > 1))
     def _():
-        @pl.when(tile.index == 0)
+        @pl.when(tile.position == 0)
         def _():
-            access.store(added.at[index, rows], initial(sizes, tile, pool, layer, rows))
-            leave(jnp.float32(1.0))
+            state = initial_state(sizes, tile, pool, operands.layer, block.values)
+            access.store(out.added.at[index, block.values], state)
+            store_left(jnp.float32(1.0))
 
-        @pl.when(tile.index > 0)
+        @pl.when(tile.position > 0)
         def _():
             state, log = walk.over(before.chunks, step, start)
-            access.store(added.at[index, rows], state)
-            leave(jnp.exp2(log))
+            access.store(out.added.at[index, block.values], state)
+            store_left(jnp.exp2(log))

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.step import advance, unsupported
+from jaxspec.pallas.mamba2.step import advance, why_not_kernel
 from jaxspec.pallas.recurrent.replay import as_kept, check_ring, must_fold, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
+from jaxspec.regions import DecodeRegion
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
 
@@ -118,7 +119,7 @@ def _replayed(
     after = sums_after(dt)
     whole = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]
     weight = jnp.exp(a[None, None] * after) * dt
-    checkpoint = state_select_reference(states, layer, slots, jnp.zeros_like(slots))
+    checkpoint = state_select_reference(states, layer, DecodeRegion(*[slots] * 5))
     added = jnp.einsum("rwh,rwhp,rwhn->rhpn", weight, x, b, precision="highest")
     return whole * checkpoint.astype(jnp.float32) + added
 
@@ -128,4 +129,4 @@ def _unsupported(x, states, ring):
     window = ring.x.shape[2] - x.shape[1]
     if window > 64:
         return f"a ring that holds {window} tokens, more than 64"
-    return unsupported(x, states)
+    return why_not_kernel(x, states)

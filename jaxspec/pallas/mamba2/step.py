@@ -1,27 +1,20 @@
 """One verify step of Mamba2: a few tokens a row, the state after each one kept."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.state_select import state_select_reference, state_write_reference
+from jaxspec.regions import DecodeRegion
 
 _States = Float[Array, "layers slots candidates heads head_dim state_dim"]
+_Outputs = Float[Array, "rows width heads head_dim"]
 
 
 def mamba2_step(
-    x: Float[Array, "rows width heads head_dim"],
-    dt: Float[Array, "rows width heads"],
-    a: Float[Array, " heads"],
-    b: Float[Array, "rows width groups state_dim"],
-    c: Float[Array, "rows width groups state_dim"],
-    d: Float[Array, " heads"],
-    states: _States,
-    layer: int,
-    slots: Int[Array, " rows"],
-    state_offset: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-) -> tuple[Float[Array, "rows width heads head_dim"], _States]:
+    tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
+) -> tuple[_Outputs, _States]:
     """The selective state space over each row's tokens: float32 outputs, and the new pool.
 
     Per token and head, with `S [head_dim, state_dim]` in float32 (Dao and Gu 2024, "Transformers
@@ -29,38 +22,37 @@ def mamba2_step(
 
         S <- exp(A dt) S + dt x B^T;   y = S C + D x
 
-    `dt` (positive, after bias and softplus), `A` (negative) and `D` are float32; `x`, `B` and `C`
-    come as the convolution leaves them, float32 or 16 bits. Head `h` uses the `B` and `C` of group
-    `h // (heads // groups)`. The first state is the slot's candidate `state_offset`; the state
-    after token `t` becomes candidate `t` for `t < query_len`. So rolling back to `n` accepted
-    drafts is reading candidate `n` next time. Needs `candidates >= width` (ValueError). Padding
-    rows and tokens write nothing, and what they put out means nothing.
+    `tokens` are `[rows, width, ...]`. The first state is the slot's candidate `state_offset`; the
+    state after token `t` becomes candidate `t` for `t < query_len`. To roll back to `n` accepted
+    drafts, the next step reads candidate `n`. Needs `candidates >= width` (ValueError). Padding
+    rows and tokens write nothing, and their outputs mean nothing.
     """
-    width, candidates = x.shape[1], states.shape[2]
+    width, candidates = tokens.x.shape[1], states.shape[2]
     if candidates < width:
         raise ValueError(
             f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
             f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
         )
-    tokens = (x, dt, a, b, c, d)
-    if dispatch.runs_kernel("mamba2_step", unsupported(x, states)):
+    if dispatch.runs_kernel("mamba2_step", why_not_kernel(tokens.x, states)):
         from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 
-        on_device = dispatch.layer_index(states, layer)
-        return mamba2_step_kernel(*tokens, states, on_device, slots, state_offset, query_len)
-    return mamba2_step_reference(*tokens, states, layer, slots, state_offset, query_len)
+        return mamba2_step_kernel(tokens, states, dispatch.layer_index(states, layer), rows)
+    return mamba2_step_reference(tokens, states, layer, rows)
 
 
-def mamba2_step_reference(x, dt, a, b, c, d, states, layer, slots, state_offset, query_len):
+def mamba2_step_reference(
+    tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
+) -> tuple[_Outputs, _States]:
     """The specification of `mamba2_step`: one token after the other."""
-    state = state_select_reference(states, layer, slots, state_offset).astype(jnp.float32)
+    x, dt, a, b, c, d = tokens
+    state = state_select_reference(states, layer, rows).astype(jnp.float32)
     outputs, after = [], []
     for t in range(x.shape[1]):
         state, y = advance(state, x[:, t], dt[:, t], a, b[:, t], c[:, t])
         outputs.append(y + d[None, :, None] * x[:, t].astype(jnp.float32))
         after.append(state)
-    after = jnp.stack(after, axis=1)
-    return jnp.stack(outputs, axis=1), state_write_reference(states, layer, slots, query_len, after)
+    states = state_write_reference(states, layer, rows, jnp.stack(after, axis=1))
+    return jnp.stack(outputs, axis=1), states
 
 
 def advance(
@@ -79,14 +71,14 @@ def advance(
     return state, jnp.einsum("rhpn,rhn->rhp", state, c, precision="highest")
 
 
-def unsupported(x, states):
+def why_not_kernel(x: _Outputs, states: _States) -> str | None:
     """Why the kernels of this op and of `mamba2_replay` do not take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"
-    for what, dtype in (("tokens", x.dtype), ("states", states.dtype)):
+    for operand, dtype in (("tokens", x.dtype), ("states", states.dtype)):
         if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"{what} in {dtype}"
+            return f"{operand} in {dtype}"
     if head_dim not in (64, 128) or state_dim not in (64, 128):
         return f"heads of {head_dim} x {state_dim}, not 64 or 128"
     return None

@@ -1,9 +1,11 @@
-"""What the prefill kernels of recurrent layers share; import only where kernels run.
+"""The chunk walk of recurrent prefills in Mosaic: what the kernels share; XLA's is in `chunks`.
 
-Matrices over a chunk's tokens have the layout of what wgmma puts out, `[t, i]`: `i` at or before
-`t` counts. Chunks start at multiples of `ALIGN`, which tiled copies need, hence with tokens of
-others in front, and may end with others' behind.
+Matrices `[t, i]` over a chunk's tokens have the layout of wgmma's accumulator; elements with `i` at
+or before `t` count. Chunks start at multiples of `ALIGN`, which tiled copies need. So a chunk may
+hold tokens of other sequences in front of its own and behind them.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,20 +14,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access
 from jaxspec.pallas.recurrent.chunks import CHUNK
+from jaxspec.regions import PrefillRegion
 
 ALIGN = 8
-VALUES = 64  # rows of a state in one block, what wgmma takes
-_LEAST = -120.0  # a log decay below it is 0 in float32 as well
+VALUES = 64  # rows of a state in one block: the M of one wgmma
+_MIN_LOG_DECAY = -120.0  # exp of less is 0 in float32 as well
 
 
-def sequences(tokens, query_start, slots, *others):
-    """Where sequences begin and end, with their slots and the others.
+def sequences(chunks: PrefillRegion, num_tokens: int, num_slots: int) -> PrefillRegion:
+    """The sequences, between two null ones for the tokens in front of them and behind them.
 
-    Tokens of no sequence become sequences of the null slot, which the kernels fill with zeros.
+    So every token has an owner, and the kernels fill those of null sequences with zeros. Sequences
+    that are not live have slot 0 here.
     """
-    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), query_start, jnp.full(1, tokens, jnp.int32)])
-    edges = jnp.clip(edges, 0, tokens)
-    return edges, *(jnp.pad(x, 1) for x in (slots, *others))
+    first, last = jnp.zeros(1, jnp.int32), jnp.full(1, num_tokens, jnp.int32)
+    start = jnp.clip(jnp.concatenate([first, chunks.query_start, last]), 0, num_tokens)
+    padded = PrefillRegion(
+        slots=jnp.pad(chunks.slots, 1),
+        num_computed=jnp.pad(chunks.num_computed, 1),
+        query_start=start,
+        state_offset=jnp.pad(chunks.state_offset, 1),
+    )
+    slots = jnp.where(padded.is_live(num_slots), padded.slots, 0)
+    return dataclasses.replace(padded, slots=slots)
 
 
 def iota(dimension):
@@ -35,17 +46,17 @@ def iota(dimension):
 
 
 def along(x, axis):
-    """A vector over `axis` of a matrix of `CHUNK` rows and columns."""
+    """A vector over `axis`, broadcast to a matrix of `CHUNK` rows and columns."""
     x = lax.broadcast_in_dim(x, (CHUNK, CHUNK), (axis,))
     return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
 
 def limited(logs):
-    """Log decays, none beyond what leaves nothing at all.
+    """Log decays, raised to at least `_MIN_LOG_DECAY`.
 
-    A difference of sums loses what follows a strong decay; this keeps that below 1e-3.
+    Differences of sums lose digits after a strong decay; the limit keeps that error below 1e-3.
     """
-    return jnp.where(logs < _LEAST, _LEAST, logs)
+    return jnp.where(logs < _MIN_LOG_DECAY, _MIN_LOG_DECAY, logs)
 
 
 def sums(logs, t, i):
@@ -54,7 +65,7 @@ def sums(logs, t, i):
 
 
 def store(ref, start, low, high, out):
-    """The outputs `[values, tokens]` of a chunk's tokens from `low` to `high`, and no others."""
+    """Store the outputs `[values, tokens]` of a chunk's tokens from `low` to `high` alone."""
     whole = high - low == CHUNK
 
     @pl.when(whole)
@@ -65,16 +76,16 @@ def store(ref, start, low, high, out):
 
     @pl.when(jnp.logical_not(whole))
     def _():
-        place = plgpu.broadcasted_iota(jnp.int32, out.shape, 1, layout=plgpu.Layout.WGMMA)
+        token = plgpu.broadcasted_iota(jnp.int32, out.shape, 1, layout=plgpu.Layout.WGMMA)
 
-        def one(t, _):
-            row = jnp.sum(jnp.where(place == t, out, 0.0), axis=1)
+        def store_token(t, _):
+            row = jnp.sum(jnp.where(token == t, out, 0.0), axis=1)
             access.store(ref.at[start + t], row)
 
-        lax.fori_loop(low, high, one, None)
+        lax.fori_loop(low, high, store_token, None)
 
 
-def store_nothing(ref, begin, end):
-    """Zeros for the tokens from `begin` to `end`."""
-    nothing = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    lax.fori_loop(begin, end, lambda t, _: access.store(ref.at[t], nothing), None)
+def store_zeros(ref, begin, end):
+    """Store zeros for the tokens from `begin` to `end`."""
+    zeros = plgpu.layout_cast(jnp.zeros(VALUES, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    lax.fori_loop(begin, end, lambda t, _: access.store(ref.at[t], zeros), None)

@@ -1,49 +1,60 @@
-"""What the prefills of recurrent layers share where XLA runs them: the way through the prompts.
+"""The chunk walk of recurrent prefills in XLA; that of the Mosaic kernels is in `chunk_blocks`.
 
-Tokens are flat, sequence `s` is `query_start[s]:query_start[s + 1]`, and the pool is `[layers,
-slots, candidates, heads, *state]` with states whose first dimension is an output's.
+Tokens are flat, a pytree of arrays `[tokens, ...]`; sequence `s` is `query_start[s]:query_start[s +
+1]`, and is computed in chunks of `CHUNK` tokens. The pool is `[layers, slots, candidates, heads,
+values, keys]`, and an output has the heads and values of a state.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxspec.pallas.recurrent.state_select import state_select
+from jaxspec.regions import PrefillRegion
 
 CHUNK = 64  # tokens taken at once; a chunk never spans two sequences
 
+_States = Float[Array, "layers slots candidates heads values keys"]
+_Outputs = Float[Array, "tokens heads values"]
+
 
 def chunk_by_chunk(
-    step: Callable, tokens, states, layer, slots, state_offset, num_computed, query_start
-):
-    """Outputs and the new pool, from `step(state, *chunk)`: the state after it, and its outputs.
+    step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
+) -> tuple[_Outputs, _States]:
+    """Outputs and the new pool, from `step(state, chunk)`: the state after it, and its outputs.
 
-    A chunk has `CHUNK` tokens of one sequence, with zeros for tokens in excess.
+    `chunk` has the structure of `tokens` and `CHUNK` tokens of one sequence, with zeros behind the
+    sequence's last.
     """
-    num_tokens, seqs = tokens[0].shape[0], slots.shape[0]
-    num_slots = states.shape[1]
-    length = jnp.where((slots > 0) & (slots < num_slots), query_start[1:] - query_start[:-1], 0)
+    num_slots, seqs = states.shape[1], chunks.slots.shape[0]
+    num_tokens = jax.tree.leaves(tokens)[0].shape[0]
+    length = jnp.where(chunks.is_live(num_slots), chunks.query_len, 0)
     chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
-    initial = _initial_states(states, layer, slots, state_offset, num_computed)
-    # The last chunk may reach beyond the tokens.
-    padded = [jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in tokens]
+    initial = _initial_states(states, layer, chunks)
+
+    def padded(x):  # the last chunk may reach beyond the tokens
+        return jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1))
+
+    tokens = jax.tree.map(padded, tokens)
 
     def take_chunk(chunk, carry):
         state, out, final = carry
         seq = jnp.searchsorted(chunks_end, chunk, side="right").astype(jnp.int32)
         seq = jnp.minimum(seq, seqs - 1)
         first = jnp.where(seq > 0, chunks_end[jnp.maximum(seq - 1, 0)], 0)
-        begin = (chunk - first) * CHUNK
-        start = query_start[seq] + begin
-        real = jnp.arange(CHUNK, dtype=jnp.int32) < length[seq] - begin
+        offset = (chunk - first) * CHUNK
+        start = chunks.query_start[seq] + offset
+        real = jnp.arange(CHUNK, dtype=jnp.int32) < length[seq] - offset
 
         def taken(x):
             x = jax.lax.dynamic_slice_in_dim(x, start, CHUNK)
             return jnp.where(real.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
 
-        state = jnp.where(begin == 0, initial[seq], state)
-        state, new = step(state, *map(taken, padded))
+        state = jnp.where(offset == 0, initial[seq], state)
+        state, new = step(state, jax.tree.map(taken, tokens))
         old = jax.lax.dynamic_slice_in_dim(out, start, CHUNK)
         new = jnp.where(real[:, None, None], new, old)
         out = jax.lax.dynamic_update_slice_in_dim(out, new, start, 0)
@@ -52,43 +63,42 @@ def chunk_by_chunk(
     out = jnp.zeros((num_tokens + CHUNK, *initial.shape[1:3]), jnp.float32)
     carry = (jnp.zeros_like(initial[0]), out, initial)
     _, out, final = jax.lax.fori_loop(0, chunks_end[-1], take_chunk, carry)
-    target = jnp.where(length > 0, slots, num_slots)
+    target = jnp.where(length > 0, chunks.slots, num_slots)
     states = states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
     return out[:num_tokens], states
 
 
 def token_by_token(
-    step: Callable, tokens, states, layer, slots, state_offset, num_computed, query_start
-):
-    """The specification of `chunk_by_chunk`, with `step` for one token."""
-    num_tokens, seqs = tokens[0].shape[0], slots.shape[0]
-    num_slots = states.shape[1]
-    length = query_start[1:] - query_start[:-1]
-    live = (slots > 0) & (slots < num_slots) & (length > 0)
-    initial = _initial_states(states, layer, slots, state_offset, num_computed)
+    step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
+) -> tuple[_Outputs, _States]:
+    """The specification of `chunk_by_chunk`, with `step(state, token)` for one token."""
+    num_slots, seqs = states.shape[1], chunks.slots.shape[0]
+    num_tokens, start = jax.tree.leaves(tokens)[0].shape[0], chunks.query_start
+    live = chunks.is_live(num_slots)
+    initial = _initial_states(states, layer, chunks)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
     owner = jnp.clip(owner, 0, seqs - 1)
-    real = (token >= query_start[0]) & (token < query_start[-1]) & live[owner]
+    real = (token >= start[0]) & (token < start[-1]) & live[owner]
 
-    def take_token(current, at):
-        seq, is_real, *new = at
-        state, out = step(current[seq], *new)
+    def take_token(current, scanned):
+        seq, is_real, token = scanned
+        state, out = step(current[seq], token)
         current = current.at[seq].set(jnp.where(is_real, state, current[seq]))
         return current, jnp.where(is_real, out, 0.0)
 
-    final, out = jax.lax.scan(take_token, initial, (owner, real, *tokens))
-    target = jnp.where(live, slots, num_slots)
+    final, out = jax.lax.scan(take_token, initial, (owner, real, tokens))
+    target = jnp.where(live, chunks.slots, num_slots)
     return out, states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
 
 
-def _initial_states(states, layer, slots, state_offset, num_computed):
-    initial = state_select(states, layer, slots, state_offset)
-    fresh = (num_computed <= 0)[:, None, None, None]
+def _initial_states(states, layer, chunks):
+    initial = state_select(states, layer, chunks)
+    fresh = (chunks.num_computed <= 0)[:, None, None, None]
     return jnp.where(fresh, 0.0, initial.astype(jnp.float32))
 
 
-def product(equation, *operands):
-    """`einsum` in full float32, which is not what a GPU does unasked."""
+def product(equation: str, *operands: Array) -> Array:
+    """`einsum` in full float32, where a GPU would by default use TF32."""
     return jnp.einsum(equation, *operands, precision="highest")

@@ -1,24 +1,25 @@
-"""Where the inputs of a convolution lie in a slot's ring."""
+"""Which row of a slot's ring holds which input of a convolution."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+# More registers a thread would leave fewer blocks at work: measured in
+# benchmarks/results/kernels_h200.json, op conv_update.
+CHANNELS_PER_THREAD = 2
+
 
 def past_rows(
     num_computed: Int[Array, " rows"], history: int, window: int
 ) -> Int[Array, "rows history"]:
-    """The rows of the ring that hold the `history` inputs before `num_computed`, oldest first."""
+    """The rows of the ring that hold the `history` inputs before `num_computed`, oldest first.
+
+    past_rows([5], 3, 7) == [[2, 3, 4]];  past_rows([1], 3, 7) == [[5, 6, 0]]
+    """
     ago = jnp.arange(history, 0, -1, dtype=jnp.int32)[None, :]
     return (ring_place(num_computed, window)[:, None] - ago) % window
 
 
 def ring_place(position: Int[Array, "..."], window: int) -> Int[Array, "..."]:
-    """The row of the ring for the input at `position`, of padding any: no position overflows."""
+    """The row of the ring for the input at `position`; a negative one, of padding, gives row 0."""
     return lax.rem(jnp.maximum(position, 0), window)
-
-
-# Channels of a thread. For 64 rows of 4 tokens with 8192 channels in bfloat16, 2 take 5.7 us, 4
-# take 5.9, and 8, accesses of 16 bytes, 6.5: their 130 registers a thread keep blocks waiting. Two
-# or four rows a block, which share the taps, are no faster.
-_VECTOR = 2

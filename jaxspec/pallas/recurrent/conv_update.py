@@ -2,52 +2,50 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.recurrent.conv_ring import _VECTOR, past_rows, ring_place
+from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, past_rows, ring_place
+from jaxspec.regions import DecodeRegion, PrefillRegion
 
 _Conv = Float[Array, "layers slots window channels"]
+_Taps = Float[Array, "kernel channels"]
 
 
 def conv_update(
     x: Float[Array, "rows width channels"],
-    weight: Float[Array, "channels kernel"],
+    weight: _Taps,
     conv: _Conv,
     layer: int,
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
+    rows: DecodeRegion,
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
     """SiLU of the causal convolution of each row's tokens, in the dtype of `x`, and the new pool.
 
-    A slot keeps its last inputs in a ring: that of the token at position `p` lies in row
-    `p % window`. A row's tokens stand at `num_computed` and after it, and the `kernel - 1` inputs
-    that precede them are read. Rolling back is counting less: what was rejected lies where nobody
-    reads, and is overwritten by whatever comes to stand there. `weight[:, -1]` multiplies the
-    current token; products and sums are float32. Needs `window >= kernel - 1 + width` (ValueError),
-    so that no step writes what it reads. Rows with `query_len` 0 or slot 0 leave the pool
-    untouched, and inputs of tokens beyond `query_len` are never stored.
+    A slot keeps its last inputs in a ring: the input at position `p` lies in row `p % window`. A
+    row's tokens stand at `num_computed` and after it, and the `kernel - 1` inputs before them are
+    read. To roll back, the caller counts fewer tokens: rejected inputs are then beyond the
+    position, where no step reads, and later inputs overwrite them. `weight[-1]` multiplies the
+    current token; products and sums are float32.
 
-    The kernel reads one tap of many channels at once, so it is handed `weight.T`: a caller that
-    keeps `[kernel, channels]` and passes its `.T` spares XLA a transposition, 0.5 us of 6.
+    Needs `window >= kernel - 1 + width` (ValueError), so that no step writes a row that it reads.
+    Rows that are not live leave the pool untouched, and inputs of tokens beyond `query_len` are
+    never stored.
     """
     check_window(x, weight, conv)
-    why = unsupported(x, weight, conv)
-    if conv.shape[3] % (device.THREADS * _VECTOR):
+    why = why_not_kernel(x, weight, conv)
+    if conv.shape[3] % (device.THREADS * CHANNELS_PER_THREAD):
         why = f"{conv.shape[3]} channels"
     if dispatch.runs_kernel("conv_update", why):
         from jaxspec.pallas.recurrent.conv_update_kernel import conv_update_kernel
 
-        on_device = dispatch.layer_index(conv, layer)
-        return conv_update_kernel(x, weight.T, conv, on_device, slots, num_computed, query_len)
-    return conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len)
+        return conv_update_kernel(x, weight, conv, dispatch.layer_index(conv, layer), rows)
+    return conv_update_reference(x, weight, conv, layer, rows)
 
 
-def check_window(x, weight, conv):
+def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> None:
     """Raise the ValueError of `conv_update`."""
-    width, needed = x.shape[1], weight.shape[1] - 1 + x.shape[1]
+    width, needed = x.shape[1], weight.shape[0] - 1 + x.shape[1]
     if conv.shape[2] < needed:
         raise ValueError(
             f"A convolution window must hold kernel - 1 + width = {needed} inputs, "
@@ -55,7 +53,13 @@ def check_window(x, weight, conv):
         )
 
 
-def conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len):
+def conv_update_reference(
+    x: Float[Array, "rows width channels"],
+    weight: _Taps,
+    conv: _Conv,
+    layer: int,
+    rows: DecodeRegion,
+) -> tuple[Float[Array, "rows width channels"], _Conv]:
     """The specification of `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
 
     row           0   1   2   3   4   5   6
@@ -63,35 +67,35 @@ def conv_update_reference(x, weight, conv, layer, slots, num_computed, query_len
     after         b   c   t9  d10 d11 d12 a
     next         d14  c   t9  d10 t11 d12 d13  11 computed: c t9 d10 were read
     """
-    rows, width, _ = x.shape
-    history = weight.shape[1] - 1
+    width, history = x.shape[1], weight.shape[0] - 1
     _, num_slots, window, _ = conv.shape
-    slot, place = jnp.clip(slots, 0, num_slots - 1), past_rows(num_computed, history, window)
-    past = conv[layer, slot[:, None], place]
+    slot = jnp.clip(rows.slots, 0, num_slots - 1)
+    past = conv[layer, slot[:, None], past_rows(rows.num_computed, history, window)]
 
-    # What was read is written again: without an order between the two XLA copies the pool.
+    # The inputs that were read are written again: this orders the two accesses, without which XLA
+    # copies the pool.
     token = jnp.arange(-history, width, dtype=jnp.int32)[None, :]
-    place = (ring_place(num_computed, window)[:, None] + token) % window
-    real = ((slots > 0) & (query_len > 0))[:, None] & (token < query_len[:, None])
-    target = jnp.where(real, slots[:, None], num_slots)
-    kept = jnp.concatenate([past, x.astype(conv.dtype)], axis=1)
-    conv = conv.at[layer, target, place].set(kept, mode="drop")
+    ring_row = (ring_place(rows.num_computed, window)[:, None] + token) % window
+    is_stored = rows.is_live(num_slots)[:, None] & (token < rows.query_len[:, None])
+    target = jnp.where(is_stored, rows.slots[:, None], num_slots)
+    stored = jnp.concatenate([past, x.astype(conv.dtype)], axis=1)
+    conv = conv.at[layer, target, ring_row].set(stored, mode="drop")
 
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     taps = weight.astype(jnp.float32)
     y = sum(
-        inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, :, tap]
+        inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, tap]
         for tap in range(history + 1)
     )
     return jax.nn.silu(y).astype(x.dtype), conv
 
 
-def unsupported(x, weight, conv):
-    """Why no kernel takes these operands, or None; `x` may have more than channels."""
+def why_not_kernel(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> str | None:
+    """Why no convolving kernel takes these operands, or None; `x` may have more than channels."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"
-    if not 2 <= weight.shape[1] <= 8:
-        return f"a kernel of {weight.shape[1]}, not 2 to 8"
+    if not 2 <= weight.shape[0] <= 8:
+        return f"a kernel of {weight.shape[0]}, not 2 to 8"
     if x.dtype != conv.dtype or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{x.dtype} tokens on a ring in {conv.dtype}"
     return None
@@ -99,57 +103,62 @@ def unsupported(x, weight, conv):
 
 def conv_prefill(
     x: Float[Array, "tokens channels"],
-    weight: Float[Array, "channels kernel"],
+    weight: _Taps,
     conv: _Conv,
     layer: int,
-    slots: Int[Array, " seqs"],
-    num_computed: Int[Array, " seqs"],
-    query_start: Int[Array, " seqs+1"],
+    chunks: PrefillRegion,
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
-    """`conv_update` for chunks of prompts laid flat, `query_start[s]:query_start[s + 1]` each.
+    """`conv_update` for chunks of prompts laid flat; XLA runs it on every device.
 
     A chunk that begins its prompt (`num_computed` 0) is preceded by zeros, any other by what the
-    ring holds. Stored are the `kernel - 1` inputs that the next token will read, zeros for those
-    before the prompt. Empty sequences and slot 0 leave the pool untouched; tokens after
+    ring holds. The `kernel - 1` inputs that the next token will read are stored, with zeros for
+    those before the prompt. Chunks that are not live leave the pool untouched; tokens after
     `query_start[-1]` are padding and come out as 0.
     """
-    return conv_prefill_reference(x, weight, conv, layer, slots, num_computed, query_start)
+    return conv_prefill_reference(x, weight, conv, layer, chunks)
 
 
-def conv_prefill_reference(x, weight, conv, layer, slots, num_computed, query_start):
+def conv_prefill_reference(
+    x: Float[Array, "tokens channels"],
+    weight: _Taps,
+    conv: _Conv,
+    layer: int,
+    chunks: PrefillRegion,
+) -> tuple[Float[Array, "tokens channels"], _Conv]:
     """The specification of `conv_prefill`, in plain JAX."""
-    num_tokens, history = x.shape[0], weight.shape[1] - 1
+    num_tokens, history = x.shape[0], weight.shape[0] - 1
     _, num_slots, window, _ = conv.shape
-    seqs = slots.shape[0]
+    start, seqs = chunks.query_start, chunks.slots.shape[0]
     ago = jnp.arange(history, dtype=jnp.int32)
 
-    past = conv[
-        layer, jnp.clip(slots, 0, num_slots - 1)[:, None], past_rows(num_computed, history, window)
-    ].astype(x.dtype)
-    past = jnp.where((num_computed > 0)[:, None, None], past, jnp.zeros((), x.dtype))
+    slot = jnp.clip(chunks.slots, 0, num_slots - 1)
+    past_row = past_rows(chunks.num_computed, history, window)
+    past = conv[layer, slot[:, None], past_row].astype(x.dtype)
+    past = jnp.where((chunks.num_computed > 0)[:, None, None], past, jnp.zeros((), x.dtype))
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
+    owner = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
     owner = jnp.clip(owner, 0, seqs - 1)
-    offset = token - query_start[owner]
-    real = (token >= query_start[0]) & (token < query_start[-1])
+    offset = token - start[owner]
+    is_real = (token >= start[0]) & (token < start[-1])
 
     def input_at(owner, offset):
-        """The input of sequence `owner` at `offset` in its chunk; before 0 lies its past."""
-        new = x[jnp.clip(query_start[owner] + offset, 0, num_tokens - 1)]
+        """The input of chunk `owner` at `offset` in it; negative offsets are its past."""
+        new = x[jnp.clip(start[owner] + offset, 0, num_tokens - 1)]
         old = past[owner, jnp.clip(history + offset, 0, history - 1)]
         return jnp.where((offset >= 0)[..., None], new, old)
 
     taps = weight.astype(jnp.float32)
     y = sum(
-        input_at(owner, offset - history + tap).astype(jnp.float32) * taps[None, :, tap]
+        input_at(owner, offset - history + tap).astype(jnp.float32) * taps[None, tap]
         for tap in range(history + 1)
     )
-    y = jnp.where(real[:, None], jax.nn.silu(y), 0.0).astype(x.dtype)
+    y = jnp.where(is_real[:, None], jax.nn.silu(y), 0.0).astype(x.dtype)
 
-    length = query_start[1:] - query_start[:-1]
+    length = chunks.query_len
     every = jnp.broadcast_to(jnp.arange(seqs, dtype=jnp.int32)[:, None], (seqs, history))
-    kept = input_at(every, length[:, None] - history + ago[None, :])
-    target = jnp.where((slots > 0) & (length > 0), slots, num_slots)
-    place = past_rows(ring_place(num_computed, window) + length, history, window)
-    return y, conv.at[layer, target[:, None], place].set(kept.astype(conv.dtype), mode="drop")
+    stored = input_at(every, length[:, None] - history + ago[None, :])
+    target = jnp.where(chunks.is_live(num_slots), chunks.slots, num_slots)
+    ring_row = past_rows(ring_place(chunks.num_computed, window) + length, history, window)
+    conv = conv.at[layer, target[:, None], ring_row].set(stored.astype(conv.dtype), mode="drop")
+    return y, conv

@@ -1,7 +1,7 @@
-"""`conv_update` on a Hopper GPU, and the convolution for kernels that go on with it."""
+"""`conv_update` on a Hopper GPU, and the convolution for kernels that go on with its outputs."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,64 +10,80 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.recurrent.conv_ring import _VECTOR, ring_place
+from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, ring_place
+from jaxspec.regions import DecodeRegion
+
+
+class ConvOperands(NamedTuple):
+    """What `convolve` reads beside the tokens: arrays for `launch`, references in a kernel."""
+
+    taps: Any  # [kernel, *channels]; the channels may be cut into heads
+    layer: Any  # [1]
+    slots: Any  # [rows]
+    num_computed: Any  # [rows]
+    query_len: Any  # [rows]
+
+    @classmethod
+    def of(cls, taps: jax.Array, layer: jax.Array, rows: DecodeRegion) -> "ConvOperands":
+        """The operands for one layer, whose index is a scalar on the device."""
+        return cls(taps, layer[None], rows.slots, rows.num_computed, rows.query_len)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def conv_update_kernel(x, taps, conv, layer, slots, num_computed, query_len, *, interpret=None):
-    """`conv_update` on a Hopper GPU, with `taps` `[kernel, channels]`.
+def conv_update_kernel(x, taps, pool, layer, rows, *, interpret=None):
+    """`conv_update` on a Hopper GPU, with `layer` on the device.
 
-    A block has some channels of one row, and a thread its own. Padding rows are computed on what
-    their clamped indices give, and not stored. `interpret`: parameters of Mosaic's interpreter.
+    A block computes a stretch of one row's channels, and each thread its own. Padding rows are
+    computed from clamped indices, and not stored. `interpret`: parameters of Mosaic's
+    interpreter.
     """
 
-    rows, width, channels = x.shape
-    size, layout = device.THREADS * _VECTOR, layouts.vectors(_VECTOR)
+    num_rows, width, channels = x.shape
+    size, layout = device.THREADS * CHANNELS_PER_THREAD, layouts.vectors(CHANNELS_PER_THREAD)
 
-    def body(x, *refs):
-        *operands, out = refs
+    def body(x, conv, pool, out):
         row, block = lax.axis_index("row"), pl.ds(lax.axis_index("part") * size, size)
 
         def put(t, y):
             access.store(out.at[row, t, block], y.astype(out.dtype))
 
         new = [access.load(x.at[row, t, block], layout) for t in range(width)]
-        convolve(new, operands, block, layout, put)
+        convolve(new, conv, pool, block, layout, put)
 
-    operands = x, taps, layer[None], slots, num_computed, query_len
-    return launch(body, operands, conv, x, (channels // size, rows), interpret)
+    operands, out = (x, ConvOperands.of(taps, layer, rows)), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return launch(body, operands, pool, out, grid=(channels // size, num_rows), interpret=interpret)
 
 
-def convolve(new, operands, block, layout, put):
+def convolve(new, conv, pool, block, layout, put):
     """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
 
-    `new` has a row's tokens, loaded first because their addresses do not wait for an index.
-    `operands` are references as `launch` hands them on: taps `[kernel, *channels]` (channels may be
-    cut into heads), layer `[1]`, slots, positions and lengths `[rows]`, and the pool `[layers,
-    slots, window, *channels]`. `block` is of the first axis of channels, `layout` that of its
-    registers.
+    `new` has the registers of the row's tokens, which the caller loads first because their
+    addresses wait for no index. `conv` is `ConvOperands` of references, and `pool` a reference
+    `[layers, slots, window, *channels]`. `block` slices the first axis of channels, and `layout` is
+    that of its registers.
     """
 
-    taps, layer, slots, num_computed, query_len, pool = operands
     load, store = access.load, access.store
     _, num_slots, window = pool.shape[:3]
-    width, history, row = len(new), taps.shape[0] - 1, lax.axis_index("row")
-    weights = [load(taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
-    slot, count, first = slots[row], query_len[row], ring_place(num_computed[row], window)
-    place = layer[0], jnp.clip(slot, 0, num_slots - 1)
+    width, history, row = len(new), conv.taps.shape[0] - 1, lax.axis_index("row")
+    weights = [load(conv.taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
+    slot, count = conv.slots[row], conv.query_len[row]
+    first = ring_place(conv.num_computed[row], window)
+    layer, own_slot = conv.layer[0], jnp.clip(slot, 0, num_slots - 1)
 
-    def ref(ago):
-        return pool.at[*place, lax.rem(first + (window - ago), window), block]
+    def input_ref(ago):
+        return pool.at[layer, own_slot, lax.rem(first + (window - ago), window), block]
 
-    past = [load(ref(history - i), layout) for i in range(history)]
+    past = [load(input_ref(history - i), layout) for i in range(history)]
 
+    # A live row also has tokens, which the comparison with `count` tests.
     @pl.when((slot > 0) & (slot < num_slots))
     def _():
         for t in range(width):
 
             @pl.when(t < count)
             def _(t=t):
-                store(ref(-t), new[t])
+                store(input_ref(-t), new[t])
 
     inputs = [values.astype(jnp.float32) for values in (*past, *new)]
     for t in range(width):
@@ -80,24 +96,25 @@ def convolved(inputs: list[Any], weights: list[Any]) -> Any:
     return _silu(functools.reduce(jnp.add, products))
 
 
-def launch(body, operands, conv, outputs, grid, interpret):
-    """Run `body` on a grid of parts and rows: its outputs, and the pool `conv`, written in place.
+def launch(body, operands, pool, out, *, grid, interpret):
+    """The outputs of `body` on a grid of parts and rows, and the pool, which it writes in place.
 
-    `body` gets references to `operands`, the pool, and an array for each of `outputs`, a pytree of
-    anything with shape and dtype. `interpret`: parameters of Mosaic's interpreter, or None.
+    `body` gets a reference for every array of `operands`, then the pool's, then those of `out`, a
+    pytree of shapes. `interpret`: parameters of Mosaic's interpreter, or None.
     """
     kernel = plgpu.kernel(
         body,
         kernel_name="conv_update",
-        out_type=jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), outputs),
+        out_type=[out],
         grid=grid,
         grid_names=("part", "row"),  # the last part of all rows begins last
-        # Safe without barriers: what a row's tokens read is not what they write.
+        # Safe without barriers: a row's tokens read other rows of the ring than they write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    pool = jax.new_ref(conv, memory_space=plgpu.GMEM)
-    return kernel(*operands, pool), jax.freeze(pool)
+    pool = jax.new_ref(pool, memory_space=plgpu.GMEM)
+    (out,) = kernel(*operands, pool)
+    return out, jax.freeze(pool)
 
 
 def _silu(x):

@@ -3,37 +3,33 @@
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.regions import DecodeRegion, PrefillRegion
+
+_States = Float[Array, "layers slots candidates ..."]
 
 
 def state_select(
-    states: Float[Array, "layers slots candidates ..."],
-    layer: int,
-    slots: Int[Array, " rows"],
-    state_offset: Int[Array, " rows"],
+    states: _States, layer: int, rows: DecodeRegion | PrefillRegion
 ) -> Float[Array, "rows ..."]:
     """Each row's true recurrent state of one layer, in the pool's dtype.
 
     A verify step writes the state after its token `t` as candidate `t`; `state_offset` says which
-    is true. Slots and offsets out of range are clamped (a padding row reads some other state, and
-    must not use it).
+    candidate is true. Slots and offsets out of range are clamped: a padding row reads another
+    slot's state, and must not use it.
     """
     by_choice = states.dtype == jnp.float32
-    if dispatch.runs_kernel("state_select", _declined(states), by_choice=by_choice):
+    if dispatch.runs_kernel("state_select", _why_not_kernel(states), by_choice=by_choice):
         from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 
-        on_device = dispatch.layer_index(states, layer)
-        return state_select_kernel(states, on_device, slots, state_offset)
-    return state_select_reference(states, layer, slots, state_offset)
+        return state_select_kernel(states, dispatch.layer_index(states, layer), rows)
+    return state_select_reference(states, layer, rows)
 
 
 def state_select_reference(
-    states: Float[Array, "layers slots candidates ..."],
-    layer: int,
-    slots: Int[Array, " rows"],
-    state_offset: Int[Array, " rows"],
+    states: _States, layer: int, rows: DecodeRegion | PrefillRegion
 ) -> Float[Array, "rows ..."]:
     """The specification of `state_select`, in plain JAX.
 
@@ -45,32 +41,29 @@ def state_select_reference(
         candidate  0    1   [2]   3
     """
     _, num_slots, candidates = states.shape[:3]
-    # One row more than there are, the null slot's: a gather of a single row becomes a slice that
-    # XLA's CPU backend fuses into every use, and then it copies the whole pool before the write.
-    row = jnp.pad(jnp.clip(slots, 0, num_slots - 1), (0, 1))
-    candidate = jnp.pad(jnp.clip(state_offset, 0, candidates - 1), (0, 1))
-    return states[layer, row, candidate][:-1]
+    # One row more than asked for, of the null slot: XLA turns a gather of a single row into a
+    # slice, which its CPU backend fuses into every use, and then it copies the whole pool.
+    slot = jnp.pad(jnp.clip(rows.slots, 0, num_slots - 1), (0, 1))
+    candidate = jnp.pad(jnp.clip(rows.state_offset, 0, candidates - 1), (0, 1))
+    return states[layer, slot, candidate][:-1]
 
 
 def state_write_reference(
-    states: Float[Array, "layers slots candidates ..."],
-    layer: int,
-    slots: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-    after: Float[Array, "rows width ..."],
-) -> Float[Array, "layers slots candidates ..."]:
-    """The pool with the state after each live token as that candidate."""
+    states: _States, layer: int, rows: DecodeRegion, after: Float[Array, "rows width ..."]
+) -> _States:
+    """The pool in which a live row's candidate `t` is `after[row, t]`, for `t < query_len`."""
+    _, num_slots = states.shape[:2]
     token = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
-    real = (token < query_len[:, None]) & (slots > 0)[:, None]
-    target = jnp.where(real, slots[:, None], states.shape[1])
+    is_stored = rows.is_live(num_slots)[:, None] & (token < rows.query_len[:, None])
+    target = jnp.where(is_stored, rows.slots[:, None], num_slots)
     return states.at[layer, target, token].set(after.astype(states.dtype), mode="drop")
 
 
-def _declined(states):
-    """Why `state_select_kernel` does not take these operands, or should not; None: it does."""
+def _why_not_kernel(states):
+    """Why `state_select_kernel` does not take these operands, or should not; otherwise None."""
     if states.dtype == jnp.float32:
         return "its gather is as fast in float32"
     if states.dtype not in (jnp.bfloat16, jnp.float16):
         return f"states in {states.dtype}"
     size = math.prod(states.shape[3:])
-    return f"states of {size} elements" if size % 2048 else None
+    return f"states of {size} elements, no multiple of 2048" if size % 2048 else None

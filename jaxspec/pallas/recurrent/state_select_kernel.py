@@ -11,20 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
 
-_PIECES = 2  # of 16 bytes a thread; 1 to 16 of them measure alike, and so do copies by the TMA
+_PIECES = 2  # of 16 bytes a thread; 1 to 16 of them are as fast, and so are copies by the TMA
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def state_select_kernel(states, layer, slots, state_offset, *, interpret=None):
+def state_select_kernel(states, layer, rows, *, interpret=None):
     """`state_select` on a Hopper GPU: a block copies a piece of one row's state.
 
-    States are a multiple of 4 KiB. For 64 rows of Qwen3.5-9B it takes 33.7 us in bfloat16 and XLA's
-    gather 41.7; in float32 66.0 and 65.8, and XLA may fuse what follows into its gather.
-    `interpret`: parameters of Mosaic's interpreter.
+    A state's size must be a multiple of 4 KiB. XLA's gather is as fast in float32, where it can
+    also be fused into what follows, and slower in 16 bits (benchmarks/results/kernels_h200.json, op
+    state_select). `interpret`: parameters of Mosaic's interpreter.
     """
 
     layers, num_slots, candidates, *state = states.shape
-    (rows,), size = slots.shape, math.prod(state)
+    (num_rows,), size = rows.slots.shape, math.prod(state)
     vector = 16 // states.dtype.itemsize
     piece, layout = device.THREADS * vector, layouts.vectors(vector)
 
@@ -41,11 +41,11 @@ def state_select_kernel(states, layer, slots, state_offset, *, interpret=None):
     kernel = plgpu.kernel(
         body,
         kernel_name="state_select",
-        out_type=jax.ShapeDtypeStruct((rows, size), states.dtype),
-        grid=(rows, size // (piece * _PIECES)),
+        out_type=jax.ShapeDtypeStruct((num_rows, size), states.dtype),
+        grid=(num_rows, size // (piece * _PIECES)),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
     flat = states.reshape(layers * num_slots * candidates, size)
-    return kernel(flat, layer[None], slots, state_offset).reshape(rows, *state)
+    return kernel(flat, layer[None], rows.slots, rows.state_offset).reshape(num_rows, *state)

@@ -15,11 +15,12 @@ from gdn_replays import (
     pools,
     real_tokens,
 )
+from regions import decode_region
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs_reference
 from jaxspec.pallas.gated_delta.replay import GdnRing
 from jaxspec.pallas.recurrent.conv_ring import past_rows
@@ -181,9 +182,9 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
         pools, expected, computed, length = carry
         x, stand = now
         given, slot, count = (x, weight, decay), int32(1), int32(width)
-        *tokens, expected = gdn_inputs_reference(
-            *given, expected, 0, slot, computed[None], count, heads
-        )
+        params = GdnParams(weight.T, decay, heads)
+        rows_now = decode_region(slot, count, num_computed=computed[None])
+        tokens, expected = gdn_inputs_reference(x, params, expected, 0, rows_now)
         index = slot, computed[None], length[None], count
         out, *pools = gdn_conv_replay(*given, *pools, 0, *index, heads)
         length = next_ring_length(length, stand, width, rows).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""gdn_inputs against NumPy; kernel = reference, with padding and NaN where the model has them."""
+"""gdn_inputs against NumPy, and its kernel against its reference, with padding and NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,9 @@ from convolution import REAL, ROWS, operands
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference, split_qkv
 from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
-
-reference = jax.jit(gdn_inputs_reference, static_argnums=(4, 8))
 
 
 def heads_of(shape: GdnShape):
@@ -20,26 +18,27 @@ def heads_of(shape: GdnShape):
 
 
 def projection(shape: GdnShape, dtype, width, spare=0):
-    """x, weight, decay and pool: columns beside the channels of `operands`, and padding."""
+    """Projection, parameters and pool; columns that no op reads are NaN, and so is padding."""
     rng = np.random.default_rng(width)
     x, weight, conv = operands(shape.conv_dim, dtype, width, spare=spare)
     values = shape.value_heads * shape.value_dim
     unread = jnp.full((*x.shape[:2], values), jnp.nan, dtype)
     b_and_a = jnp.asarray(6 * rng.normal(size=(*x.shape[:2], 2 * shape.value_heads)), dtype)
-    # As the channels' are, row 1's are not numbers.
+    # NaN where the channels are: in padding and in row 1.
     columns = x, unread, jnp.where(jnp.isnan(x[..., :1]), jnp.nan, b_and_a), unread[..., :8]
-    decay = rng.normal(size=(shape.value_heads, 2)).astype(np.float32)
-    return jnp.concatenate(columns, axis=2), weight, jnp.asarray(decay), conv
+    decay = jnp.asarray(rng.normal(size=(shape.value_heads, 2)), jnp.float32)
+    params = GdnParams(weight, decay, heads_of(shape))
+    return jnp.concatenate(columns, axis=2), params, conv
 
 
-def check(shape, x, weight, decay, conv, run):
+def check(projected, params, conv, run):
     """`run` is the reference: in real tokens, and bit for bit in the pool."""
-    arguments = (x, weight, decay, conv, 1, *ROWS.values(), heads_of(shape))
-    *ours, after = run(*arguments)
-    *expected, expected_after = reference(*arguments)
+    ours, after = run(projected, params, conv, 1, ROWS)
+    reference = jax.jit(lambda x, conv: gdn_inputs_reference(x, params, conv, 1, ROWS))
+    expected, expected_after = reference(projected, conv)
     np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (after, expected_after)))
     # In 16 bits the convolution may round to a neighbour, and a head's length with it.
-    tolerance = max(4 * float(jnp.finfo(x.dtype).eps), 2e-5)
+    tolerance = max(4 * float(jnp.finfo(projected.dtype).eps), 2e-5)
     tolerances = [(tolerance, tolerance / 10)] * 3 + [(2e-6, 0)] * 2
     for mine, theirs, (rtol, atol) in zip(ours, expected, tolerances, strict=True):
         assert mine.dtype == jnp.float32 and mine.shape == theirs.shape
@@ -68,14 +67,14 @@ def test_a_head_of_zeros_stays_zero():
 
 def test_the_op_is_the_convolution_its_heads_and_the_gates():
     shape = GdnShape(2, 4, 8, 8)
-    check(shape, *projection(shape, jnp.float32, 3), gdn_inputs)
+    check(*projection(shape, jnp.float32, 3), gdn_inputs)
 
 
 def test_a_part_of_a_projection_is_refused():
     shape = GdnShape(2, 4, 8, 8)
-    x, *others = projection(shape, jnp.float32, 3)
+    projected, params, conv = projection(shape, jnp.float32, 3)
     with pytest.raises(ValueError, match="104 in all, but this one has 64"):
-        gdn_inputs(x[..., : shape.conv_dim], *others, 1, *ROWS.values(), heads_of(shape))
+        gdn_inputs(projected[..., : shape.conv_dim], params, conv, 1, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +90,12 @@ def test_a_part_of_a_projection_is_refused():
 def test_the_kernel_equals_its_reference_without_races(interpreter, shape, dtype, width, spare):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    def run(x, weight, decay, conv, layer, *index):
-        layer = jnp.asarray(layer, jnp.int32)
-        operands = x, weight.T, decay, conv, layer, *index
+    def run(projected, params, conv, layer, rows):
+        taps, decay, heads = params
+        operands = projected, taps, decay, conv, jnp.int32(layer), rows, heads
         return gdn_inputs_kernel(*operands, interpret=interpreter)
 
-    check(shape, *projection(shape, dtype, width, spare=spare), run)
+    check(*projection(shape, dtype, width, spare=spare), run)
     assert not get_races().races_found
 
 
@@ -106,7 +105,7 @@ def test_the_kernel_equals_its_reference_without_races(interpreter, shape, dtype
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
     dispatch._chosen.pop("gdn_inputs", None)
-    check(shape, *projection(shape, dtype, width), gdn_inputs)
+    check(*projection(shape, dtype, width), gdn_inputs)
     assert dispatch.implementations()["gdn_inputs"] == ("kernel",)
 
 
@@ -114,6 +113,6 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, wi
 def test_on_a_gpu_heads_no_kernel_takes_are_seen_to_run_the_reference():
     dispatch._chosen.pop("gdn_inputs", None)
     shape = GdnShape(1, 2, 128, 64)
-    check(shape, *projection(shape, jnp.float32, 2), gdn_inputs)
+    check(*projection(shape, jnp.float32, 2), gdn_inputs)
     (implementation,) = dispatch.implementations()["gdn_inputs"]
     assert implementation == "XLA: heads of 128 and 64, not all 64 or 128"

@@ -4,29 +4,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_delta import int32
 from gated_delta import operands as tokens_of
+from regions import prefill_region
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill, gdn_prefill_reference
-from jaxspec.pallas.gpu import access
+from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
+from jaxspec.pallas.gpu import device
 
 LAYERS, SLOTS, CANDIDATES, KEY_HEADS, VALUE_HEADS, VALUE_DIM, KEY_DIM = 2, 6, 3, 2, 4, 5, 8
 POOL = (LAYERS, SLOTS, CANDIDATES, VALUE_HEADS, VALUE_DIM, KEY_DIM)
 TOKENS = 200
 
-chunked = jax.jit(gdn_prefill, static_argnums=6)
-sequential = jax.jit(gdn_prefill_reference, static_argnums=6)
+chunked = jax.jit(gdn_prefill, static_argnums=2)
+sequential = jax.jit(gdn_prefill_reference, static_argnums=2)
 
 
-def operands(rng, decay):
+def draw_tokens(rng, decay):
     q, k = (rng.normal(size=(TOKENS, KEY_HEADS, KEY_DIM)) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.normal(size=(TOKENS, VALUE_HEADS, VALUE_DIM))
     g = -decay * rng.exponential(size=(TOKENS, VALUE_HEADS)) ** 3
     beta = rng.random(size=(TOKENS, VALUE_HEADS))
-    return [x.astype(np.float32) for x in (q, k, v, g, beta)]
+    return GdnTokens(*(x.astype(np.float32) for x in (q, k, v, g, beta)))
 
 
 def oracle(state, q, k, v, g, beta):
@@ -55,22 +57,21 @@ LENGTHS = [
 def test_both_forms_equal_the_recurrence(lengths, decay):
     rng = np.random.default_rng(0)
     states = rng.normal(size=POOL).astype(np.float32)
-    tokens = operands(rng, decay)
+    tokens = draw_tokens(rng, decay)
     start = np.concatenate([[0], np.cumsum(lengths)])
     for x in tokens:
         x[start[-1] :] = np.nan  # padding
     slots, offset, computed = [1, 5, 2, 4, 3], [0, 2, 1, 0, 2], [0, 9, 0, 4, 1]
-    expected, pool = np.zeros(tokens[2].shape), states.astype(np.float64)
+    expected, pool = np.zeros(tokens.v.shape), states.astype(np.float64)
     for seq, slot in enumerate(slots):
-        mine = slice(start[seq], start[seq + 1])
+        own = slice(start[seq], start[seq + 1])
         initial = states[1, slot, offset[seq]] if computed[seq] else np.zeros(POOL[3:])
-        expected[mine], final = oracle(initial, *(x[mine] for x in tokens))
+        expected[own], final = oracle(initial, *(x[own] for x in tokens))
         if lengths[seq]:
             pool[1, slot, 0] = final
-    indices = (int32(*x) for x in (slots, offset, computed, start))
-    arguments = (*tokens, jnp.asarray(states), 1, *indices)
+    chunks = prefill_region(slots, start, num_computed=computed, state_offset=offset)
     for form in (sequential, chunked):
-        out, after = form(*arguments)
+        out, after = form(tokens, jnp.asarray(states), 1, chunks)
         np.testing.assert_allclose(out, expected, atol=1e-5)
         np.testing.assert_allclose(after, pool, atol=1e-5)
 
@@ -79,21 +80,21 @@ def test_both_forms_equal_the_recurrence(lengths, decay):
 def test_padding_is_inert(form):
     rng = np.random.default_rng(1)
     states = rng.normal(size=POOL).astype(np.float32)
-    tokens = [jnp.full_like(x, jnp.nan) for x in operands(rng, 1.0)]
-    slots, start = int32(0, -2, 3, 10**6), int32(0, 70, 80, 80, 90)
-    garbage = int32(10**6, -5, 2**31 - 1, -(2**31))
-    out, after = form(*tokens, jnp.asarray(states), 1, slots, garbage, garbage, start)
+    tokens = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), draw_tokens(rng, 1.0))
+    slots, start, garbage = [0, -2, 3, 10**6], [0, 70, 80, 80, 90], [10**6, -5, 2**31 - 1, -(2**31)]
+    chunks = prefill_region(slots, start, num_computed=garbage, state_offset=garbage)
+    out, after = form(tokens, jnp.asarray(states), 1, chunks)
     np.testing.assert_array_equal(after, states)
     np.testing.assert_array_equal(out, np.zeros(out.shape))
 
 
 @pytest.mark.parametrize("form", [sequential, chunked])
 def test_values_may_come_in_the_dtype_of_the_model(form):
-    q, k, v, g, beta = operands(np.random.default_rng(2), 1.0)
-    v = jnp.asarray(v, jnp.bfloat16)
-    rest = (jnp.zeros(POOL), 1, int32(2, 3), int32(0, 0), int32(0, 0), int32(0, 70, 90))
-    wide = form(q, k, v.astype(jnp.float32), g, beta, *rest)
-    for ours, theirs in zip(form(q, k, v, g, beta, *rest), wide, strict=True):
+    tokens = draw_tokens(np.random.default_rng(2), 1.0)
+    v, chunks = jnp.asarray(tokens.v, jnp.bfloat16), prefill_region([2, 3], [0, 70, 90])
+    narrow = form(tokens._replace(v=v), jnp.zeros(POOL), 1, chunks)
+    wide = form(tokens._replace(v=v.astype(jnp.float32)), jnp.zeros(POOL), 1, chunks)
+    for ours, theirs in zip(narrow, wide, strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_array_equal(ours, theirs)
 
@@ -101,42 +102,41 @@ def test_values_may_come_in_the_dtype_of_the_model(form):
 # The kernel. Sequences, from token 3 on: a chunk and a bit that begins its prompt, less than a
 # chunk, none, one whose inputs are all NaN, padding by slot, four chunks, padding by a slot that
 # is not there.
-SEQUENCES = {
-    "slots": int32(3, 2, 1, 5, 0, 4, 10**6),
-    "offset": int32(10**6, 1, 0, 0, -5, -(2**31), 7),
-    "computed": int32(0, 9, 3, 5, 10**6, 64, -1),
-}
 LENGTH = [70, 5, 0, 20, 9, 200, 7]
+START = 3 + np.concatenate([[0], np.cumsum(LENGTH)])
+SEQUENCES = prefill_region(
+    slots=[3, 2, 1, 5, 0, 4, 10**6],
+    query_start=START,
+    num_computed=[0, 9, 3, 5, 10**6, 64, -1],
+    state_offset=[10**6, 1, 0, 0, -5, -(2**31), 7],
+)
 REAL, POISONED = (0, 1, 5), 3
 
 
 def kernel_case(shape, dtype, states_dtype, alike=False, seed=0):
-    """Operands with NaN in every token that is padding; two decays leave nothing of the state.
+    """Tokens and pool; padding tokens are NaN, and two decays leave nothing of the state.
 
-    `alike`: keys and queries that resemble each other, written and kept at full strength.
+    `alike`: keys and queries resemble each other, and are written and kept at full strength.
     """
     rng = np.random.default_rng(seed)
-    start = 3 + np.concatenate([[0], np.cumsum(LENGTH)])
-    tokens = tokens_of(rng, -(-(start[-1] + 11) // 8) * 8, shape=shape)
+    tokens = GdnTokens(*tokens_of(rng, -(-(START[-1] + 11) // 8) * 8, shape=shape))
     if alike:
-        q, k, _, g, beta = tokens
-        for x in (q, k):
+        for x in (tokens.q, tokens.k):
             x += 2 * rng.normal(size=x.shape[-1]) / np.sqrt(x.shape[-1])
             x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        g[:], beta[:] = 0.0, 1.0
+        tokens.g[:], tokens.beta[:] = 0.0, 1.0
     else:
-        tokens[3][start[0] + 40], tokens[3][start[5] + 80] = -1e5, -np.inf
-    real = np.zeros(len(tokens[0]), bool)
+        tokens.g[START[0] + 40], tokens.g[START[5] + 80] = -1e5, -np.inf
+    real = np.zeros(len(tokens.q), bool)
     for seq in REAL:
-        real[start[seq] : start[seq + 1]] = True
+        real[START[seq] : START[seq + 1]] = True
     for x in tokens:
         x[~real] = np.nan
-    q, k, v, g, beta = tokens
-    # What the kernel makes of them, so that the reference starts from the same.
-    q, k = (jnp.asarray(x, dtype).astype(jnp.float32) for x in (q, k))
+    # Rounded as the kernel rounds them, so that the reference starts from the same.
+    q, k = (jnp.asarray(x, dtype).astype(jnp.float32) for x in (tokens.q, tokens.k))
     pool = (LAYERS, 6, CANDIDATES, shape.value_heads, shape.value_dim, shape.key_dim)
     states = jnp.asarray(rng.normal(size=pool) * 0.3, states_dtype)
-    return (q, k, jnp.asarray(v, dtype), g, beta, states), int32(*start)
+    return tokens._replace(q=q, k=k, v=jnp.asarray(tokens.v, dtype)), states
 
 
 def error(ours, exact):
@@ -144,29 +144,26 @@ def error(ours, exact):
     return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
 
 
-def check(operands, start, run, alike=False):
+def check(tokens, states, run, alike=False):
     """`run` is the reference: in outputs, in states written, and in all it must not write."""
-    states = operands[-1]
-    indices = (*SEQUENCES.values(), start)
-    expected, expected_pool = sequential(*operands, 1, *indices)
-    out, after = (np.asarray(x, np.float32) for x in run(*operands, 1, *indices))
-    bound = 1e-2 if operands[2].dtype == jnp.bfloat16 else 1.5e-3
+    expected, expected_pool = sequential(tokens, states, 1, SEQUENCES)
+    out, after = (np.asarray(x, np.float32) for x in run(tokens, states, 1, SEQUENCES))
+    bound = 1e-2 if tokens.v.dtype == jnp.bfloat16 else 1.5e-3
     rounding = 0.0 if states.dtype == jnp.float32 else float(jnp.finfo(states.dtype).eps)
     untouched, padding = np.ones(states.shape[:3], bool), np.ones(len(out), bool)
     for seq in (*REAL, POISONED):
-        mine, slot = slice(int(start[seq]), int(start[seq + 1])), int(SEQUENCES["slots"][seq])
-        untouched[1, slot, 0], padding[mine] = False, False
+        own, slot = slice(START[seq], START[seq + 1]), int(SEQUENCES.slots[seq])
+        untouched[1, slot, 0], padding[own] = False, False
         if seq == POISONED:
-            assert np.isnan(out[mine]).all() and np.isnan(after[1, slot, 0]).all()
+            assert np.isnan(out[own]).all() and np.isnan(after[1, slot, 0]).all()
             continue
-        assert error(out[mine], expected[mine]) < bound * (3 if alike else 1)
-        worst = (bound / 2 + rounding) * (3 if alike else 1)
-        assert error(after[1, slot, 0], expected_pool[1, slot, 0]) < worst
+        assert error(out[own], expected[own]) < bound * (3 if alike else 1)
+        state_bound = (bound / 2 + rounding) * (3 if alike else 1)
+        assert error(after[1, slot, 0], expected_pool[1, slot, 0]) < state_bound
     np.testing.assert_array_equal(after[untouched], np.asarray(states, np.float32)[untouched])
     assert not np.any(out[padding])
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "states_dtype", "value_dim", "key_dim", "alike", "multiprocessors"),
     [
@@ -178,19 +175,14 @@ def check(operands, start, run, alike=False):
     ],
 )
 def test_the_kernels_equal_their_reference_without_races(
-    monkeypatch, dtype, states_dtype, value_dim, key_dim, alike, multiprocessors
+    interpreter, monkeypatch, dtype, states_dtype, value_dim, key_dim, alike, multiprocessors
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.gated_delta.prefill_kernel import prefill
+    monkeypatch.setattr(device, "MULTIPROCESSORS", multiprocessors)
 
-    monkeypatch.setattr(access, "MULTIPROCESSORS", multiprocessors)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(*args):
-        layer = jnp.asarray(args[6], jnp.int32)
-        return prefill(*args[:6], layer, *args[7:], interpret=interpret)
+    def run(tokens, states, layer, chunks):
+        return gdn_prefill_kernel(tokens, states, jnp.int32(layer), chunks, interpret=interpreter)
 
     shape = GdnShape(1, 2, key_dim=key_dim, value_dim=value_dim)
     check(*kernel_case(shape, dtype, states_dtype, alike), run, alike)
@@ -203,9 +195,8 @@ def test_the_kernels_equal_their_reference_without_races(
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_on_a_gpu_the_op_is_its_kernels_and_equals_its_reference(shape, dtype, states_dtype):
     dispatch._chosen.pop("gdn_prefill", None)
-    run = jax.jit(gdn_prefill, static_argnums=6)
     for alike in (False, True):
-        check(*kernel_case(shape, dtype, states_dtype, alike), run, alike)
+        check(*kernel_case(shape, dtype, states_dtype, alike), chunked, alike)
     assert dispatch.implementations()["gdn_prefill"] == ("kernel",)
 
 
@@ -215,15 +206,16 @@ def test_on_a_gpu_long_sequences_stay_exact(lengths):
     rng, shape = np.random.default_rng(7), GDN["qwen3.5-9b"]
     q, k, v, g, beta = tokens_of(rng, 2048, shape=shape)
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
-    g *= 0.05  # what a slow head forgets
+    tokens = GdnTokens(q, k, v, g * 0.05, beta)  # the decay of a head that forgets slowly
     seqs = len(lengths)
     pool = (1, seqs + 1, 2, shape.value_heads, shape.value_dim, shape.key_dim)
     states = jnp.asarray(rng.normal(size=pool), jnp.float32)
-    start, every = int32(0, *np.cumsum(lengths)), jnp.arange(1, seqs + 1, dtype=jnp.int32)
-    arguments = (q, k, v, g, beta, states, 0, every, every * 0 + 1, every - 1, start)
-    expected, expected_pool = sequential(*arguments)
+    start, computed = [0, *np.cumsum(lengths)], range(seqs)
+    slots = range(1, seqs + 1)
+    chunks = prefill_region(slots, start, num_computed=computed, state_offset=1)
+    expected, expected_pool = sequential(tokens, states, 0, chunks)
     for _ in range(3):  # a race shows now and then
-        out, after = chunked(*arguments)
+        out, after = chunked(tokens, states, 0, chunks)
         assert error(out, expected) < 1e-2
         assert error(after[0, 1:, 0], expected_pool[0, 1:, 0]) < 5e-3
         np.testing.assert_array_equal(after[0, :, 1], states[0, :, 1])

@@ -4,18 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gated_delta import int32, operands, oracle
+from gated_delta import SMALL, operands, oracle
+from regions import decode_region
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.step import gdn_step, gdn_step_reference
 from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 
 LAYERS, SLOTS, CANDIDATES = 2, 5, 4
 POOL = (LAYERS, SLOTS, CANDIDATES, 6, 5, 8)  # of `gated_delta.SMALL`
 
-step = jax.jit(gdn_step, static_argnums=6)
-reference = jax.jit(gdn_step_reference, static_argnums=6)
+step = jax.jit(gdn_step, static_argnums=2)
+reference = jax.jit(gdn_step_reference, static_argnums=2)
+
+
+def draw_tokens(rng, *batch, shape=SMALL):
+    """Tokens as a layer makes them, in NumPy arrays that a test may change."""
+    return GdnTokens(*operands(rng, *batch, shape=shape))
 
 
 def test_a_state_rolled_back_equals_a_state_never_advanced():
@@ -24,13 +31,12 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
     true = {slot: np.zeros(POOL[3:]) for slot in (1, 3, 4)}
     offset = dict.fromkeys(true, 0)
     for _ in range(20):
-        rows = rng.permutation(list(true))  # rows may change every step; slots stay
+        slots = rng.permutation(list(true))  # rows may change every step; slots stay
         query_len = rng.integers(0, CANDIDATES + 1, size=3)
-        tokens = operands(rng, 3, CANDIDATES)
-        out, states = step(
-            *tokens, states, 1, int32(*rows), int32(*(offset[r] for r in rows)), int32(*query_len)
-        )
-        for row, slot in enumerate(rows):
+        tokens = draw_tokens(rng, 3, CANDIDATES)
+        region = decode_region(slots, query_len, state_offset=[offset[slot] for slot in slots])
+        out, states = step(tokens, states, 1, region)
+        for row, slot in enumerate(slots):
             if real := query_len[row]:
                 expected, after = oracle(true[slot], *(x[row, :real] for x in tokens))
                 np.testing.assert_allclose(out[row, :real], expected, atol=1e-5)
@@ -44,11 +50,12 @@ def test_a_state_rolled_back_equals_a_state_never_advanced():
 def test_all_tokens_at_once_equal_one_after_the_other(width):
     rng = np.random.default_rng(width)
     states = jnp.asarray(rng.normal(size=(1, 4, width, *POOL[3:])), jnp.float32)
-    tokens = operands(rng, 3, width)
-    index = int32(3, 1, 2), int32(width - 1, 0, width // 2), int32(width, 1, width // 2)
-    out, after = step(*tokens, states, 0, *index)
-    want, expected = reference(*tokens, states, 0, *index)
-    for row, count in enumerate(index[2]):
+    tokens = draw_tokens(rng, 3, width)
+    query_len = [width, 1, width // 2]
+    rows = decode_region([3, 1, 2], query_len, state_offset=[width - 1, 0, width // 2])
+    out, after = step(tokens, states, 0, rows)
+    want, expected = reference(tokens, states, 0, rows)
+    for row, count in enumerate(query_len):
         np.testing.assert_allclose(out[row, :count], want[row, :count], atol=2e-6)
     np.testing.assert_allclose(after, expected, atol=2e-6)
 
@@ -56,13 +63,12 @@ def test_all_tokens_at_once_equal_one_after_the_other(width):
 def test_a_token_that_overflows_harms_no_token_before_it():
     rng = np.random.default_rng(5)
     states = jnp.asarray(rng.normal(size=POOL), jnp.float32)
-    tokens = operands(rng, 1, CANDIDATES)
-    index = int32(2), int32(0), int32(CANDIDATES)
-    want, expected = step(*tokens, states, 1, *index)
-    for x in tokens[1:]:
-        hurt = [y.copy() for y in tokens]
-        hurt[[y is x for y in tokens].index(True)][0, 2] = np.nan
-        out, after = step(*hurt, states, 1, *index)
+    tokens, rows = draw_tokens(rng, 1, CANDIDATES), decode_region([2], CANDIDATES)
+    want, expected = step(tokens, states, 1, rows)
+    for field in ("k", "v", "g", "beta"):
+        hurt = getattr(tokens, field).copy()
+        hurt[0, 2] = np.nan
+        out, after = step(tokens._replace(**{field: hurt}), states, 1, rows)
         np.testing.assert_allclose(out[0, :2], want[0, :2], atol=1e-6)
         np.testing.assert_allclose(after[1, 2, :2], expected[1, 2, :2], atol=1e-6)
         assert np.isnan(after[1, 2, 2:]).any(axis=(1, 2, 3)).all()
@@ -72,10 +78,9 @@ def test_a_token_that_overflows_harms_no_token_before_it():
 def test_a_strong_decay_keeps_what_follows_exact(decay):
     rng = np.random.default_rng(6)
     states = jnp.asarray(rng.normal(size=POOL), jnp.float32)
-    tokens = operands(rng, 1, CANDIDATES)
-    tokens[3][0, 1] = -decay
-    index = int32(2), int32(0), int32(CANDIDATES)
-    out, after = step(*tokens, states, 1, *index)
+    tokens = draw_tokens(rng, 1, CANDIDATES)
+    tokens.g[0, 1] = -decay
+    out, after = step(tokens, states, 1, decode_region([2], CANDIDATES))
     want, expected = oracle(np.asarray(states[1, 2, 0]), *(x[0] for x in tokens))
     np.testing.assert_allclose(out[0], want, atol=1e-6)
     np.testing.assert_allclose(after[1, 2], expected, atol=1e-6)
@@ -84,45 +89,45 @@ def test_a_strong_decay_keeps_what_follows_exact(decay):
 def test_padding_is_inert():
     rng = np.random.default_rng(1)
     states = rng.normal(size=POOL).astype(np.float32)
-    tokens = [jnp.full_like(x, jnp.nan) for x in operands(rng, 5, CANDIDATES)]
-    garbage = int32(10**6, -5, 2**31 - 1, -(2**31), 7)
-    slots, query_len = int32(0, 0, 3, -2, 10**6), int32(4, 0, 0, 4, 4)
-    _, after = step(*tokens, jnp.asarray(states), 1, slots, garbage, query_len)
+    tokens = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), draw_tokens(rng, 5, CANDIDATES))
+    garbage = [10**6, -5, 2**31 - 1, -(2**31), 7]
+    rows = decode_region([0, 0, 3, -2, 10**6], [4, 0, 0, 4, 4], state_offset=garbage)
+    _, after = step(tokens, jnp.asarray(states), 1, rows)
     np.testing.assert_array_equal(after, states)
 
 
 def test_a_padding_token_is_never_stored():
     rng = np.random.default_rng(2)
     states = rng.normal(size=POOL).astype(np.float32)
-    tokens = operands(rng, 2, CANDIDATES)
+    tokens = draw_tokens(rng, 2, CANDIDATES)
     for x in tokens:
         x[0, 2:] = np.nan  # row 0 has two tokens
         x[1] = np.nan  # row 1 is padding
-    out, after = step(*tokens, jnp.asarray(states), 1, int32(2, 0), int32(0, 0), int32(2, 4))
+    out, after = step(tokens, jnp.asarray(states), 1, decode_region([2, 0], [2, 4]))
     assert np.isfinite(after).all() and np.isfinite(out[0, :2]).all()
     np.testing.assert_array_equal(after[1, 2, 2:], states[1, 2, 2:])
 
 
 def test_more_tokens_than_candidates_are_refused():
-    tokens = operands(np.random.default_rng(0), 1, CANDIDATES + 1)
+    tokens = draw_tokens(np.random.default_rng(0), 1, CANDIDATES + 1)
     with pytest.raises(ValueError, match="num_drafts >= 4"):
-        gdn_step(*tokens, jnp.zeros(POOL), 0, *[int32(1)] * 3)
+        gdn_step(tokens, jnp.zeros(POOL), 0, decode_region([1], 1))
 
 
 # The kernel. Rows: three tokens, two tokens; padding by slot, by length, by a slot that is not
 # there, by a negative one; one token with an offset out of range, one with a length out of range.
-ROWS = {
-    "slots": int32(2, 4, 0, 3, 9, -1, 6, 1),
-    "offset": int32(1, 0, 7, 1, 2, 0, 10**6, -3),
-    "query_len": int32(3, 2, 3, 0, 3, 3, 1, 99),
-}
-REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # tokens of the rows that are not padding
+ROWS = decode_region(
+    slots=[2, 4, 0, 3, 9, -1, 6, 1],
+    query_len=[3, 2, 3, 0, 3, 3, 1, 99],
+    state_offset=[1, 0, 7, 1, 2, 0, 10**6, -3],
+)
+REAL = {0: 3, 1: 2, 6: 1, 7: 99}  # row -> its tokens, for the rows that are not padding
 
 
 def kernel_case(shape, dtype, width, seed=0):
-    """Operands with NaN in every padding token and row, and in row 0's neighbour 1."""
+    """Tokens and pool; padding tokens and rows are NaN, and so is row 1, beside row 0."""
     rng = np.random.default_rng(seed)
-    tokens = operands(rng, len(ROWS["slots"]), width, shape=shape)
+    tokens = draw_tokens(rng, len(ROWS.slots), width, shape=shape)
     for x in tokens:
         for row in range(len(x)):
             x[row, REAL.get(row, 0) :] = np.nan
@@ -133,13 +138,13 @@ def kernel_case(shape, dtype, width, seed=0):
 
 def check(tokens, states, run):
     """`run` is the reference: in outputs, in states written, and in all it must not write."""
-    width, tolerance = tokens[0].shape[1], 8 * float(jnp.finfo(states.dtype).eps)
+    width, tolerance = tokens.q.shape[1], 8 * float(jnp.finfo(states.dtype).eps)
     before = np.asarray(states, np.float32)
-    expected, after_reference = reference(*tokens, states, 1, *ROWS.values())
-    out, after = (np.asarray(x, np.float32) for x in run(*tokens, states, 1, *ROWS.values()))
+    expected, after_reference = reference(tokens, states, 1, ROWS)
+    out, after = (np.asarray(x, np.float32) for x in run(tokens, states, 1, ROWS))
     untouched = np.ones(before.shape[:3], bool)
     for row, count in REAL.items():
-        count, slot = min(count, width), int(ROWS["slots"][row])
+        count, slot = min(count, width), int(ROWS.slots[row])
         untouched[1, slot, :count] = False
         ours, theirs = after[1, slot, :count], np.asarray(after_reference[1, slot, :count])
         if row == 1:  # all its inputs are NaN
@@ -152,7 +157,6 @@ def check(tokens, states, run):
     assert not np.any(out[padding])  # no uninitialised memory comes out
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "value_dim", "key_dim", "width"),
     [
@@ -166,15 +170,13 @@ def check(tokens, states, run):
         (jnp.float16, 64, 128, 3),
     ],
 )
-def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim, width):
+def test_the_kernel_equals_its_reference_without_races(
+    interpreter, dtype, value_dim, key_dim, width
+):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(*args):
-        layer = jnp.asarray(args[6], jnp.int32)
-        return gdn_step_kernel(*args[:6], layer, *args[7:], interpret=interpret)
+    def run(tokens, states, layer, rows):
+        return gdn_step_kernel(tokens, states, jnp.int32(layer), rows, interpret=interpreter)
 
     shape = GdnShape(2, 4, key_dim=key_dim, value_dim=value_dim)
     check(*kernel_case(shape, dtype, width), run)
@@ -187,19 +189,18 @@ def test_the_kernel_equals_its_reference_without_races(dtype, value_dim, key_dim
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
     dispatch._chosen.pop("gdn_step", None)
-    run = jax.jit(lambda *args: gdn_step(*args[:6], 1, *args[7:]))
-    check(*kernel_case(shape, dtype, width, seed=width), run)
+    check(*kernel_case(shape, dtype, width, seed=width), step)
     assert dispatch.implementations()["gdn_step"] == ("kernel",)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_float32_is_float32():
     rng, shape = np.random.default_rng(3), GDN["qwen3.5-9b"]
-    tokens = operands(rng, 2, 4, shape=shape)
+    tokens = draw_tokens(rng, 2, 4, shape=shape)
     pool = (1, 3, 4, shape.value_heads, shape.value_dim, shape.key_dim)
     states = rng.normal(size=pool).astype(np.float32)
-    indices = int32(2, 1), int32(3, 0), int32(4, 4)
-    out, after = jax.jit(gdn_step, static_argnums=6)(*tokens, jnp.asarray(states), 0, *indices)
+    rows = decode_region([2, 1], 4, state_offset=[3, 0])
+    out, after = step(tokens, jnp.asarray(states), 0, rows)
     for row, (slot, offset) in enumerate(((2, 3), (1, 0))):
         expected, expected_after = oracle(states[0, slot, offset], *(x[row] for x in tokens))
         for ours, exact in ((out[row], expected), (after[0, slot], expected_after)):

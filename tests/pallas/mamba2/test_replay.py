@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mamba2 import SMALL, int32, one_row, operands, oracle, spoil
+from regions import decode_region
 
 from benchmarks.measure.shapes import MAMBA2, Mamba2Shape
 from jaxspec.pallas import dispatch
@@ -14,6 +15,7 @@ from jaxspec.pallas.mamba2.replay import (
     mamba2_replay_reference,
 )
 from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import must_fold, next_ring_length, ring_rows
 
 LAYERS, SLOTS, WIDTH = 2, 5, 4
@@ -81,14 +83,15 @@ def test_replay_equals_snapshots(acceptance):
         new[2::3] = heads
         index = int32(computed), int32(length), int32(WIDTH)
         out, checkpoints, ring = replay(*new, checkpoints, ring, 0, int32(3), *index)
-        want, snapshots = step(*new, snapshots, 0, int32(3), int32(offset), int32(WIDTH))
+        rows = decode_region([3], WIDTH, state_offset=offset)
+        want, snapshots = step(Mamba2Tokens(*new), snapshots, 0, rows)
         np.testing.assert_allclose(out, want, atol=1e-5)
         kept = {"none": 1, "all": WIDTH, "random": int(rng.integers(1, WIDTH + 1))}[acceptance]
         length = int(next_ring_length(length, kept, WIDTH, 12))
         computed, offset = computed + kept, kept - 1
 
 
-step = jax.jit(mamba2_step, static_argnums=7)
+step = jax.jit(mamba2_step, static_argnums=2)
 
 
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-5), (jnp.float16, 1e-3)])

@@ -1,10 +1,11 @@
-"""conv_update and conv_prefill against a convolution over the whole history; kernel = reference."""
+"""conv_update and conv_prefill against a convolution over the whole history, and the kernel."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convolution import REAL, ROWS, int32, operands
+from convolution import REAL, ROWS, operands
+from regions import decode_region, prefill_region
 
 from benchmarks.measure.shapes import GDN
 from jaxspec.pallas import dispatch
@@ -24,7 +25,7 @@ prefill = jax.jit(conv_prefill, static_argnums=3)
 def oracle(inputs, weight):
     """SiLU of the causal convolution of a whole history, in float64."""
     padded = np.concatenate([np.zeros((KERNEL - 1, CHANNELS)), inputs])
-    y = sum(padded[tap : tap + len(inputs)] * weight[:, tap] for tap in range(KERNEL))
+    y = sum(padded[tap : tap + len(inputs)] * weight[tap] for tap in range(KERNEL))
     return y / (1 + np.exp(-y))
 
 
@@ -34,14 +35,15 @@ def normal(rng, *shape):
 
 def test_a_convolution_rolled_back_equals_one_never_advanced():
     rng = np.random.default_rng(0)
-    weight, history = normal(rng, CHANNELS, KERNEL), np.zeros((0, CHANNELS), np.float32)
-    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
-    conv = conv.at[1, 3, past_rows(int32(0), KERNEL - 1, WINDOW)[0]].set(0.0)
+    weight, history = normal(rng, KERNEL, CHANNELS), np.zeros((0, CHANNELS), np.float32)
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # left behind by other requests
+    before = past_rows(jnp.zeros(1, jnp.int32), KERNEL - 1, WINDOW)[0]
+    conv = conv.at[1, 3, before].set(0.0)
     for _ in range(30):
         query_len = int(rng.integers(1, DRAFTS + 2))
         x = normal(rng, 1, DRAFTS + 1, CHANNELS)
-        index = int32(3), int32(len(history)), int32(query_len)
-        y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
+        rows = decode_region([3], query_len, num_computed=len(history))
+        y, conv = update(x, jnp.asarray(weight), conv, 1, rows)
         everything = np.concatenate([history, x[0, :query_len]])
         expected = oracle(everything, weight)[len(history) :]
         np.testing.assert_allclose(y[0, :query_len], expected, atol=1e-5)
@@ -51,8 +53,8 @@ def test_a_convolution_rolled_back_equals_one_never_advanced():
 
 def test_prefill_in_chunks_equals_one_convolution():
     rng = np.random.default_rng(1)
-    weight, inputs = normal(rng, CHANNELS, KERNEL), normal(rng, 2, 24, CHANNELS)
-    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # what others left behind
+    weight, inputs = normal(rng, KERNEL, CHANNELS), normal(rng, 2, 24, CHANNELS)
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)  # left behind by other requests
     outputs, done = ([], []), [0, 0]
     for step in range(9):
         lengths = [int(rng.integers(0, 6)) for _ in done]
@@ -61,23 +63,16 @@ def test_prefill_in_chunks_equals_one_convolution():
         flat = np.full((12, CHANNELS), np.nan, np.float32)
         flat[: sum(lengths)] = np.concatenate(parts)
         start = np.concatenate([[0], np.cumsum(lengths)])
-        y, conv = prefill(
-            flat,
-            jnp.asarray(weight),
-            conv,
-            1,
-            int32(4, 2),
-            int32(*done),
-            int32(*start),
-        )
+        chunks = prefill_region([4, 2], start, num_computed=done)
+        y, conv = prefill(flat, jnp.asarray(weight), conv, 1, chunks)
         for seq, part in enumerate(np.split(np.asarray(y), start[1:])[:2]):
             outputs[seq].append(part)
         np.testing.assert_array_equal(y[sum(lengths) :], 0)
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         if step == 4:  # a decode step in between, one draft of one accepted
             x = np.stack([inputs[s, d : d + 2] for s, d in enumerate(done)])
-            index = int32(4, 2), int32(*done), int32(2, 2)
-            y, conv = update(x, jnp.asarray(weight), conv, 1, *index)
+            rows = decode_region([4, 2], 2, num_computed=done)
+            y, conv = update(x, jnp.asarray(weight), conv, 1, rows)
             for seq in range(2):
                 outputs[seq].append(np.asarray(y)[seq])
             done = [d + 2 for d in done]
@@ -88,24 +83,24 @@ def test_prefill_in_chunks_equals_one_convolution():
 
 def test_padding_is_inert():
     rng = np.random.default_rng(2)
-    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, CHANNELS, KERNEL)
-    slots, garbage = int32(0, 0, 3, -2, 10**6), int32(*GARBAGE, 7)
-    length = int32(4, 0, 0, 4, 4)
+    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, KERNEL, CHANNELS)
+    slots, garbage = [0, 0, 3, -2, 10**6], [*GARBAGE, 7]
     x = jnp.full((5, DRAFTS + 1, CHANNELS), jnp.nan)
-    _, after = update(x, weight, jnp.asarray(conv), 1, slots, garbage, length)
+    rows = decode_region(slots, [4, 0, 0, 4, 4], num_computed=garbage)
+    _, after = update(x, weight, jnp.asarray(conv), 1, rows)
     np.testing.assert_array_equal(after, conv)
-    start = int32(0, 4, 4, 4, 8, 12)
+    chunks = prefill_region(slots, [0, 4, 4, 4, 8, 12], num_computed=garbage)
     flat = jnp.full((16, CHANNELS), jnp.nan)
-    _, after = prefill(flat, weight, jnp.asarray(conv), 1, slots, garbage, start)
+    _, after = prefill(flat, weight, jnp.asarray(conv), 1, chunks)
     np.testing.assert_array_equal(after, conv)
 
 
 def test_a_padding_token_is_never_stored():
     rng = np.random.default_rng(3)
-    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, CHANNELS, KERNEL)
+    conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, KERNEL, CHANNELS)
     x = normal(rng, 1, DRAFTS + 1, CHANNELS)
     x[0, 2:] = np.nan
-    y, after = update(x, weight, jnp.asarray(conv), 1, int32(3), int32(1), int32(2))
+    y, after = update(x, weight, jnp.asarray(conv), 1, decode_region([3], 2, num_computed=1))
     assert np.isfinite(after).all() and np.isfinite(y[0, :2]).all()
 
 
@@ -113,17 +108,17 @@ def test_a_window_too_short_for_the_drafts_is_refused():
     with pytest.raises(ValueError, match="num_drafts >= 5"):
         conv_update(
             jnp.zeros((1, 6, CHANNELS)),
-            jnp.zeros((CHANNELS, KERNEL)),
+            jnp.zeros((KERNEL, CHANNELS)),
             jnp.zeros((LAYERS, SLOTS, WINDOW, CHANNELS)),
             0,
-            *[int32(1)] * 3,
+            decode_region([1], 1, num_computed=1),
         )
 
 
 def check(x, weight, conv, run):
     """`run` is the reference: in the tokens that are real, and bit for bit in the pool."""
-    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, *ROWS.values()))
-    expected, expected_after = reference(x, weight, conv, 1, *ROWS.values())
+    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, ROWS))
+    expected, expected_after = reference(x, weight, conv, 1, ROWS)
     expected = np.asarray(expected, np.float32)
     np.testing.assert_array_equal(after, np.asarray(expected_after, np.float32))
     untouched = [slot for slot in range(7) if slot not in {2, 4, 6, 1}]
@@ -139,7 +134,6 @@ def check(x, weight, conv, run):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=5e-6)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
     ("dtype", "channels", "width", "kernel", "spare"),
     [
@@ -154,15 +148,13 @@ def check(x, weight, conv, run):
         (jnp.float32, 256, 8, 4, 0),
     ],
 )
-def test_the_kernel_equals_its_reference_without_races(dtype, channels, width, kernel, spare):
+def test_the_kernel_equals_its_reference_without_races(
+    interpreter, dtype, channels, width, kernel, spare
+):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(x, weight, conv, layer, *index):
-        layer = jnp.asarray(layer, jnp.int32)
-        return conv_update_kernel(x, weight.T, conv, layer, *index, interpret=interpret)
+    def run(x, weight, conv, layer, rows):
+        return conv_update_kernel(x, weight, conv, jnp.int32(layer), rows, interpret=interpreter)
 
     check(*operands(channels, dtype, width, kernel, spare), run)
     assert not get_races().races_found
