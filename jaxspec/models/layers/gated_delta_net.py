@@ -18,7 +18,7 @@ from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
