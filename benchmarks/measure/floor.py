@@ -9,7 +9,7 @@ keeps: one after each token (snapshot), or one now and then, with a ring of toke
 
 from jaxspec.config import StateConfig
 from jaxspec.models.config import ModelConfig
-from jaxspec.pallas.recurrent.replay import ring_rows
+from jaxspec.pallas.recurrent.replay import default_window
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -91,7 +91,7 @@ def _state_bytes(
     keys = config.linear_key_heads * config.linear_key_dim
     token = ITEMSIZES[ring_dtype or states.dtype] * (heads * config.linear_value_dim + keys)
     token += 4 * heads  # the decay
-    steps_fit = ring_rows(width, size, states.window) - 2 * width + 1
+    steps_fit = (states.window or default_window(size)) - width + 1
     folds = emitted / (steps_fit + (emitted - 1) / 2)  # a share of the steps
     return state * (1 + folds) + (steps_fit / 2 + width) * token
 

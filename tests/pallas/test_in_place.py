@@ -15,8 +15,10 @@ from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay
 from jaxspec.pallas.mamba2.step import mamba2_step
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.paging.kv_write import kv_write
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
+from jaxspec.regions import DecodeRegion
 
 LAYERS, ROWS, WIDTH, TOKENS = 3, 2, 2, 8
 ONE = jnp.ones(ROWS, jnp.int32)
@@ -75,8 +77,9 @@ def _mamba2_tokens(x, *batch):
 
 def replay(pools, layer, x, start):
     for rows in (1, ROWS):
-        index = [start[:rows]] * 4  # as an argument: whether a row folds must not be known
-        y, *pools = mamba2_replay(*_mamba2_tokens(x, rows, WIDTH), *pools, layer, *index)
+        region = DecodeRegion(*[start[:rows]] * 5)  # arguments: no fold must be known beforehand
+        tokens = Mamba2Tokens(*_mamba2_tokens(x, rows, WIDTH))
+        y, *pools = mamba2_replay(tokens, *pools, layer, region)
         x = y.sum()
     return x, tuple(pools)
 
@@ -88,7 +91,7 @@ POOLS = {
     mamba2: (LAYERS, 8192, 3, 2, 4, 4),
     replay: (
         (LAYERS, 8192, 1, 2, 4, 4),
-        Mamba2Ring((LAYERS, 8192, 8, 2, 4), (LAYERS, 8192, 8, 1, 4), (LAYERS, 8192, 8, 2)),
+        Mamba2Ring((LAYERS, 8192, 8, 2, 4), (LAYERS, 8192, 8, 1, 4), (LAYERS, 8192, 8, 2), 6),
     ),
 }
 

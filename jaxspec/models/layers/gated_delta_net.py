@@ -17,7 +17,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.rope import Rotation
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
@@ -101,9 +101,9 @@ class GatedDeltaNet(nnx.Module):
             out, states = gdn_step(q, k, v, g, beta, cache.states, *where)
             cache = dataclasses.replace(cache, conv=conv, states=states)
         else:
-            where = layer, slots, computed, decode.ring_length, query_len
+            params = GdnParams(self.conv[...], self.decay[...], self._heads)
             out, conv, states, ring = gdn_conv_replay(
-                *operands, cache.states, cache.ring, *where, self._heads, norm
+                projected, params, cache.conv, cache.states, cache.ring, layer, decode, norm
             )
             cache = dataclasses.replace(cache, conv=conv, states=states, ring=ring)
         return out.reshape(-1, *out.shape[2:]), cache
