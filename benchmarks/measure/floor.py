@@ -10,7 +10,7 @@ keeps: one after each token (snapshot), or one now and then, with a ring of toke
 from jaxspec.config import StateConfig
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
-from jaxspec.pallas.recurrent.replay import ring_rows
+from jaxspec.pallas.recurrent.replay import default_window
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -91,7 +91,7 @@ def _state_bytes(
     keys = sizes.key_heads * sizes.key_dim
     token = ITEMSIZES[ring_dtype or states.dtype] * (sizes.values + keys)
     token += 4 * sizes.value_heads  # the decay
-    steps_fit = ring_rows(width, size, states.window) - 2 * width + 1
+    steps_fit = (states.window or default_window(size)) - width + 1
     folds = emitted / (steps_fit + (emitted - 1) / 2)  # a share of the steps
     return state * (1 + folds) + (steps_fit / 2 + width) * token
 

@@ -43,9 +43,9 @@ class HybridCache:
         return self.kv.shape[3]
 
     @property
-    def ring_rows(self) -> int:
-        """Tokens that the ring has room for; 0: there is none."""
-        return 0 if self.ring is None else self.ring.k.shape[2]
+    def ring_window(self) -> int:
+        """Tokens that the ring keeps between steps; 0: there is no ring."""
+        return 0 if self.ring is None else self.ring.window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CacheSizes:
     page_size: int
     num_slots: int
     num_drafts: int  # K
-    ring_rows: int = 0  # of a ring of tokens to replay; 0: a slot holds 1 + K candidate states
+    ring_window: int = 0  # tokens that a ring keeps; 0: a slot holds 1 + K candidate states
 
 
 def kv_dtype_of(word: str | None, dtype: jnp.dtype) -> jnp.dtype:
@@ -84,23 +84,25 @@ def init_cache(
     kv = (shape.kv_layers, 2, sizes.num_pages, sizes.page_size, shape.kv_heads, shape.head_dim)
     window = shape.conv_kernel + sizes.num_drafts  # read, and written by the same step
     conv = (shape.state_layers, sizes.num_slots, window, shape.conv_dim)
-    candidates = 1 if sizes.ring_rows else 1 + sizes.num_drafts
+    candidates = 1 if sizes.ring_window else 1 + sizes.num_drafts
     states = (shape.state_layers, sizes.num_slots, candidates, *shape.state_shape)
     return HybridCache(
         kv=jnp.zeros(kv, kv_dtype or dtype),
         conv=jnp.zeros(conv, dtype),
         states=jnp.zeros(states, state_dtype),
-        ring=_init_ring(shape, sizes, state_dtype) if sizes.ring_rows else None,
+        ring=_init_ring(shape, sizes, state_dtype) if sizes.ring_window else None,
     )
 
 
 def _init_ring(shape: CacheShape, sizes: CacheSizes, dtype: jnp.dtype) -> GdnRing:
     value_heads, value_dim, key_dim = shape.state_shape
-    ring = (shape.state_layers, sizes.num_slots, sizes.ring_rows)
+    # Behind the window a row for each of the 1 + K tokens of the widest step.
+    ring = (shape.state_layers, sizes.num_slots, sizes.ring_window + 1 + sizes.num_drafts)
     return GdnRing(
         k=jnp.zeros((*ring, shape.state_key_heads, key_dim), dtype),
         u=jnp.zeros((*ring, value_heads, value_dim), dtype),
         g=jnp.zeros((*ring, value_heads), jnp.float32),
+        window=sizes.ring_window,
     )
 
 

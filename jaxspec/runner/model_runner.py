@@ -15,7 +15,7 @@ from flax import nnx
 from jaxspec.config import Buckets, StateConfig
 from jaxspec.models.base import Model
 from jaxspec.models.cache import CacheSizes, fork_slots, init_cache
-from jaxspec.pallas.recurrent.replay import ring_rows
+from jaxspec.pallas.recurrent.replay import default_window
 from jaxspec.plan import Fork, Program, StepPlan, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
@@ -175,10 +175,10 @@ class ModelRunner:
         return jax.device_put(state, state.page_tables.sharding)
 
     def _init_state(self, buckets: Buckets) -> EngineState:
-        b, states, rows, logits = buckets, self._states, 0, None
+        b, states, window, logits = buckets, self._states, 0, None
         if states.policy == "replay":
-            rows = ring_rows(b.width, jnp.dtype(states.dtype).itemsize, states.window)
-        sizes = CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts, rows)
+            window = states.window or default_window(jnp.dtype(states.dtype).itemsize)
+        sizes = CacheSizes(b.num_pages, b.page_size, b.num_slots, b.num_drafts, window)
         if self._proposer is not None and self._proposer.is_probabilistic:
             logits = jnp.zeros((b.num_slots, b.num_drafts, self._vocab_size), jnp.float32)
         return EngineState(

@@ -105,7 +105,8 @@ def _one_step(
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logit_index]
     acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.variant)
     acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
-    active = update(inputs.active, acceptance, finish, plan["prefill_lens"], state.cache.ring_rows)
+    lens, window = plan["prefill_lens"], state.cache.ring_window
+    active = update(inputs.active, acceptance, finish, lens, window)
 
     draft_logits = state.draft_logits
     if config.proposer is not None:

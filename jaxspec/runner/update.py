@@ -47,13 +47,13 @@ def update(
     acceptance: Acceptance,
     finish: Int[Array, " rows"],
     prefill_lens: Int[Array, " seqs"],
-    ring_rows: int,
+    ring_window: int,
 ) -> BatchState:
     """The active rows after a step; the last `seqs` of them took a chunk of prompt.
 
     A verify makes the input token and the accepted drafts valid: as many as it emitted. A chunk
     makes all its tokens valid and leaves its state in candidate 0, with nothing in the ring. A row
-    for which nothing was computed keeps every field. `ring_rows` is 0 where nothing is replayed.
+    for which nothing was computed keeps every field. `ring_window` is 0 where nothing is replayed.
     """
     num_decode = rows.num_rows - prefill_lens.shape[0]
     is_chunk = jnp.arange(rows.num_rows) >= num_decode
@@ -64,9 +64,9 @@ def update(
         acceptance.tokens, jnp.maximum(num_emitted - 1, 0)[:, None], axis=1
     )[:, 0]
     ring_length = rows.ring_length
-    if ring_rows:
+    if ring_window:
         width = acceptance.tokens.shape[1]
-        after_verify = next_ring_length(ring_length, num_emitted, width, ring_rows)
+        after_verify = next_ring_length(ring_length, num_emitted, width, ring_window)
         ring_length = jnp.where(is_chunk, 0, after_verify)
     return rows.with_fields(
         num_computed=rows.num_computed + gained,

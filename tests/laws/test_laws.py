@@ -28,8 +28,9 @@ from harness import (
 )
 from safetensors import safe_open
 
-from jaxspec.pallas.gated_delta.replay import _replayed
+from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.regions import DecodeRegion
 from jaxspec.request import Finish
 from jaxspec.runner import model_runner
 from jaxspec.runner.step import jitted_step, make_step
@@ -316,10 +317,11 @@ def true_states(state, row):
     slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
     if cache.ring is None:
         return np.asarray(cache.states[:, slot, offset])
-    where = [x[row : row + 1] for x in (rows.slot, rows.num_computed, rows.ring_length)]
+    fields = rows.slot, rows.num_computed, rows.num_drafts, rows.state_offset, rows.ring_length
+    region = DecodeRegion(*(x[row : row + 1] for x in fields))
     layers = range(cache.states.shape[0])
     return np.stack(
-        [_replayed(cache.states, cache.ring, layer, *where, width=4)[0] for layer in layers]
+        [replayed_states(cache.states, cache.ring, layer, region)[0] for layer in layers]
     )
 
 

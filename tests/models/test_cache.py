@@ -22,9 +22,9 @@ def filled_cache():
 def test_a_ring_takes_the_place_of_all_candidates_but_one():
     states, dtypes = (2, 3, 4), (jnp.dtype("bfloat16"), jnp.dtype("float16"))
     cache = init_cache(SHAPE, SIZES, *dtypes)
-    assert cache.states.shape == (3, 5, 4, *states) and cache.ring is None and not cache.ring_rows
-    cache = init_cache(SHAPE, dataclasses.replace(SIZES, ring_rows=20), *dtypes)
-    assert cache.states.shape == (3, 5, 1, *states) and cache.ring_rows == 20
+    assert cache.states.shape == (3, 5, 4, *states) and cache.ring is None and not cache.ring_window
+    cache = init_cache(SHAPE, dataclasses.replace(SIZES, ring_window=16), *dtypes)
+    assert cache.states.shape == (3, 5, 1, *states) and cache.ring_window == 16
     assert cache.ring.k.shape == (3, 5, 20, 1, 4) and cache.ring.u.shape == (3, 5, 20, 2, 3)
     assert cache.ring.g.shape == (3, 5, 20, 2) and cache.ring.g.dtype == jnp.float32
     assert {cache.states.dtype, cache.ring.k.dtype, cache.ring.u.dtype} == {dtypes[1]}
@@ -41,7 +41,7 @@ def test_keys_and_values_may_have_a_dtype_of_their_own():
 
 
 def test_a_fork_needs_nothing_of_the_ring():
-    sizes = dataclasses.replace(SIZES, ring_rows=20)
+    sizes = dataclasses.replace(SIZES, ring_window=16)
     cache = init_cache(SHAPE, sizes, jnp.dtype("float32"), jnp.dtype("float32"))
     one = jnp.ones(1, jnp.int32)
     full = jax.tree.map(jnp.ones_like, cache)

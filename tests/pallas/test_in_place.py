@@ -86,8 +86,9 @@ def _mamba2_tokens(x, *batch):
 
 def replay(pools, layer, x, start):
     for rows in (1, ROWS):
-        index = [start[:rows]] * 4  # as an argument: whether a row folds must not be known
-        y, *pools = mamba2_replay(*_mamba2_tokens(x, rows, WIDTH), *pools, layer, *index)
+        region = DecodeRegion(*[start[:rows]] * 5)  # arguments: no fold must be known beforehand
+        tokens = Mamba2Tokens(*_mamba2_tokens(x, rows, WIDTH))
+        y, *pools = mamba2_replay(tokens, *pools, layer, region)
         x = y.sum()
     return x, tuple(pools)
 
@@ -99,7 +100,7 @@ POOLS = {
     mamba2: (LAYERS, 8192, 3, 2, 4, 4),
     replay: (
         (LAYERS, 8192, 1, 2, 4, 4),
-        Mamba2Ring((LAYERS, 8192, 8, 2, 4), (LAYERS, 8192, 8, 1, 4), (LAYERS, 8192, 8, 2)),
+        Mamba2Ring((LAYERS, 8192, 8, 2, 4), (LAYERS, 8192, 8, 1, 4), (LAYERS, 8192, 8, 2), 6),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The cases of the ops that replay; `kernel_cases.OPS` lists them."""
+"""The cases of the ops that replay; `table.OPS` lists them."""
 
 import dataclasses
 import functools
@@ -13,38 +13,47 @@ from benchmarks.kernels.case import INPUTS, Case, about, filled
 from benchmarks.kernels.cases.prefill import mamba2_tokens
 from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
-from jaxspec.pallas.gated_delta.heads import GdnHeads
+from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.replay import GdnRing, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay, mamba2_replay_reference
-from jaxspec.pallas.recurrent.replay import must_fold, ring_rows
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.recurrent.replay import default_window, must_fold
+from jaxspec.regions import DecodeRegion
 
 
 def gdn_tokens(rng, shape, rows, width):
-    """q, k, v, g, beta as a layer makes them."""
+    """The tokens of a rectangle as a layer makes them."""
     key = (rows, width, shape.key_heads, shape.key_dim)
     value = (rows, width, shape.value_heads, shape.value_dim)
     q, k = (rng.normal(size=key).astype(np.float32) for _ in range(2))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = rng.normal(size=value).astype(np.float32)
     g = -rng.exponential(size=value[:3]).astype(np.float32)
-    return q, k, v, g, rng.random(size=value[:3]).astype(np.float32)
+    return GdnTokens(q, k, v, g, rng.random(size=value[:3]).astype(np.float32))
 
 
-def _ring_rows(rng, rows, width, in_ring):
-    """Slots, tokens computed, lengths of rings and of queries, of rings as full as chance has them.
+def _region(rng, rows, width, window):
+    """A region whose rings are as full as chance has them; all rows are full and live.
 
-    Every length as often as the others; of one row, the middle one.
+    Every length of a ring comes as often as the others. A single row has the middle one.
     """
-    window = in_ring - width
     length = rng.permutation(np.linspace(0, window, rows + 2)[1:-1].round())
     computed, slots = rng.integers(window, 10**4, rows), 1 + rng.permutation(rows)
-    return tuple(x.astype(np.int32) for x in (slots, computed, length, np.full(rows, width)))
+    query_len, unused = np.full(rows, width), np.zeros(rows)
+    fields = slots, computed, query_len, unused, length
+    return DecodeRegion(*(x.astype(np.int32) for x in fields))
 
 
-def _folding(length, width, in_ring):
-    """How many rows fold, and what the results say of rings so full."""
-    folds = int(np.sum(must_fold(length, width, in_ring)))
+def _folding(region, width, window):
+    """How many rows fold, and what the results say about rings so full."""
+    folds, length = int(np.sum(must_fold(region.ring_length, width, window))), region.ring_length
     return folds, {"ring": float(length.mean()), "folds": round(folds / len(length), 3)}
+
+
+def _nbytes(operands):
+    """Bytes of what a launch reads; it does not read `state_offset`."""
+    unread = [x.state_offset.nbytes for x in operands if isinstance(x, DecodeRegion)]
+    return sum(x.nbytes for x in jax.tree.leaves(operands)) - sum(unread)
 
 
 def gdn_replay_cases() -> Iterator[Case]:
@@ -66,29 +75,30 @@ def _gdn_cases(case):
 
 
 def _gdn_replay_case(model, shape, dtype, rows, width):
-    rng, in_ring = np.random.default_rng(0), ring_rows(width, dtype.itemsize)
+    rng, window = np.random.default_rng(0), default_window(dtype.itemsize)
     tokens = gdn_tokens(rng, shape, rows, width)
-    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
-    operands = *tokens, *index
+    region = _region(rng, rows, width, window)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
 
     def pool(layers):
         fill = functools.partial(filled, layers, rows)
+        in_ring = window + width
         return fill(1, *state, dtype=dtype), GdnRing(
             k=fill(in_ring, shape.key_heads, shape.key_dim, dtype=dtype),
             u=fill(in_ring, *state[:2], dtype=dtype),
             g=-jnp.abs(fill(in_ring, shape.value_heads, dtype=jnp.float32)),
+            window=window,
         )
 
-    def run(op, pool, layer, q, k, v, g, beta, *index):
-        out, *pool = op(q, k, v, g, beta, *pool, layer, *index)
+    def run(op, pool, layer, tokens, region):
+        out, *pool = op(tokens, *pool, layer, region)
         return out, tuple(pool)
 
-    folds, of_ring = _folding(length, width, in_ring)
+    folds, of_ring = _folding(region, width, window)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
     token_bytes = factors * dtype.itemsize + 4 * shape.value_heads
-    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    ring_bytes = int(region.ring_length.sum() + rows * width) * token_bytes
     return Case(
         op="gdn_replay",
         about=about(model, shape, dtype, rows=rows, width=width, **of_ring),
@@ -96,17 +106,17 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
         reference=functools.partial(run, gdn_replay_reference),
         pool=pool,
         layer_bytes=rows * state_bytes + ring_bytes,
-        operands=tuple(jnp.asarray(x) for x in operands),
+        operands=jax.tree.map(jnp.asarray, (tokens, region)),
         total_bytes=(rows + folds) * state_bytes
         + ring_bytes
-        + sum(x.nbytes for x in operands)
-        + tokens[2].nbytes,
+        + _nbytes((tokens, region))
+        + tokens.v.nbytes,
     )
 
 
 def _gdn_conv_replay_case(model, shape, dtype, rows, width, kernel=4):
     case, x_dtype = _gdn_replay_case(model, shape, dtype, rows, width), jnp.dtype("bfloat16")
-    *tokens, slots, computed, length, query_len = case.operands
+    tokens, region = case.operands
     keys = jax.random.split(jax.random.key(0), INPUTS + 1)
     size = rows, width, shape.projected
     # Several, so that none is found in the cache.
@@ -114,30 +124,27 @@ def _gdn_conv_replay_case(model, shape, dtype, rows, width, kernel=4):
     taps = jax.random.normal(keys[0], (kernel, shape.conv_dim)).astype(x_dtype)
     decay = jnp.zeros((shape.value_heads, 2))
     heads = GdnHeads(shape.key_heads, shape.key_dim, shape.value_heads)
-    window = kernel - 1 + width  # read, and written
+    conv_rows = kernel - 1 + width  # read, and written
 
-    def run(op, pools, layer, xs, taps, decay, *index):
-        out, *pools = op(xs[layer % INPUTS], taps.T, decay, *pools, layer, *index, heads)
+    def run(op, pools, layer, xs, taps, decay, region):
+        params = GdnParams(taps, decay, heads)
+        out, *pools = op(xs[layer % INPUTS], params, *pools, layer, region)
         return out, tuple(pools)
 
     def pool(layers):
-        return filled(layers, rows, window, shape.conv_dim, dtype=x_dtype), *case.pool(layers)
+        return filled(layers, rows, conv_rows, shape.conv_dim, dtype=x_dtype), *case.pool(layers)
 
-    window_bytes = rows * window * shape.conv_dim * x_dtype.itemsize
-    of_tokens = rows * width * (shape.conv_dim + 2 * shape.value_heads) * x_dtype.itemsize
+    conv_bytes = rows * conv_rows * shape.conv_dim * x_dtype.itemsize
+    x_bytes = rows * width * (shape.conv_dim + 2 * shape.value_heads) * x_dtype.itemsize
     return dataclasses.replace(
         case,
         op="gdn_conv_replay",
         run=functools.partial(run, gdn_conv_replay),
         reference=functools.partial(run, gdn_conv_replay_reference),
         pool=pool,
-        layer_bytes=case.layer_bytes + window_bytes,
-        operands=(xs, taps, decay, slots, computed, length, query_len),
-        total_bytes=case.total_bytes
-        - sum(x.nbytes for x in tokens)
-        + of_tokens
-        + taps.nbytes
-        + window_bytes,
+        layer_bytes=case.layer_bytes + conv_bytes,
+        operands=(xs, taps, decay, region),
+        total_bytes=case.total_bytes - _nbytes(tokens) + x_bytes + taps.nbytes + conv_bytes,
     )
 
 
@@ -152,29 +159,30 @@ def mamba2_replay_cases() -> Iterator[Case]:
 
 def _mamba2_replay_case(model, dtype, rows, width, window):
     rng, shape = np.random.default_rng(0), MAMBA2[model]
-    in_ring = ring_rows(width, dtype.itemsize, window)
-    window = in_ring - width
-    index = _, _, length, _ = _ring_rows(rng, rows, width, in_ring)
-    tokens = mamba2_tokens(shape, rows, width)
+    window = window or default_window(dtype.itemsize)
+    region = _region(rng, rows, width, window)
+    tokens = Mamba2Tokens(*mamba2_tokens(shape, rows, width))
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
     def pool(layers):
         fill = functools.partial(filled, layers, rows)
+        in_ring = window + width
         return fill(1, *state, dtype=dtype), Mamba2Ring(
             x=fill(in_ring, *state[:2], dtype=dtype),
             b=fill(in_ring, shape.groups, shape.state_dim, dtype=dtype),
             dt=0.1 * jnp.abs(fill(in_ring, shape.heads, dtype=jnp.float32)),
+            window=window,
         )
 
-    def run(op, pool, layer, x, dt, a, b, c, d, *index):
-        out, *pool = op(x, dt, a, b, c, d, *pool, layer, *index)
+    def run(op, pool, layer, tokens, region):
+        out, *pool = op(tokens, *pool, layer, region)
         return out, tuple(pool)
 
-    folds, of_ring = _folding(length, width, in_ring)
+    folds, of_ring = _folding(region, width, window)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = math.prod(state[:2]) + shape.groups * shape.state_dim
     token_bytes = factors * dtype.itemsize + 4 * shape.heads
-    ring_bytes = int(length.sum() + rows * width) * token_bytes
+    ring_bytes = int(region.ring_length.sum() + rows * width) * token_bytes
     return Case(
         op="mamba2_replay",
         about=about(model, shape, dtype, rows=rows, width=width, window=window, **of_ring),
@@ -182,9 +190,6 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
         reference=functools.partial(run, mamba2_replay_reference),
         pool=pool,
         layer_bytes=rows * state_bytes + ring_bytes,
-        operands=(*tokens, *map(jnp.asarray, index)),
-        total_bytes=(rows + folds) * state_bytes
-        + ring_bytes
-        + sum(y.nbytes for y in tokens)
-        + 4 * tokens[0].size,
+        operands=(tokens, jax.tree.map(jnp.asarray, region)),
+        total_bytes=(rows + folds) * state_bytes + ring_bytes + _nbytes(tokens) + 4 * tokens.x.size,
     )

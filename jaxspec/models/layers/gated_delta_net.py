@@ -129,17 +129,12 @@ class GatedDeltaNet(nnx.Module):
         assert cache.ring is not None
         heads, conv, states, ring = gdn_conv_replay(
             _rectangle(projected, rows),
-            self.conv[...].T,
-            self.decay[...],
+            self._params,
             cache.conv,
             cache.states,
             cache.ring,
             layer,
-            rows.slots,
-            rows.num_computed,
-            rows.ring_length,
-            rows.query_len,
-            self._heads,
+            rows,
             self._gated_norm(projected),
         )
         return _flat(heads), dataclasses.replace(cache, conv=conv, states=states, ring=ring)

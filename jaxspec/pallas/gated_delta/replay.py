@@ -1,14 +1,17 @@
 """One verify step of Gated DeltaNet that keeps no state a token, but what replays it."""
 
+import dataclasses
+
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent.replay import as_kept, check_ring, must_fold, sums_after
+from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.regions import DecodeRegion
+from jaxspec.regions import DecodeRegion, real_tokens
 
 States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
@@ -24,26 +27,25 @@ class GdnRing:
     k: Float[Array, "layers slots ring key_heads key_dim"]
     u: Float[Array, "layers slots ring value_heads value_dim"]
     g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
+    window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a slot: the window, and one for each token of the widest step."""
+        return self.k.shape[2]
 
 
 def gdn_replay(
-    q: Float[Array, "rows width key_heads key_dim"],
-    k: Float[Array, "rows width key_heads key_dim"],
-    v: Float[Array, "rows width value_heads value_dim"],
-    g: Float[Array, "rows width value_heads"],
-    beta: Float[Array, "rows width value_heads"],
+    tokens: GdnTokens,
     states: States,
     ring: GdnRing,
     layer: int,
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    ring_length: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
+    rows: DecodeRegion,
     norm: GatedNorm | None = None,
 ) -> tuple[Outputs, States, GdnRing]:
     """The gated delta rule over each row's tokens: outputs, the new pool, the new ring.
 
-    The rule and its operands are `gdn_step`'s, but for what is kept. A slot's state is its
+    The rule is `gdn_step`'s, and `tokens` are `[rows, width, ...]`. A slot's state is its
     checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
     running sum `G` of their `g`:
 
@@ -53,114 +55,107 @@ def gdn_replay(
     `t < query_len` go to the ring at `num_computed + t`; the caller counts those that stand, by
     `next_ring_length`. `k` and `u` are rounded to the ring's dtype before anything uses them, so
     that what is replayed later is what this step computed with. Outputs are float32. Padding rows
-    and tokens write nothing, and what they put out means nothing.
+    and tokens write nothing, and their outputs mean nothing.
 
-    A `norm` of all tokens, row by row, may be in the kernel: where there are heads enough that each
-    is one block's. The outputs then are what it makes of them, `[rows, width, features]` in the
-    dtype of its gates.
+    With a `norm`, which has the gates of all tokens row by row, the outputs may come normed:
+    `[rows, width, features]` in the dtype of its gates. That is so where the kernel runs and has
+    a block for each head. Otherwise they are those without a norm.
 
     Raises:
-        ValueError: less than 2 rows of the ring a token, or `norm` is not for these tokens and
-            heads (`GatedNorm.check`).
+        ValueError: the ring is too small for steps of this width (`check_ring`), or `norm` is not
+            for these tokens and heads (`GatedNorm.check`).
     """
-    check(q.shape[:2], states, ring, norm)
-    tokens, index = (q, k, v, g, beta), (slots, num_computed, ring_length, query_len)
-    if dispatch.runs_kernel("gdn_replay", unsupported(q.shape[1], states, ring)):
+    num_rows, width = tokens.q.shape[:2]
+    check(num_rows, width, states, ring, norm)
+    if dispatch.runs_kernel("gdn_replay", why_not_kernel(width, states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
-        return gdn_replay_kernel(*tokens, states, ring, on_device, *index, norm)
-    return gdn_replay_reference(*tokens, states, ring, layer, *index)
+        return gdn_replay_kernel(tokens, states, ring, on_device, rows, norm)
+    return gdn_replay_reference(tokens, states, ring, layer, rows)
 
 
-def check(tokens, states, ring, norm):
-    """Raise the ValueError of `gdn_replay`; `tokens`: rows, and tokens of each."""
-    rows, width = tokens
-    check_ring(width, ring.k.shape[2])
+def check(num_rows: int, width: int, states: States, ring: GdnRing, norm: GatedNorm | None) -> None:
+    """Raise the ValueError of `gdn_replay`, for so many rows of `width` tokens."""
+    check_ring(width, ring.window, ring.num_rows)
     if norm is not None:
-        norm.check(rows * width, states.shape[3] * states.shape[4])
+        norm.check(num_rows * width, states.shape[3] * states.shape[4])
 
 
 def gdn_replay_reference(
-    q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len
-):
+    tokens: GdnTokens, states: States, ring: GdnRing, layer: int, rows: DecodeRegion
+) -> tuple[Outputs, States, GdnRing]:
     """The specification of `gdn_replay`: fold for itself, then one token after the other."""
-    width, group = q.shape[1], states.shape[3] // q.shape[2]
-    num_slots, rows_in_ring = states.shape[1], ring.k.shape[2]
-    real = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    q, k, v, g, beta = tokens
+    width, group, num_slots = q.shape[1], states.shape[3] // q.shape[2], states.shape[1]
+    live = rows.is_live(num_slots)
     token = jnp.arange(width, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] + token) % rows_in_ring
-    target = jnp.where(real[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
+    ring_row = (rows.num_computed[:, None] + token) % ring.num_rows
+    is_real = live[:, None] & real_tokens(rows.query_len, width)
+    target = jnp.where(is_real, rows.slots[:, None], num_slots)
 
     def append(pool, new):
-        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
+        return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
     # Before the ring is read, where these rows do not count: XLA need not copy it then.
-    ring = ring.replace(k=append(ring.k, k), g=append(ring.g, g))
-    slot = jnp.clip(slots, 0, num_slots - 1)
-    start = _replayed(states, ring, layer, slot, num_computed, ring_length, width)
+    ring = dataclasses.replace(ring, k=append(ring.k, k), g=append(ring.g, g))
+    start = replayed_states(states, ring, layer, rows)
 
-    folds = real & must_fold(ring_length, width, rows_in_ring)
-    state = jnp.where(folds[:, None, None, None], as_kept(start, states.dtype), start)
-    outputs, written = [], []
+    folds = live & must_fold(rows.ring_length, width, ring.window)
+    state = jnp.where(folds[:, None, None, None], rounded_to(start, states.dtype), start)
+    outputs, updates = [], []
     for t in range(width):
-        k_t = as_kept(k[:, t], ring.k.dtype)
+        k_t = rounded_to(k[:, t], ring.k.dtype)
         q_h, k_h = (jnp.repeat(x, group, axis=1) for x in (q[:, t], k_t))
         state = state * jnp.exp(g[:, t])[..., None, None]
         recalled = jnp.einsum("rhvk,rhk->rhv", state, k_h, precision="highest")
         u_t = beta[:, t][..., None] * (v[:, t] - recalled)
-        u_t = as_kept(u_t, ring.u.dtype)
+        u_t = rounded_to(u_t, ring.u.dtype)
         state = state + u_t[..., None] * k_h[..., None, :]
         outputs.append(jnp.einsum("rhvk,rhk->rhv", state, q_h, precision="highest"))
-        written.append(u_t)
+        updates.append(u_t)
 
-    target_slot = jnp.where(folds, slots, num_slots)
+    target_slot = jnp.where(folds, rows.slots, num_slots)
     states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
-    ring = ring.replace(u=append(ring.u, jnp.stack(written, axis=1)))
+    ring = dataclasses.replace(ring, u=append(ring.u, jnp.stack(updates, axis=1)))
     return jnp.stack(outputs, axis=1), states, ring
 
 
-def _replayed(
-    states: States,
-    ring: GdnRing,
-    layer: int,
-    slot: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    ring_length: Int[Array, " rows"],
-    width: int,
+def replayed_states(
+    states: States, ring: GdnRing, layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows value_heads value_dim key_dim"]:
-    """Each row's state: its checkpoint, and the ring's tokens added, in float32."""
-    group, rows_in_ring = states.shape[3] // ring.k.shape[3], ring.k.shape[2]
+    """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
+    group, num_rows = states.shape[3] // ring.k.shape[3], ring.num_rows
+    slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
     # By age, the newest last; what lies beyond `ring_length` may hold anything.
-    age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] - age) % rows_in_ring
-    # More would be rows that this step writes.
-    counts = age <= jnp.minimum(ring_length, rows_in_ring - width)[:, None]
+    age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
+    ring_row = (rows.num_computed[:, None] - age) % num_rows
+    # Behind the window are rows that this step writes.
+    counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
 
-    # A row more, for the reason that `state_select_reference` gives.
-    slot_and_null, place = jnp.pad(slot, (0, 1))[:, None], jnp.pad(place, ((0, 1), (0, 0)))
+    # One row more than there are, for the reason that `state_select_reference` gives.
+    slot_and_null, ring_row = jnp.pad(slot, (0, 1))[:, None], jnp.pad(ring_row, ((0, 1), (0, 0)))
 
-    def take(pool):
-        taken = pool[layer, slot_and_null, place][:-1].astype(jnp.float32)
-        return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
+    def gather(pool):
+        found = pool[layer, slot_and_null, ring_row][:-1].astype(jnp.float32)
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (found.ndim - 2)), found, 0.0)
 
-    k, u, g = jnp.repeat(take(ring.k), group, axis=2), take(ring.u), take(ring.g)
+    k, u, g = jnp.repeat(gather(ring.k), group, axis=2), gather(ring.u), gather(ring.g)
     after = sums_after(g)
-    whole = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
-    checkpoint = state_select_reference(states, layer, DecodeRegion(*[slot] * 5))
-    checkpoint = checkpoint.astype(jnp.float32)
+    decay = jnp.exp(jnp.sum(g, axis=1))[..., None, None]
+    checkpoint = state_select_reference(states, layer, rows)
     added = jnp.einsum("rwh,rwhv,rwhk->rhvk", jnp.exp(after), u, k, precision="highest")
-    return whole * checkpoint + added
+    return decay * checkpoint.astype(jnp.float32) + added
 
 
-def unsupported(width, states, ring):
+def why_not_kernel(width: int, states: States, ring: GdnRing) -> str | None:
     """Why `gdn_replay_kernel` does not take these operands, or None."""
     value_dim, key_dim = states.shape[4:]
     if width > 8:
         return f"{width} tokens a row, more than 8"
-    if ring.k.shape[2] - width > 64:
-        return f"a ring that holds {ring.k.shape[2] - width} tokens, more than 64"
+    if ring.window > 64:
+        return f"a ring with a window of {ring.window} tokens, more than 64"
     if states.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"states in {states.dtype}"
     if not states.dtype == ring.k.dtype == ring.u.dtype:

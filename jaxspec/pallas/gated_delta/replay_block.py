@@ -1,259 +1,255 @@
-"""What a block of `gdn_replay_kernel` does, but for its products."""
+"""A block of `gdn_replay` from top to bottom: some values of one head of one row.
 
-import functools
-from typing import Any
+What differs between launches is in objects that the block holds: the state, in float32
+(`StateInFloat32`) or in 16 bits (`StateOnTensorCores`), and the tokens, which are loaded
+(`LoadedTokens`) or made of a projection (`ConvTokens`).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gated_delta.replay_products import FOLDED, Products
 from jaxspec.pallas.gpu import layouts
+from jaxspec.pallas.gpu.access import load, store
 from jaxspec.pallas.norm import gated_norm_block
-from jaxspec.pallas.recurrent.replay_block import TOGETHER
+from jaxspec.pallas.recurrent.replay_block import RING_GROUP, ReplaySizes, RingBlock
 
 
-class Block(Products):
+class OutputNorm(NamedTuple):
+    """The part of a `GatedNorm` that a kernel is compiled for."""
+
+    first: int  # column of the gates
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GdnLaunch:
+    """What all blocks of a launch have in common."""
+
+    sizes: ReplaySizes
+    splits: int  # blocks that share a head's values
+    conv_rows: int  # rows of the convolution's ring; 1: there is none, and 0 the only remainder
+    norm: OutputNorm | None
+    state: Any  # StateInFloat32 or StateOnTensorCores
+    tokens: Any  # LoadedTokens or ConvTokens
+
+
+class HeadPart(NamedTuple):
+    """The values of a head that a block has."""
+
+    split: Any  # index among the head's blocks
+    values: Any  # slice of the head's values
+
+
+class LoadedTokens:
+    """This step's tokens where they are operands of the kernel: `GdnTokens`."""
+
+    def __init__(self, launch: GdnLaunch, ring: RingBlock, state: Any, part: HeadPart, smem: Any):
+        """`state`: where queries and keys go. Nothing is loaded yet."""
+        self.width, self.gmem, self.smem = launch.sizes.width, ring.gmem, smem
+        self.ring, self.state, self.part = ring, state, part
+
+    def copies(self) -> list[tuple[Any, Any]]:
+        """(source, target) of each copy to shared memory. Float32 keys go to two targets."""
+        row, key_head, width = self.ring.table.row, self.ring.key_head, self.width
+        targets = [(self.gmem.q, self.state.tokens, 0)]
+        targets += [(self.gmem.k, target, first) for target, first in self.state.key_targets]
+        return [
+            (source.at[row, :, key_head], target.at[pl.ds(first, width)])
+            for source, target, first in targets
+        ]
+
+    def finish(self) -> None:
+        """Wait until all threads see queries, keys as the ring will hold them, and `ring_decay`."""
+        plgpu.barrier_wait(self.smem.tokens_produced)
+        self.state.round_keys()
+        self.ring.sync()
+
+    def values(self) -> list[Any]:
+        """The value of each token, in registers."""
+        row, head = self.ring.table.row, self.ring.head
+        values = [self.gmem.v.at[row, t, head, self.part.values] for t in range(self.width)]
+        return [load(value, self.ring.by_value) for value in values]
+
+    def gates(self) -> list[list[Any]]:
+        """Log decay, and write strength, of each token: scalars."""
+        row, head = self.ring.table.row, self.ring.head
+        return [[x[row, t, head] for t in range(self.width)] for x in (self.gmem.g, self.gmem.beta)]
+
+
+class GdnReplayBlock:
     """Some values of one head of one row."""
 
-    def step(self):
-        """A live row."""
-        refs, wait = self.refs, plgpu.barrier_wait
-        self.fetch()
-        self.find_decay()
-        self.await_tokens()
-        self.keep_keys()
-        lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
-        decay = jnp.where(self.length > 0, refs.since[0] * jnp.exp(refs.gates[0]), 1.0)
+    def __init__(self, launch: GdnLaunch, gmem: Any, smem: Any):
+        """`gmem`, `smem`: references to operands, pools and output, and to scratch, by name."""
+        self.launch, self.sizes, self.gmem, self.smem = launch, launch.sizes, gmem, smem
+        row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
+        self.ring = RingBlock(self.sizes, gmem, launch.state.ring_tiles(smem), head, row)
+        self.part = HeadPart(split, pl.ds(split * self.sizes.values, self.sizes.values))
+        state_index = self.ring.pool_index * self.sizes.heads + head
+        checkpoint = gmem.states.at[state_index, self.part.values]
+        self.state = launch.state(self.ring, smem, checkpoint)
 
-        @pl.when(self.folds)
+    def run(self) -> None:
+        """Do the block's work; a padding row puts out zeros."""
+        self.ring.run(self._step, self._output)
+
+    def _step(self):
+        """A live row's step."""
+        ring, state, smem, wait = self.ring, self.state, self.smem, plgpu.barrier_wait
+        tokens = self.launch.tokens(self.launch, ring, state, self.part, smem)
+        self._begin_copies(tokens)
+        self._find_ring_decay()
+        tokens.finish()
+        self._append_keys()
+        lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
+        has_ring = ring.table.ring_length > 0
+        decay = jnp.where(has_ring, smem.ring_decay[0] * jnp.exp(smem.g[0]), 1.0)
+
+        @pl.when(ring.folds)
         def _():
-            wait(refs.state_came)
-            self.fold(decay)
+            wait(smem.state_produced)
+            state.fold(decay)
 
         # Not before, since a fold takes many registers.
-        new = self.load_values()
-        gates, betas = self.load_gates()
-        gated = self.sizes.norm and self.fetch_gates()
-        if self.sizes.on_tensor_cores:
-            self.put_factors()
-        self.multiply_tokens(self.tokens)
-        # Factors and overlap are there, and nobody reads the tokens any more, where products go.
-        (plgpu.commit_smem if self.sizes.on_tensor_cores else self.meet)()
+        v = tokens.values()
+        g, beta = tokens.gates()
+        norm = self.launch.norm
+        gates = self._load_output_gates(norm) if norm else []
+        state.multiply_keys()
 
-        @pl.when(jnp.logical_not(self.folds))
+        @pl.when(jnp.logical_not(ring.folds))
         def _():
-            wait(refs.state_came)
+            wait(smem.state_produced)
 
-        read = self.read_state(jnp.where(self.folds, 1.0, decay))
-        updates = self.solve(read, new, gates, betas)
-        self.append(updates, gates)
-        if gated:
-            self.put_out_normed(*gated)
+        reads = state.multiply(jnp.where(ring.folds, 1.0, decay))
+        updates = self._solve(reads, v, g, beta)
+        self._append(updates, g)
+        if norm:
+            self._store_normed(norm, gates)
 
-        @pl.when(self.folds)
+        @pl.when(ring.folds)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def token_copies(self):
-        """From where to where queries and keys are copied; float32 keys twice."""
-        refs, width = self.refs, self.sizes.width
-        targets = [(refs.q, self.tokens, 0), (refs.k, self.tokens, width)]
-        if not self.sizes.on_tensor_cores:
-            targets.append((refs.k, self.keys, 0))
-        return [
-            (x.at[self.row, :, self.key_head], to.at[pl.ds(first, width)])
-            for x, to, first in targets
-        ]
+    def _begin_copies(self, tokens):
+        """Begin all copies to shared memory: the tokens, the ring's that count, the checkpoint.
 
-    def await_tokens(self):
-        """Queries and keys, as the ring will hold these, are there for all, and `since` too."""
-        refs, sizes = self.refs, self.sizes
-        plgpu.barrier_wait(refs.tokens_came)
-        if sizes.on_tensor_cores:
-            rows = [self.tokens.at[sizes.width + t] for t in range(sizes.width)]
-            keys = [self.load(row, self.by_key).astype(sizes.dtype) for row in rows]
-            for t, (row, key) in enumerate(zip(rows, keys, strict=True)):
-                self.store(row, key.astype(jnp.float32))
-                self.store(self.keys.at[t], key)
-        self.meet()
-
-    @property
-    def is_first(self):
-        """Of the blocks that share a key: the one that writes what is theirs together."""
-        return (lax.rem(self.head, self.sizes.group) == 0) & (self.split == 0)
-
-    def for_tokens(self, put, condition: Any = True):
-        """`put(t)` of the tokens that are no padding; mostly that is all, in one piece."""
-        width = self.sizes.width
-
-        @pl.when(condition & (self.count == width))
-        def _():
-            for t in range(width):
-                put(t)
-
-        @pl.when(condition & (self.count < width))
-        def _():
-            for t in range(width - 1):
-                pl.when(t < self.count)(functools.partial(put, t))
-
-    def keep_keys(self):
-        """This step's keys to the ring."""
-
-        def put(t):
-            key = self.load(self.keys.at[t], self.by_key)
-            self.store(self.refs.ring_k.at[self.key_row(self.next(t))], key)
-
-        self.for_tokens(put, self.is_first)
-
-    def load_values(self):
-        """Those of each token."""
-        tokens = [
-            self.refs.v.at[self.row, t, self.head, self.values] for t in range(self.sizes.width)
-        ]
-        return [self.load(token, self.by_value) for token in tokens]
-
-    def load_gates(self):
-        """Log decay, and strength, of each token."""
-        return [
-            [x[self.row, t, self.head] for t in range(self.sizes.width)]
-            for x in (self.refs.g, self.refs.beta)
-        ]
-
-    def fetch(self):
-        """Begin to copy all that comes to shared memory: of the ring what counts, by age.
-
-        The checkpoint last: what is needed before it would wait for its bytes. Each warp issues
-        some, as a copy's address takes some 40 instructions.
+        The checkpoint comes last: what is needed before it would wait for its bytes. Each warp
+        issues some of the copies, as the address of one takes about 40 instructions.
         """
-        refs, width, copy = self.refs, self.sizes.width, plgpu.copy_gmem_to_smem
-        of_tokens = self.token_copies()
+        ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
+        token_copies, tiles, width = tokens.copies(), ring.tiles, self.sizes.width
 
         @plgpu.warp_map
         def _(warp):
-            for i, (source, to) in enumerate(of_tokens):
+            for i, (source, target) in enumerate(token_copies):
 
                 @pl.when(warp == i)
-                def _(source=source, to=to):
-                    copy(source, to, refs.tokens_came)
+                def _(source=source, target=target):
+                    copy(source, target, smem.tokens_produced)
 
-            # A token of each group; four warps do it in a quarter of the time.
-            tokens = [TOGETHER * i + warp for i in range(self.sizes.window // TOGETHER)]
-            gates = [refs.ring_g[self.update_row(self.ring_row(j))] for j in tokens]
+            # A token of each group, so that the four warps take a quarter of the time.
+            groups = range(self.sizes.copied_tokens // RING_GROUP)
+            ring_tokens = [RING_GROUP * i + warp for i in groups]
+            gates = [gmem.ring_g[ring.update_index(ring.row_by_age(j))] for j in ring_tokens]
 
-            def one(i, _):
-                j, came = TOGETHER * i + warp, refs.ring_came.at[i]
-                at = self.ring_row(j)
-                copy(refs.ring_k.at[self.key_row(at)], self.keys.at[width + j], came)
-                copy(refs.ring_u.at[self.update_row(at), self.values], refs.updates.at[j], came)
+            def copy_token(i, _):
+                j, produced = RING_GROUP * i + warp, smem.ring_produced.at[i]
+                row = ring.row_by_age(j)
+                update = gmem.ring_u.at[ring.update_index(row), self.part.values]
+                copy(gmem.ring_k.at[ring.key_index(row)], tiles.keys.at[width + j], produced)
+                copy(update, tiles.updates.at[j], produced)
 
-            lax.fori_loop(0, self.groups, one, None)
+            lax.fori_loop(0, ring.num_groups, copy_token, None)
+            self.state.begin_load(warp)
+            for j, gate in zip(ring_tokens, gates, strict=True):
+                smem.g[j] = gate
 
-            if not self.sizes.on_tensor_cores:
-                copy(*self.quarter(warp), refs.state_came)
-            else:
+    def _find_ring_decay(self):
+        """Store the decay since each of the ring's tokens, and 0 where there is none."""
+        self.ring.sync()
+        after, counts = self.ring.sums_after(self.smem.g.at[pl.ds(0, self.sizes.square)])
+        store(self.smem.ring_decay, jnp.where(counts, jnp.exp(after), 0.0))
 
-                @pl.when(warp == 3)
-                def _():
-                    copy(self.checkpoint(), refs.state, refs.state_came)
+    def _append_keys(self):
+        """Store this step's keys to the ring; of the blocks that share them, one does."""
 
-            for j, gate in zip(tokens, gates, strict=True):
-                refs.gates[j] = gate
+        def append_key(t):
+            key = load(self.state.keys.at[t], self.ring.by_key)
+            row = self.ring.row_of_new(t)
+            store(self.gmem.ring_k.at[self.ring.key_index(row)], key)
 
-    def checkpoint(self):
-        """Where it is in the pool."""
-        return self.refs.states.at[self.place * self.sizes.heads + self.head, self.values]
+        self.ring.for_real_tokens(append_key, self.ring.leads_group() & (self.part.split == 0))
 
-    def quarter(self, i):
-        """Where a float32 checkpoint's quarter of the keys is in the pool, and in shared memory."""
-        size = self.refs.state.shape[2]
-        return self.checkpoint().at[:, pl.ds(i * size, size)], self.refs.state.at[i]
+    def _solve(self, reads, v, g, beta):
+        """The updates of this step, one token after the other; stores the outputs.
 
-    def out(self, t):
-        """Where what token `t` reads goes."""
-        return self.refs.out.at[self.row, t, self.head, self.values]
-
-    def find_decay(self):
-        """That since each of the ring's tokens, 0 for none, to shared memory."""
-        self.meet()
-        after, counts = self.sum_after(self.refs.gates.at[pl.ds(0, self.sizes.square)])
-        self.store(self.refs.since, jnp.where(counts, jnp.exp(after), 0.0))
-
-    def solve(self, read, new, gates, betas):
-        """This step's updates and outputs, one token after the other."""
-        refs, width = self.refs, self.sizes.width
+        `reads`: the state before the step times each query, then each key.
+        """
+        width, key_products = self.sizes.width, self.ring.tiles.key_products
         updates, outs = [], []
         for t in range(width):
-            # since[s] decays what token s added; the last is for the state before this step.
-            since, total = [], jnp.float32(0)
+            # decays[s] is that since token s; the last is that of the state before this step.
+            decays, total = [], jnp.float32(0)
             for s in range(t, -1, -1):
-                since.append(jnp.exp(total))
-                total = total + gates[s]
-            since, whole = since[::-1], jnp.exp(total)
-            known, out = whole * read[width + t], whole * read[t]
+                decays.append(jnp.exp(total))
+                total = total + g[s]
+            decays, whole = decays[::-1], jnp.exp(total)
+            recalled, out = whole * reads[width + t], whole * reads[t]
             for s in range(t):
-                known += (since[s] * refs.overlap[s, width + t]) * updates[s]
-            update = betas[t] * (new[t] - known)
+                recalled += (decays[s] * key_products[s, width + t]) * updates[s]
+            update = beta[t] * (v[t] - recalled)
             updates.append(update.astype(self.sizes.dtype).astype(jnp.float32))
             for s in range(t + 1):
-                out += (since[s] * refs.overlap[s, t]) * updates[s]
+                out += (decays[s] * key_products[s, t]) * updates[s]
             outs.append(out)
-        for t, out in enumerate(outs):  # last: no load passes a store
-            self.store(refs.read.at[t] if self.sizes.norm else self.out(t), out)
+        for t, out in enumerate(outs):  # at the end: the compiler moves no load above a store
+            store(self.smem.v_then_o.at[t] if self.launch.norm else self._output(t), out)
         return updates
 
-    def fetch_gates(self):
-        """What gates the head's outputs, and its norm's weight, `pieces_of` its tokens each."""
-        refs, (first, _) = self.refs, self.sizes.norm
-        columns = pl.ds(first + self.head * self.sizes.values, self.sizes.values)
+    def _append(self, updates, g):
+        """Store this step's updates and log decays to the ring."""
+
+        def append_token(t):
+            index = self.ring.update_index(self.ring.row_of_new(t))
+            update = self.gmem.ring_u.at[index, self.part.values]
+            store(update, updates[t].astype(self.sizes.dtype))
+
+            @pl.when(self.part.split == 0)
+            def _():
+                self.gmem.ring_g[index] = g[t]
+
+        self.ring.for_real_tokens(append_token)
+
+    def _output(self, t):
+        """The output of token `t`, in the kernel's result."""
+        return self.gmem.out.at[self.ring.table.row, t, self.ring.head, self.part.values]
+
+    def _load_output_gates(self, norm):
+        """(gates, weight, layout) of the norm, for each of `pieces_of` the tokens."""
+        gmem, sizes = self.gmem, self.sizes
+        columns = pl.ds(norm.first + self.ring.head * sizes.values, sizes.values)
         pieces = []
-        for start, count in layouts.pieces_of(self.sizes.width):
-            layout = layouts.piece_layout(count, self.sizes.values, itemsize=4)
-            tokens = pl.ds(self.row * self.sizes.width + start, count)
-            gate = self.load(refs.norm_gates.at[tokens, columns], layout)
-            pieces.append((gate, self.load(refs.norm_weight, layout.reduce(0)), layout))
+        for start, count in layouts.pieces_of(sizes.width):
+            layout = layouts.piece_layout(count, sizes.values, itemsize=4)
+            tokens = pl.ds(self.ring.table.row * sizes.width + start, count)
+            z = load(gmem.norm_gates.at[tokens, columns], layout)
+            pieces.append((z, load(gmem.norm_weight, layout.reduce(0)), layout))
         return pieces
 
-    def put_out_normed(self, *pieces):
-        """What the tokens read, a head's norm in one warp, and gated."""
-        refs, sizes = self.refs, self.sizes
-        self.meet()
-        for (start, count), (gate, weight, layout) in zip(
-            layouts.pieces_of(sizes.width), pieces, strict=True
+    def _store_normed(self, norm, pieces):
+        """Store the outputs, normed and gated; each head is in one warp."""
+        width, row, head = self.sizes.width, self.ring.table.row, self.ring.head
+        self.ring.sync()
+        for (start, count), (z, weight, layout) in zip(
+            layouts.pieces_of(width), pieces, strict=True
         ):
             tokens = pl.ds(start, count)
-            read, out = refs.read.at[tokens], refs.out.at[self.row, tokens, self.head]
-            operands = self.load(read, layout), gate, weight, sizes.norm[1]
-            normed = gated_norm_block.in_kernel(layout, *operands)
-            self.store(out, normed.astype(out.dtype))
-
-    def append(self, updates, gates):
-        """This step's updates and gates to the ring."""
-        refs = self.refs
-
-        def put(t):
-            row = self.update_row(self.next(t))
-            self.store(refs.ring_u.at[row, self.values], updates[t].astype(self.sizes.dtype))
-
-            @pl.when(self.split == 0)
-            def _():
-                refs.ring_g[row] = gates[t]
-
-        self.for_tokens(put)
-
-    def fold(self, decay):
-        """The ring's tokens into the checkpoint, which begins on its way back."""
-        if self.sizes.on_tensor_cores:
-            self.fold_by_tensor_cores(decay)
-        else:
-            state = decay * self.load(self.refs.state, self.by_quarter)
-            times = lax.div(self.length + FOLDED - 1, FOLDED)
-            self.store(self.refs.state, lax.fori_loop(0, times, self.fold_some, state))
-        plgpu.commit_smem()
-        if self.sizes.on_tensor_cores:
-            plgpu.copy_smem_to_gmem(self.refs.state, self.checkpoint())
-            return
-        for i in range(4):
-            place, part = self.quarter(i)
-            plgpu.copy_smem_to_gmem(part, place)
+            o, out = self.smem.v_then_o.at[tokens], self.gmem.out.at[row, tokens, head]
+            operands = load(o, layout), z, weight, norm.eps
+            store(out, gated_norm_block.in_kernel(layout, *operands).astype(out.dtype))

@@ -1,7 +1,7 @@
-"""`gdn_replay` on a Hopper GPU.
+"""`gdn_replay` and `gdn_conv_replay` on a Hopper GPU.
 
-A block has one head of one row, or where there are few, some of its values. With `S_0` the
-checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys, the state
+A block has one head of one row, or where there are few heads, some of a head's values. With `S_0`
+the checkpoint, `k_j, u_j` the ring's tokens and `x` one of this step's queries and keys, the state
 before this step gives
 
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
@@ -13,123 +13,177 @@ what is left for one value, by one thread, needs nothing of the others.
 What lies in shared memory, in the order of its use:
 
     state            the checkpoint's values, in float32 a quarter of the keys after the other;
-                     copies write it (`state_came`), a fold stores it back
-    tokens           queries, then keys (`tokens_came`, or the block makes them)
-    keys             this step's as the ring has them, then the ring's (`ring_came`), by age
-    updates          the ring's (`ring_came`), by age
-    gates, since     the ring's gates, behind them this step's if the block makes them; the decay
-                     since each of the ring's tokens, 0 for none
-    overlap          keys times queries and keys, a row a key as in `keys`
-    read             values, if the block makes them; of a norm what each token reads of the state
-    factors          in 16 bits: the keys of a fold, then queries and keys for tensor cores, and
+                     copies write it (`state_produced`), a fold stores it back
+    tokens           queries, then keys (`tokens_produced`, or the block makes them)
+    keys             this step's as the ring has them, then the ring's (`ring_produced`), by age
+    updates          the ring's (`ring_produced`), by age
+    g                the ring's log decays; behind them, if the block makes its tokens, this step's,
+                     and its write strengths
+    ring_decay       the decay since each of the ring's tokens, 0 for none
+    key_products     keys times queries and keys, a row for each key as in `keys`
+    v_then_o         values, if the block makes its tokens; outputs, if they are normed
+    factors          in 16 bits: the keys of a fold; then queries and keys for tensor cores, and
                      what rounding takes from them
     products         the state's: in float32 each warp's own, where `keys` were; in 16 bits where
                      `tokens` were
 
-`met` lies between what threads write and what others read; where tensor cores or a copy read,
-`commit_smem`.
+`barrier` (`RingBlock.sync`) stands between what threads write and what others read; where tensor
+cores or a copy read, `commit_smem`.
 """
 
-import dataclasses
 import functools
 import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gated_delta.conv_replay_block import ConvBlock
-from jaxspec.pallas.gated_delta.replay_block import Block
-from jaxspec.pallas.gpu import device, tensor_cores
-from jaxspec.pallas.recurrent.replay import asked_rows
-from jaxspec.pallas.recurrent.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
+from jaxspec.pallas.gated_delta.conv_replay_block import ConvTokens, Projection
+from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.replay import GdnRing, States
+from jaxspec.pallas.gated_delta.replay_block import (
+    GdnLaunch,
+    GdnReplayBlock,
+    LoadedTokens,
+    OutputNorm,
+)
+from jaxspec.pallas.gated_delta.replay_block_16bit import StateOnTensorCores
+from jaxspec.pallas.gated_delta.replay_block_float32 import StateInFloat32
+from jaxspec.pallas.gpu.device import MULTIPROCESSORS
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.recurrent.replay import row_table
+from jaxspec.pallas.recurrent.replay_block import (
+    COMPILER_PARAMS,
+    RING_GROUP,
+    ReplaySizes,
+    in_place,
+)
+from jaxspec.regions import DecodeRegion
+
+_NORM_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+class _Pools(NamedTuple):
+    """What the kernel writes in place."""
+
+    states: States
+    ring: GdnRing
+    conv: jax.Array | None  # [layers, slots, conv_ring, 1, channels]
+
+
+_POOL_NAMES = "states", "ring_k", "ring_u", "ring_g", "conv"  # the arrays of `_Pools`
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_replay_kernel(
-    q, k, v, g, beta, states, ring, layer, slots, num_computed, ring_length, query_len, norm=None,
-    *, interpret=None, splits=None,
-):  # fmt: skip
+    tokens: GdnTokens,
+    states: States,
+    ring: GdnRing,
+    layer: jax.Array,
+    rows: DecodeRegion,
+    norm: GatedNorm | None = None,
+    *,
+    interpret: Any = None,
+    splits: int | None = None,
+):
     """`gdn_replay` with `layer` on the device.
 
-    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head.
+    `interpret`: parameters of Mosaic's interpreter. `splits`: blocks of a head; None: as many as
+    fill the GPU.
     """
-    tokens, shape = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, q.shape[:3]
-    index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
-    pools = states, ring, None
-    return _launch("gdn_replay", Block, tokens, shape, pools, layer, index, *how)[:3]
+    pools = _Pools(states, ring, None)
+    out, pools = _launch("gdn_replay", tokens, pools, layer, rows, norm, splits, interpret)
+    return out, pools.states, pools.ring
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "interpret", "splits"))
+@functools.partial(jax.jit, static_argnames=("interpret", "splits"))
 def gdn_conv_replay_kernel(
-    x, taps, decay, conv, states, ring, layer, slots, num_computed, ring_length, query_len, heads,
-    norm=None, *, interpret=None, splits=None,
-):  # fmt: skip
-    """`gdn_conv_replay` with `layer` on the device, and `taps` `[kernel, channels]`."""
-    tokens, shape = {"x": x, "taps": taps, "decay": decay}, (*x.shape[:2], heads.key_heads)
-    index, how = (slots, num_computed, ring_length, query_len), (norm, splits, interpret)
-    # As checkpoints and the state's ring are: by layer, slot and row, and one more axis.
-    pools = states, ring, conv[..., None, :]
-    launched = _launch("gdn_conv_replay", ConvBlock, tokens, shape, pools, layer, index, *how)
-    out, *after, pool = launched
-    return out, pool.reshape(conv.shape), *after
+    tokens: Projection,
+    conv: jax.Array,
+    states: States,
+    ring: GdnRing,
+    layer: jax.Array,
+    rows: DecodeRegion,
+    norm: GatedNorm | None = None,
+    *,
+    interpret: Any = None,
+    splits: int | None = None,
+):
+    """`gdn_conv_replay` with `layer` on the device; `interpret`, `splits`: `gdn_replay_kernel`."""
+    # With one axis more, the convolution's ring has the axes of checkpoints and the state's ring.
+    pools = _Pools(states, ring, conv[..., None, :])
+    out, pools = _launch("gdn_conv_replay", tokens, pools, layer, rows, norm, splits, interpret)
+    return out, pools.conv.reshape(conv.shape), pools.states, pools.ring
 
 
-def _launch(name, block, tokens, shape, pools, layer, index, norm, splits, interpret):
-    """What a kernel of these blocks puts out, and the pools: checkpoints, ring, and of inputs.
-
-    `tokens`: operands by name. `shape`: rows, tokens of each, key heads.
-    """
-    (states, ring, conv), (rows, width, key_heads) = pools, shape
-    in_ring = ring.k.shape[2]
-    _, slots_in_pool, _, heads, value_dim, key_dim = states.shape
-    splits = splits or _splits(rows * heads, value_dim, states.dtype)
+def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
+    """The output of a kernel over `GdnTokens` or a `Projection`, and the pools."""
+    num_rows, width = tokens[0].shape[:2]
+    heads, value_dim = pools.states.shape[3:5]
+    num_slots = pools.states.shape[1]
+    splits = splits or _splits(num_rows * heads, value_dim, pools.states.dtype)
     norm = norm if norm is not None and splits == 1 and _can_norm(norm) else None
-    conv_rows = 1 if conv is None else conv.shape[2]
-    sizes = _Sizes(
-        values=value_dim // splits,
-        key_dim=key_dim,
-        width=width,
-        rows=in_ring,
-        heads=heads,
-        key_heads=key_heads,
-        slots=slots_in_pool,
-        dtype=states.dtype,
-        splits=splits,
-        conv_rows=conv_rows,
-        norm=norm and (norm.first, norm.eps),
+    launch = _plan(tokens, pools, norm, splits)
+    table = row_table(
+        rows,
+        num_slots,
+        width,
+        pools.ring.window,
+        pools.ring.num_rows,
+        in_one_wave=num_rows * heads * splits <= 2 * MULTIPROCESSORS,
+        conv_rows=launch.conv_rows,
     )
-    at_once = rows * heads * splits <= 2 * device.MULTIPROCESSORS
-    slots, computed, length, query_len = index
-    asked = asked_rows(
-        slots, computed, length, query_len, slots_in_pool, width, in_ring,
-        at_once=at_once, conv_rows=conv_rows,
-    )  # fmt: skip
-    of_norm = {} if norm is None else {"norm_gates": norm.gates, "norm_weight": norm.weight}
-    operands = {**of_norm, **tokens, "layer": layer[None], "rows": asked}
-    names = *operands, *_POOLS[: 4 if conv is None else 5], "out"
+    norm_operands = {} if norm is None else {"norm_gates": norm.gates, "norm_weight": norm.weight}
+    operands = {**norm_operands, **tokens._asdict(), "layer": layer[None], "row_table": table}
+    names = *operands, *_POOL_NAMES[: len(jax.tree.leaves(pools))], "out"
 
     def body(*refs, **scratch):
-        refs = dict(zip(names, refs, strict=True))
-        block(sizes, types.SimpleNamespace(**{"spare": None, **refs, **scratch})).run()
+        gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        smem = types.SimpleNamespace(**{"spare": None, **scratch})
+        GdnReplayBlock(launch, gmem, smem).run()
 
     dtype = norm.gates.dtype if norm else jnp.float32
     kernel = plgpu.kernel(
         body,
         kernel_name=name,
-        out_type=jax.ShapeDtypeStruct((rows, width, heads, value_dim), dtype),
-        scratch_types=_scratch(sizes, interpret is not None),
-        grid=(rows, heads, splits),
+        out_type=jax.ShapeDtypeStruct((num_rows, width, heads, value_dim), dtype),
+        scratch_types=_scratch(launch, interpret is not None),
+        grid=(num_rows, heads, splits),
         grid_names=("row", "head", "split"),
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out, *after = in_place(kernel, operands.values(), *pools)
-    return out if norm is None else out.reshape(*out.shape[:2], -1), *after
+    out, pools = in_place(kernel, operands.values(), pools)
+    return out if norm is None else out.reshape(num_rows, width, -1), pools
 
 
-_POOLS = "states", "ring_k", "ring_u", "ring_g", "conv"
-_NORMED = jnp.float32, jnp.bfloat16, jnp.float16
+def _plan(tokens, pools, norm, splits):
+    """The `GdnLaunch` for these operands."""
+    _, num_slots, _, heads, value_dim, key_dim = pools.states.shape
+    width, dtype = tokens[0].shape[1], pools.states.dtype
+    state = StateOnTensorCores if dtype.itemsize == 2 else StateInFloat32
+    sizes = ReplaySizes(
+        values=value_dim // splits,
+        key_dim=key_dim,
+        width=width,
+        factors=2 * width,  # queries and keys
+        window=pools.ring.window,
+        ring_rows=pools.ring.num_rows,
+        heads=heads,
+        key_heads=pools.ring.k.shape[3],
+        slots=num_slots,
+        dtype=dtype,
+        min_columns=state.MIN_COLUMNS,
+    )
+    return GdnLaunch(
+        sizes,
+        splits,
+        conv_rows=1 if pools.conv is None else pools.conv.shape[2],
+        norm=norm and OutputNorm(norm.first, norm.eps),
+        state=state,
+        tokens=LoadedTokens if pools.conv is None else ConvTokens,
+    )
 
 
 def _splits(heads, value_dim, dtype):
@@ -137,95 +191,37 @@ def _splits(heads, value_dim, dtype):
 
     With a block on each multiprocessor, more do not help.
     """
-    fewest_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
+    min_values = 64 if dtype.itemsize == 2 else 32  # of tensor cores, of a layout
     splits = 1
-    while 2 * splits * heads <= device.MULTIPROCESSORS and value_dim // splits > fewest_values:
+    while 2 * splits * heads <= MULTIPROCESSORS and value_dim // splits > min_values:
         splits *= 2
     return splits
 
 
 def _can_norm(norm):
-    """Whether the kernel takes these: a thread loads neighbouring gates at once."""
+    """Whether the kernel takes this norm: a thread loads neighbouring gates at once."""
     is_aligned = norm.first % 4 == norm.gates.shape[1] % 4 == 0
-    return is_aligned and norm.weight.dtype == jnp.float32 and norm.gates.dtype in _NORMED
+    return is_aligned and norm.weight.dtype == jnp.float32 and norm.gates.dtype in _NORM_DTYPES
 
 
-def _scratch(sizes, interpreted):
-    """A block's shared memory and barriers."""
+def _scratch(launch, interpreted):
+    """Shared memory and barriers of a block."""
+    sizes, state = launch.sizes, launch.state
+    is_loaded = launch.tokens is LoadedTokens
     scratch = {
-        "updates": plgpu.SMEM((sizes.window, sizes.values), sizes.dtype),
-        "gates": plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32),
-        "since": plgpu.SMEM((sizes.square,), jnp.float32),
-        "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
-        "met": plgpu.Barrier(),
-        "state_came": plgpu.Barrier(num_arrivals=1 if sizes.on_tensor_cores else 4),
-        "ring_came": plgpu.Barrier(
-            num_arrivals=2 * TOGETHER, num_barriers=sizes.window // TOGETHER
+        **state.scratch(sizes, interpreted),
+        "updates": plgpu.SMEM((sizes.copied_tokens, sizes.values), sizes.dtype),
+        "g": plgpu.SMEM((sizes.square + 2 * sizes.width,), jnp.float32),
+        "ring_decay": plgpu.SMEM((sizes.square,), jnp.float32),
+        "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
+        "barrier": plgpu.Barrier(),
+        "state_produced": plgpu.Barrier(num_arrivals=state.STATE_COPIES),
+        "ring_produced": plgpu.Barrier(
+            num_arrivals=2 * RING_GROUP, num_barriers=sizes.copied_tokens // RING_GROUP
         ),
     }
-    if not sizes.makes_tokens:
-        scratch["tokens_came"] = plgpu.Barrier(num_arrivals=2 if sizes.on_tensor_cores else 3)
-    if sizes.norm or sizes.makes_tokens:
-        scratch["read"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
-    tokens = plgpu.SMEM((sizes.tokens, sizes.key_dim), jnp.float32)
-    keys = plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype)
-    if sizes.on_tensor_cores:
-        scratch["state"] = tensor_cores.tile(sizes.values, sizes.key_dim, dtype=sizes.dtype)
-        scratch["keys"] = keys
-        factors = tensor_cores.tile(2 * sizes.columns, sizes.key_dim, dtype=sizes.dtype)
-        # 16 tokens' keys are all that a product adds; it takes them in stripes as wide.
-        stripes = plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32)
-        fold_keys = plgpu.SMEM((16, sizes.key_dim), sizes.dtype, transforms=stripes)
-        products = plgpu.SMEM((sizes.values, sizes.columns), jnp.float32)
-        # Tokens have been read when products come; a fold is over before there are factors.
-        scratch["tokens"] = plgpu.RefUnion(tokens, products)
-        scratch["factors"] = plgpu.RefUnion(factors, fold_keys)
-        if interpreted:
-            scratch["spare"] = plgpu.SMEM((64, 16), sizes.dtype)
-    else:
-        quarter = sizes.key_dim // 4
-        transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
-        state = (4, sizes.values, quarter)
-        scratch["state"] = plgpu.SMEM(state, jnp.float32, transforms=transforms)
-        products = plgpu.SMEM((sizes.at_once, 4, sizes.values), jnp.float32)
-        scratch["tokens"], scratch["keys"] = tokens, plgpu.RefUnion(keys, products)
-        if interpreted:
-            scratch["spare"] = plgpu.SMEM((4, quarter), jnp.float32)
+    if is_loaded:
+        scratch["tokens_produced"] = plgpu.Barrier(num_arrivals=state.TOKEN_COPIES)
+    if launch.norm or not is_loaded:
+        scratch["v_then_o"] = plgpu.SMEM((sizes.width, sizes.values), jnp.float32)
     return scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes(ReplaySizes):
-    """Its factors are queries and keys."""
-
-    splits: int  # blocks of a head
-    conv_rows: int  # of the convolution's ring; 1: there is none, and 0 its only remainder
-    norm: tuple[int, float] | None  # the first column of the gates, and what is added
-
-    @property
-    def makes_tokens(self) -> bool:
-        """Whether the block does, of a projection."""
-        return self.conv_rows > 1
-
-    @property
-    def on_tensor_cores(self) -> bool:
-        return self.dtype.itemsize == 2
-
-    @property
-    def factors(self) -> int:
-        return 2 * self.width
-
-    @property
-    def columns(self) -> int:
-        """Of products: tensor cores make eight at least."""
-        return max(8, super().columns) if self.on_tensor_cores else super().columns
-
-    @property
-    def tokens(self) -> int:
-        """Rows of queries and of keys: full groups of 4, for tensor cores a row a column."""
-        return self.columns if self.on_tensor_cores else -(-self.factors // 4) * 4
-
-    @property
-    def at_once(self) -> int:
-        """Factors whose products with quarters of the keys take no more room than all keys."""
-        return min(self.factors, self.keys * self.key_dim // (8 * self.values) * 2)

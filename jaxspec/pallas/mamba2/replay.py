@@ -1,16 +1,20 @@
 """One verify step of Mamba2 that keeps no state a token, but what replays it."""
 
+import dataclasses
+
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.step import advance, why_not_kernel
-from jaxspec.pallas.recurrent.replay import as_kept, check_ring, must_fold, sums_after
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.regions import DecodeRegion
+from jaxspec.regions import DecodeRegion, real_tokens
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
+_Outputs = Float[Array, "rows width heads head_dim"]
 
 
 @flax.struct.dataclass
@@ -23,26 +27,20 @@ class Mamba2Ring:
     x: Float[Array, "layers slots ring heads head_dim"]
     b: Float[Array, "layers slots ring groups state_dim"]
     dt: Float[Array, "layers slots ring heads"]  # float32
+    window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a slot: the window, and one for each token of the widest step."""
+        return self.x.shape[2]
 
 
 def mamba2_replay(
-    x: Float[Array, "rows width heads head_dim"],
-    dt: Float[Array, "rows width heads"],
-    a: Float[Array, " heads"],
-    b: Float[Array, "rows width groups state_dim"],
-    c: Float[Array, "rows width groups state_dim"],
-    d: Float[Array, " heads"],
-    states: _States,
-    ring: Mamba2Ring,
-    layer: int,
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    ring_length: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-) -> tuple[Float[Array, "rows width heads head_dim"], _States, Mamba2Ring]:
+    tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
+) -> tuple[_Outputs, _States, Mamba2Ring]:
     """The selective state space over each row's tokens: float32 outputs, new pool, new ring.
 
-    The rule and its operands are `mamba2_step`'s, but for what is kept. A slot's state is its
+    The rule is `mamba2_step`'s, and `tokens` are `[rows, width, ...]`. A slot's state is its
     checkpoint and the ring's tokens at `num_computed - ring_length .. num_computed - 1`; with the
     running sum `T` of their `dt`:
 
@@ -51,82 +49,81 @@ def mamba2_replay(
     A row that `must_fold` writes this as its checkpoint. Its tokens `t < query_len` go to the ring
     at `num_computed + t`; the caller counts those that stand, by `next_ring_length`. `x` and `B`
     are rounded to the ring's dtype before they change a state, so that what is replayed later is
-    what this step computed with. Needs `ring >= 2 * width` (ValueError). Padding rows and tokens
-    write nothing, and what they put out means nothing.
+    what this step computed with. Padding rows and tokens write nothing, and their outputs mean
+    nothing.
+
+    Raises:
+        ValueError: the ring is too small for steps of this width (`check_ring`).
     """
-    check_ring(x.shape[1], ring.x.shape[2])
-    tokens, index = (x, dt, a, b, c, d), (slots, num_computed, ring_length, query_len)
-    if dispatch.runs_kernel("mamba2_replay", _unsupported(x, states, ring)):
+    check_ring(tokens.x.shape[1], ring.window, ring.num_rows)
+    if dispatch.runs_kernel("mamba2_replay", _why_not_kernel(tokens.x, states, ring)):
         # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
-        from jaxspec.pallas.mamba2.replay_kernel import replay
+        from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
-        return replay(*tokens, states, ring, on_device, *index)
-    return mamba2_replay_reference(*tokens, states, ring, layer, *index)
+        return mamba2_replay_kernel(tokens, states, ring, on_device, rows)
+    return mamba2_replay_reference(tokens, states, ring, layer, rows)
 
 
 def mamba2_replay_reference(
-    x, dt, a, b, c, d, states, ring, layer, slots, num_computed, ring_length, query_len
-):
+    tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
+) -> tuple[_Outputs, _States, Mamba2Ring]:
     """The specification of `mamba2_replay`: fold for itself, then one token after the other."""
-    width, num_slots, rows_in_ring = x.shape[1], states.shape[1], ring.x.shape[2]
-    live = (slots > 0) & (slots < num_slots) & (query_len > 0)
+    x, dt, a, b, c, d = tokens
+    width, num_slots = x.shape[1], states.shape[1]
+    live = rows.is_live(num_slots)
     token = jnp.arange(width, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] + token) % rows_in_ring
-    target = jnp.where(live[:, None] & (token < query_len[:, None]), slots[:, None], num_slots)
+    ring_row = (rows.num_computed[:, None] + token) % ring.num_rows
+    is_real = live[:, None] & real_tokens(rows.query_len, width)
+    target = jnp.where(is_real, rows.slots[:, None], num_slots)
 
     def append(pool, new):
-        return pool.at[layer, target, place].set(new.astype(pool.dtype), mode="drop")
+        return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
-    # Before the ring is read, which only this step's rows do not matter to: XLA would copy it.
-    ring = Mamba2Ring(append(ring.x, x), append(ring.b, b), append(ring.dt, dt))
-    start = _replayed(states, ring, a, layer, slots, num_computed, ring_length)
+    # Before the ring is read, where these rows do not count: XLA need not copy it then.
+    x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
+    ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
+    start = _replayed_states(states, ring, a, layer, rows)
 
-    state, outputs, stored = start, [], (as_kept(x, ring.x.dtype), as_kept(b, ring.b.dtype))
+    state, outputs = start, []
+    x_kept, b_kept = rounded_to(x, ring.x.dtype), rounded_to(b, ring.b.dtype)
     for t in range(width):
-        x_t, b_t = (y[:, t] for y in stored)
-        state, y = advance(state, x_t, dt[:, t], a, b_t, c[:, t])
+        state, y = advance(state, x_kept[:, t], dt[:, t], a, b_kept[:, t], c[:, t])
         outputs.append(y + d[None, :, None] * x[:, t].astype(jnp.float32))
 
-    folds = live & must_fold(ring_length, width, rows_in_ring)
-    target_slot = jnp.where(folds, slots, num_slots)
+    folds = live & must_fold(rows.ring_length, width, ring.window)
+    target_slot = jnp.where(folds, rows.slots, num_slots)
     states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
     return jnp.stack(outputs, axis=1), states, ring
 
 
-def _replayed(
-    states: _States,
-    ring: Mamba2Ring,
-    a: Float[Array, " heads"],
-    layer: int,
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    ring_length: Int[Array, " rows"],
+def _replayed_states(
+    states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
-    """Each row's state: its checkpoint, and the ring's tokens added, in float32."""
-    group, rows_in_ring = ring.x.shape[3] // ring.b.shape[3], ring.x.shape[2]
-    slot = jnp.clip(slots, 0, states.shape[1] - 1)
+    """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
+    group, num_rows = ring.x.shape[3] // ring.b.shape[3], ring.num_rows
+    slot = jnp.clip(rows.slots, 0, states.shape[1] - 1)
     # By age, the newest last; what lies beyond `ring_length` may hold anything.
-    age = jnp.arange(rows_in_ring, 0, -1, dtype=jnp.int32)[None, :]
-    place = (num_computed[:, None] - age) % rows_in_ring
-    counts = age <= ring_length[:, None]
+    age = jnp.arange(num_rows, 0, -1, dtype=jnp.int32)[None, :]
+    ring_row = (rows.num_computed[:, None] - age) % num_rows
+    # Behind the window are rows that this step writes.
+    counts = age <= jnp.minimum(rows.ring_length, ring.window)[:, None]
 
-    def take(pool):
-        taken = pool[layer, slot[:, None], place].astype(jnp.float32)
-        return jnp.where(counts.reshape(*counts.shape, *(1,) * (taken.ndim - 2)), taken, 0.0)
+    def gather(pool):
+        found = pool[layer, slot[:, None], ring_row].astype(jnp.float32)
+        return jnp.where(counts.reshape(*counts.shape, *(1,) * (found.ndim - 2)), found, 0.0)
 
-    x, b, dt = take(ring.x), jnp.repeat(take(ring.b), group, axis=2), take(ring.dt)
+    x, b, dt = gather(ring.x), jnp.repeat(gather(ring.b), group, axis=2), gather(ring.dt)
     after = sums_after(dt)
-    whole = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]
+    decay = jnp.exp(a[None] * jnp.sum(dt, axis=1))[..., None, None]
     weight = jnp.exp(a[None, None] * after) * dt
-    checkpoint = state_select_reference(states, layer, DecodeRegion(*[slots] * 5))
+    checkpoint = state_select_reference(states, layer, rows)
     added = jnp.einsum("rwh,rwhp,rwhn->rhpn", weight, x, b, precision="highest")
-    return whole * checkpoint.astype(jnp.float32) + added
+    return decay * checkpoint.astype(jnp.float32) + added
 
 
-def _unsupported(x, states, ring):
+def _why_not_kernel(x, states, ring):
     """Why the kernel does not take these operands, or None."""
-    window = ring.x.shape[2] - x.shape[1]
-    if window > 64:
-        return f"a ring that holds {window} tokens, more than 64"
+    if ring.window > 64:
+        return f"a ring with a window of {ring.window} tokens, more than 64"
     return why_not_kernel(x, states)

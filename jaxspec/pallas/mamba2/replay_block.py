@@ -1,127 +1,239 @@
-"""What a block of `mamba2_replay_kernel` does, but for its products."""
+"""A block of `mamba2_replay` from top to bottom: one head of one row, a warpgroup's work."""
 
+import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.mamba2.replay_products import Products
-from jaxspec.pallas.recurrent.replay_block import TOGETHER
+from jaxspec.pallas.gpu.access import load, store
+from jaxspec.pallas.recurrent.replay_block import (
+    RING_GROUP,
+    ReplaySizes,
+    RingBlock,
+    RingTiles,
+    broadcast,
+)
 
 
-class Head(Products):
-    """One head of one row, a warpgroup's work."""
+@dataclasses.dataclass(frozen=True)
+class Mamba2Launch:
+    """What all blocks of a launch have in common."""
 
-    def step(self):
-        """A live row."""
-        refs, width, wait = self.refs, self.sizes.width, plgpu.barrier_wait
-        decay = refs.a[self.head] * math.log2(math.e)  # a power of 2 costs half of one of e
-        self.fetch()
-        self.keep_b()
-        self.weigh(decay)
-        self.meet()
-        wait(refs.reads_came)
-        lax.fori_loop(0, self.groups, lambda i, _: wait(refs.ring_came.at[i]), None)
-        self.multiply_tokens(refs.reads, self.part, self.sizes.together)
-        wait(refs.state_came.at[self.part])
-        kept = jnp.where(self.length > 0, self.kept[0], 1.0)
-        self.multiply_state(jnp.where(self.folds, kept, 1.0))
-        new = [self.load(refs.x.at[self.row, t, self.head], self.by_value) for t in range(width)]
-        gaps = [refs.dt[self.row, t, self.head] for t in range(width)]
-        self.meet()
-        sums = self.load(self.products, self.by_product)
-        read = self.replay(jnp.where(self.folds, 1.0, kept), sums, plgpu.commit_smem)
-        self.put_out(decay, read, new, gaps)
-        self.append(new, gaps)
+    sizes: ReplaySizes
+    block_heads: int  # heads of a block, a warpgroup each
 
-        @pl.when(self.folds)
+
+class Mamba2ReplayBlock:
+    """One head of one row. `keys` are B, `updates` are x, the step's factors are C."""
+
+    def __init__(self, launch: Mamba2Launch, gmem: Any, smem: Any):
+        """`gmem`, `smem`: references to operands, pools and output, and to scratch, by name."""
+        self.sizes, self.block_heads = launch.sizes, launch.block_heads
+        self.gmem, self.smem = gmem, smem
+        row, block, self.warpgroup = (lax.axis_index(x) for x in ("row", "heads", "warpgroup"))
+        head = block * launch.block_heads + self.warpgroup
+        # What belongs to this head; the rest of `smem` belongs to the block.
+        self.state = smem.state.at[self.warpgroup]
+        self.state_products = smem.state_products.at[self.warpgroup]
+        self.dt = smem.dt.at[self.warpgroup]
+        self.decay_before = smem.decay_before.at[self.warpgroup]
+        tiles = RingTiles(
+            keys=smem.keys,
+            updates=smem.updates.at[self.warpgroup],
+            ring_decay=smem.ring_decay.at[self.warpgroup],
+            key_products=smem.key_products,
+            barrier=smem.barrier,
+        )
+        self.ring = RingBlock(self.sizes, gmem, tiles, head, row)
+        self.by_square = _square_layout(self.sizes.dtype.itemsize)
+
+    def run(self) -> None:
+        """Do the block's work; a padding row puts out zeros."""
+        self.ring.run(self._step, self._output)
+
+    def _step(self):
+        """A live row's step."""
+        ring, gmem, smem, wait = self.ring, self.gmem, self.smem, plgpu.barrier_wait
+        head, row, width = ring.head, ring.table.row, self.sizes.width
+        log_decay = gmem.a[head] * math.log2(math.e)  # a power of 2 costs half of one of e
+        self._begin_copies()
+        self._append_b()
+        self._find_ring_decay(log_decay)
+        ring.sync()
+        wait(smem.c_produced)
+        lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
+        ring.multiply_keys(smem.c, self.warpgroup, self.block_heads)
+        wait(smem.state_produced.at[self.warpgroup])
+        decay = jnp.where(ring.table.ring_length > 0, self.decay_before[0], 1.0)
+        self._multiply_state(jnp.where(ring.folds, decay, 1.0))
+        x = [load(gmem.x.at[row, t, head], ring.by_value) for t in range(width)]
+        dt = [gmem.dt[row, t, head] for t in range(width)]
+        ring.sync()
+        sums = load(self.state_products, ring.by_product)
+        decay = jnp.where(ring.folds, 1.0, decay)
+        # All that this head's threads exchange is in its own warpgroup: no barrier is needed.
+        products, layout, sync = self.state_products, ring.by_product, plgpu.commit_smem
+        reads = ring.replay(decay, sums, products, layout, sync)
+        self._store_outputs(log_decay, reads, x, dt)
+        self._append(x, dt)
+
+        @pl.when(ring.folds)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def fetch(self):
-        """Begin to copy all that comes to shared memory: of the ring what counts, by age.
+    def _begin_copies(self):
+        """Begin all copies to shared memory: C, the ring's tokens that count, the checkpoint.
 
-        The checkpoint last: what is needed before it would wait for its bytes.
+        The checkpoint comes last: what is needed before it would wait for its bytes.
         """
-        refs, sizes, copy = self.refs, self.sizes, plgpu.copy_gmem_to_smem
+        ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
+        tiles, width = ring.tiles, self.sizes.width
 
-        @pl.when(self.part == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
-            to = refs.reads.at[pl.ds(0, sizes.width)]
-            copy(refs.c.at[self.row, :, self.key_head], to, refs.reads_came)
+            c = gmem.c.at[ring.table.row, :, ring.key_head]
+            copy(c, smem.c.at[pl.ds(0, width)], smem.c_produced)
 
         @plgpu.warp_map
         def _(warp):
-            # A token of each group; the heads take turns with the B that they share.
-            tokens = [TOGETHER * i + warp for i in range(sizes.window // TOGETHER)]
-            gaps = [refs.ring_dt[self.update_row(self.ring_row(j))] for j in tokens]
+            # A token of each group. The heads of a block take turns with the B that they share.
+            groups = range(self.sizes.copied_tokens // RING_GROUP)
+            ring_tokens = [RING_GROUP * i + warp for i in groups]
+            steps = [gmem.ring_dt[ring.update_index(ring.row_by_age(j))] for j in ring_tokens]
 
-            def one(i, _):
-                j, came = TOGETHER * i + warp, refs.ring_came.at[i]
-                at = self.ring_row(j)
-                copy(refs.ring_x.at[self.update_row(at)], self.updates.at[j], came)
+            def copy_token(i, _):
+                j, produced = RING_GROUP * i + warp, smem.ring_produced.at[i]
+                row = ring.row_by_age(j)
+                copy(gmem.ring_x.at[ring.update_index(row)], tiles.updates.at[j], produced)
 
-                @pl.when(lax.rem(i, sizes.together) == self.part)
+                @pl.when(lax.rem(i, self.block_heads) == self.warpgroup)
                 def _():
-                    copy(refs.ring_b.at[self.key_row(at)], self.keys.at[sizes.width + j], came)
+                    b = gmem.ring_b.at[ring.key_index(row)]
+                    copy(b, tiles.keys.at[width + j], produced)
 
-            lax.fori_loop(0, self.groups, one, None)
+            lax.fori_loop(0, ring.num_groups, copy_token, None)
 
             @pl.when(warp == 0)
             def _():
-                copy(self.checkpoint(), self.state, refs.state_came.at[self.part])
+                copy(self._checkpoint(), self.state, smem.state_produced.at[self.warpgroup])
 
-            for j, gap in zip(tokens, gaps, strict=True):
-                self.gaps[j] = gap
+            for j, dt in zip(ring_tokens, steps, strict=True):
+                self.dt[j] = dt
 
-    def out(self, t):
-        """Where what token `t` reads goes."""
-        return self.refs.out.at[self.row, t, self.head]
+    def _checkpoint(self):
+        """The head's checkpoint in the pool."""
+        return self.gmem.states.at[self.ring.pool_index * self.sizes.heads + self.ring.head]
 
-    def keep_b(self):
-        """This step's B as the ring will hold it; into it, by the group's first head."""
-        refs, sizes = self.refs, self.sizes
+    def _append_b(self):
+        """Round this step's B as the ring will hold it; the group's first head stores it there."""
+        ring, gmem = self.ring, self.gmem
 
-        @pl.when(self.part == 0)
+        @pl.when(self.warpgroup == 0)
         def _():
-            for t in range(sizes.width):
-                key = self.load(refs.b.at[self.row, t, self.key_head], self.by_key)
-                key = key.astype(sizes.dtype)
-                self.store(self.keys.at[t], key)
+            for t in range(self.sizes.width):
+                b = load(gmem.b.at[ring.table.row, t, ring.key_head], ring.by_key)
+                b = b.astype(self.sizes.dtype)
+                store(ring.tiles.keys.at[t], b)
 
-                @pl.when((lax.rem(self.head, sizes.group) == 0) & (t < self.count))
-                def _(t=t, key=key):
-                    self.store(refs.ring_b.at[self.key_row(self.next(t))], key)
+                @pl.when(ring.leads_group() & (t < ring.table.num_tokens))
+                def _(t=t, b=b):
+                    store(gmem.ring_b.at[ring.key_index(ring.row_of_new(t))], b)
 
-    def weigh(self, decay):
-        """What each of the ring's tokens is worth by now, and what was there before it."""
+    def _find_ring_decay(self, log_decay):
+        """Store what multiplies each of the ring's tokens: `dt`, and the decay since.
+
+        `decay_before` also has the token's own decay, so that its first is the checkpoint's.
+        """
         plgpu.commit_smem()
-        after, counts = self.sum_after(self.gaps)
-        gap = self.load(self.gaps, self.by_token.reduce(1))
-        self.store(self.weights, jnp.where(counts, jnp.exp2(decay * after) * gap, 0.0))
-        self.store(self.kept, jnp.exp2(decay * (after + gap)))
+        after, counts = self.ring.sums_after(self.dt)
+        dt = load(self.dt, self.ring.by_token.reduce(1))
+        weight = jnp.where(counts, jnp.exp2(log_decay * after) * dt, 0.0)
+        store(self.ring.tiles.ring_decay, weight)
+        store(self.decay_before, jnp.exp2(log_decay * (after + dt)))
 
-    def put_out(self, decay, read, new, gaps):
-        """What each token reads of the state before this step, of this step's tokens, of itself."""
-        refs, skip = self.refs, self.refs.d[self.head]
-        kept = [x.astype(self.sizes.dtype).astype(jnp.float32) for x in new]
-        for t, x in enumerate(new):
-            out, elapsed = skip * x.astype(jnp.float32), jnp.float32(0)
+    def _multiply_state(self, decay):
+        """Multiply the decayed checkpoint with each C; a row that folds adds the ring to it first.
+
+        A column of `state_products` for each C.
+        """
+        ring, sizes, layout = self.ring, self.sizes, self.by_square
+        state = load(self.state, layout).astype(jnp.float32) * decay
+        num_folded = jnp.where(ring.folds, ring.table.ring_length, 0)
+        state = lax.fori_loop(0, num_folded, self._add_token, state)
+
+        @pl.when(ring.folds)
+        def _():
+            store(self.state, state.astype(sizes.dtype))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.state, self._checkpoint())
+
+        # All products before any is stored: the compiler moves no load above a store.
+        products = []
+        for t in range(sizes.width):
+            c = load(self.smem.c.at[t], layout.reduce(0)).astype(jnp.float32)
+            products.append(jnp.sum(state * broadcast(c, state.shape, 1, layout), axis=1))
+        for t, product in enumerate(products):
+            product = broadcast(product, (sizes.values, 1), 0, _SQUARE_COLUMN)
+            store(self.state_products.at[:, pl.ds(t, 1)], product)
+
+    def _add_token(self, j, state):
+        """Token `j` of the ring added to a state."""
+        tiles, layout = self.ring.tiles, self.by_square
+        x = load(tiles.updates.at[j], layout.reduce(1)).astype(jnp.float32)
+        b = load(tiles.keys.at[self.sizes.width + j], layout.reduce(0))
+        x = broadcast(x * tiles.ring_decay[j], state.shape, 0, layout)
+        b = broadcast(b.astype(jnp.float32), state.shape, 1, layout)
+        return state + x * b
+
+    def _output(self, t):
+        """The output of token `t`, in the kernel's result."""
+        return self.gmem.out.at[self.ring.table.row, t, self.ring.head]
+
+    def _store_outputs(self, log_decay, reads, x, dt):
+        """Store what each token reads: of the state before this step, of this step, of itself."""
+        d, key_products = self.gmem.d[self.ring.head], self.ring.tiles.key_products
+        rounded = [x_t.astype(self.sizes.dtype).astype(jnp.float32) for x_t in x]
+        for t, x_t in enumerate(x):
+            out, elapsed = d * x_t.astype(jnp.float32), jnp.float32(0)
             for s in range(t, -1, -1):
-                out += (jnp.exp2(decay * elapsed) * gaps[s] * refs.overlap[s, t]) * kept[s]
-                elapsed = elapsed + gaps[s]
-            out += jnp.exp2(decay * elapsed) * read[t]
-            self.store(self.out(t), out)
+                weight = jnp.exp2(log_decay * elapsed) * dt[s] * key_products[s, t]
+                out += weight * rounded[s]
+                elapsed = elapsed + dt[s]
+            out += jnp.exp2(log_decay * elapsed) * reads[t]
+            store(self._output(t), out)
 
-    def append(self, new, gaps):
-        """This step's `x` and `dt` to the ring."""
-        refs = self.refs
-        for t, (x, gap) in enumerate(zip(new, gaps, strict=True)):
+    def _append(self, x, dt):
+        """Store this step's `x` and `dt` in the ring."""
+        for t, (x_t, dt_t) in enumerate(zip(x, dt, strict=True)):
 
-            @pl.when(t < self.count)
-            def _(t=t, x=x, gap=gap):
-                row = self.update_row(self.next(t))
-                self.store(refs.ring_x.at[row], x.astype(self.sizes.dtype))
-                refs.ring_dt[row] = gap
+            @pl.when(t < self.ring.table.num_tokens)
+            def _(t=t, x_t=x_t, dt_t=dt_t):
+                index = self.ring.update_index(self.ring.row_of_new(t))
+                store(self.gmem.ring_x.at[index], x_t.astype(self.sizes.dtype))
+                self.gmem.ring_dt[index] = dt_t
+
+
+def _square_layout(itemsize):
+    """Register layout of a state: a thread has one of every 32 values, and a quarter of its keys.
+
+    The quarter is 32 bytes of each 128, in two vectors: with the swizzle the 8 threads that are
+    served at once find theirs in different banks.
+    """
+    vector = 16 // itemsize
+    tiles = (32, 8 * vector), (8, 8 * vector), (2 * vector,), (vector,)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(-6,), lane_dims=(-4, -3), vector_dim=-1
+    )
+
+
+# Register layout of the sums over such a state's keys, as a matrix of one column.
+_SQUARE_COLUMN = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 1), (8, 1))),
+    warp_dims=(-4,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)

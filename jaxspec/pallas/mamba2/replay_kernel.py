@@ -12,125 +12,147 @@ came after `j`: no difference is taken, and none is positive.
 
 What lies in shared memory, in the order of its use:
 
-    keys             this step's B, rounded, then the ring's (`ring_came`), by age
-    gaps             the ring's `dt`
-    weights, kept    of each of the ring's tokens: its `dt` as it has decayed since, 0 for none;
-                     the decay since, and its own, which the first has for the checkpoint
-    reads            this step's C (`reads_came`)
-    overlap          B times C, a row a token as in `keys`
-    state            the checkpoint's values; a copy writes it (`state_came`), a fold stores it back
-    products         the state's, a column a C; then with the ring's
-    updates          the ring's `x` (`ring_came`), by age
+    keys             this step's B, rounded, then the ring's (`ring_produced`), by age
+    dt               the ring's
+    ring_decay       of each of the ring's tokens: its `dt` as it has decayed since, 0 for none
+    decay_before     the decay since each of the ring's tokens, and its own; the first is that of
+                     the checkpoint
+    c                this step's C (`c_produced`)
+    key_products     B times C, a row for each token as in `keys`
+    state            the checkpoint; a copy writes it (`state_produced`), a fold stores it back
+    state_products   the checkpoint's, a column for each C; then with the ring's
+    updates          the ring's `x` (`ring_produced`), by age
 
-`keys`, `reads` and `overlap` belong to the block, all others to each of its heads. `met` lies
-between what one head's threads write and another's read; where all are of one head, or a copy
-reads, `commit_smem`.
+`keys`, `c` and `key_products` belong to the block, all others to each of its heads. `barrier`
+(`RingBlock.sync`) stands between what one head's threads write and another's read; where all are of
+one head, or a copy reads, `commit_smem`.
 """
 
-import dataclasses
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import device, tensor_cores
-from jaxspec.pallas.mamba2.replay_block import Head
-from jaxspec.pallas.recurrent.replay import asked_rows
-from jaxspec.pallas.recurrent.replay_block import COMPILER_PARAMS, TOGETHER, ReplaySizes, in_place
+from jaxspec.pallas.gpu import tensor_cores
+from jaxspec.pallas.gpu.device import MULTIPROCESSORS
+from jaxspec.pallas.mamba2.replay import Mamba2Ring
+from jaxspec.pallas.mamba2.replay_block import Mamba2Launch, Mamba2ReplayBlock
+from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
+from jaxspec.pallas.recurrent.replay import row_table
+from jaxspec.pallas.recurrent.replay_block import (
+    COMPILER_PARAMS,
+    RING_GROUP,
+    ReplaySizes,
+    in_place,
+)
+from jaxspec.regions import DecodeRegion
+
+_POOL_NAMES = "states", "ring_x", "ring_b", "ring_dt"
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "together"))
-def replay(
-    x, dt, a, b, c, d, states, ring, layer, slots, num_computed, ring_length, query_len,
-    *, interpret=None, together=None,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("interpret", "block_heads"))
+def mamba2_replay_kernel(
+    tokens: Mamba2Tokens,
+    states: jax.Array,
+    ring: Mamba2Ring,
+    layer: jax.Array,
+    rows: DecodeRegion,
+    *,
+    interpret: Any = None,
+    block_heads: int | None = None,
+):
     """`mamba2_replay` with `layer` on the device, so that all layers share one kernel.
 
-    `interpret`: parameters of Mosaic's interpreter. `together`: heads of a block, 1 or 2.
+    `interpret`: parameters of Mosaic's interpreter. `block_heads`: heads of a block, 1 or 2; None:
+    the faster.
     """
-    _, slots_in_pool, _, heads, head_dim, state_dim = states.shape
-    rows, width, groups, _ = b.shape
-    in_ring, group = ring.x.shape[2], heads // groups
-    state_bytes = head_dim * state_dim * states.dtype.itemsize
-    sizes = _Sizes(
-        values=head_dim,
-        key_dim=state_dim,
-        width=width,
-        rows=in_ring,
-        heads=heads,
-        key_heads=groups,
-        slots=slots_in_pool,
-        dtype=states.dtype,
-        together=together or _together(rows * heads, group, in_ring - width, state_bytes),
+    num_rows, heads, num_slots = tokens.x.shape[0], states.shape[3], states.shape[1]
+    launch = _plan(tokens, states, ring, block_heads)
+    block_heads = launch.block_heads
+    table = row_table(
+        rows,
+        num_slots,
+        launch.sizes.width,
+        ring.window,
+        ring.num_rows,
+        in_one_wave=num_rows * heads // block_heads <= 2 * MULTIPROCESSORS,
     )
+    operands = {**tokens._asdict(), "layer": layer[None], "row_table": table}
+    names = *operands, *_POOL_NAMES, "out"
 
     def body(*refs, **scratch):
-        refs = dict(zip(_OPERANDS, refs, strict=True))
-        Head(sizes, types.SimpleNamespace(**refs, **scratch)).run()
+        gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        Mamba2ReplayBlock(launch, gmem, types.SimpleNamespace(**scratch)).run()
 
     kernel = plgpu.kernel(
         body,
         kernel_name="mamba2_replay",
-        out_type=jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        scratch_types=_scratch(sizes, c.dtype),
-        grid=(rows, heads // sizes.together),
+        out_type=jax.ShapeDtypeStruct(tokens.x.shape, jnp.float32),
+        scratch_types=_scratch(launch, tokens.c.dtype),
+        grid=(num_rows, heads // block_heads),
         grid_names=("row", "heads"),
-        num_threads=sizes.together,
+        num_threads=block_heads,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    at_once = rows * heads // sizes.together <= 2 * device.MULTIPROCESSORS
-    index = slots, num_computed, ring_length, query_len
-    asked = asked_rows(*index, slots_in_pool, width, in_ring, at_once=at_once)
-    return in_place(kernel, (x, dt, a, b, c, d, layer[None], asked), states, ring)
+    out, (states, ring) = in_place(kernel, operands.values(), (states, ring))
+    return out, states, ring
 
 
-_OPERANDS = (
-    *("x", "dt", "a", "b", "c", "d", "layer", "rows"),
-    *("states", "ring_x", "ring_b", "ring_dt", "out"),
-)
+def _plan(tokens, states, ring, block_heads):
+    """The `Mamba2Launch` for these operands."""
+    _, num_slots, _, heads, head_dim, state_dim = states.shape
+    num_rows, width, groups, _ = tokens.b.shape
+    sizes = ReplaySizes(
+        values=head_dim,
+        key_dim=state_dim,
+        width=width,
+        factors=width,  # C
+        window=ring.window,
+        ring_rows=ring.num_rows,
+        heads=heads,
+        key_heads=groups,
+        slots=num_slots,
+        dtype=states.dtype,
+    )
+    state_bytes = head_dim * state_dim * states.dtype.itemsize
+    default = _block_heads(num_rows * heads, sizes.group, ring.window, state_bytes)
+    return Mamba2Launch(sizes, block_heads or default)
 
 
-def _together(heads, group, window, state_bytes):
-    """How many heads share a block, given the heads of all rows."""
-    # Two fetch B and multiply it with C once, but wait for each other: that pays where the ring is
-    # long. Where multiprocessors are left over, each head is done sooner on one of its own.
-    pays = window > 16 and heads > device.MULTIPROCESSORS
+def _block_heads(heads, group, window, state_bytes):
+    """How many heads share a block, given the heads of all rows.
+
+    Two heads fetch B and multiply it with C once, but wait for each other, which pays where the
+    ring is long. Where multiprocessors are left over, each head is done sooner on one of its own.
+    """
+    pays = window > 16 and heads > MULTIPROCESSORS
     # Beside two states of 64 KB a block has no room for the longest rings.
     return 2 if pays and group % 2 == 0 and state_bytes < 2**16 else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes(ReplaySizes):
-    """Its factors are C; a head's values are its `head_dim`."""
-
-    together: int  # heads of a block
-
-    @property
-    def factors(self) -> int:
-        return self.width
-
-
-def _scratch(sizes, dtype):
-    """A block's shared memory and barriers; `dtype`: of C."""
-    heads = sizes.together
+def _scratch(launch, dtype):
+    """Shared memory and barriers of a block; C has this dtype."""
+    sizes, heads = launch.sizes, launch.block_heads
     return {
         "state": tensor_cores.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
-        "reads": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
+        "c": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
         "keys": plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype),
-        "updates": plgpu.SMEM((heads, sizes.window, sizes.values), sizes.dtype),
-        "gaps": plgpu.SMEM((heads, sizes.square), jnp.float32),
-        "weights": plgpu.SMEM((heads, sizes.square), jnp.float32),
-        "kept": plgpu.SMEM((heads, sizes.square), jnp.float32),
-        "overlap": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
-        "products": plgpu.SMEM((heads, sizes.values, sizes.columns), jnp.float32),
-        "met": plgpu.Barrier(num_arrivals=heads),
-        "state_came": plgpu.Barrier(num_barriers=heads),
-        "reads_came": plgpu.Barrier(),
-        "ring_came": plgpu.Barrier(
-            num_arrivals=(heads + 1) * TOGETHER, num_barriers=sizes.window // TOGETHER
+        "updates": plgpu.SMEM((heads, sizes.copied_tokens, sizes.values), sizes.dtype),
+        "dt": plgpu.SMEM((heads, sizes.square), jnp.float32),
+        "ring_decay": plgpu.SMEM((heads, sizes.square), jnp.float32),
+        "decay_before": plgpu.SMEM((heads, sizes.square), jnp.float32),
+        "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
+        "state_products": plgpu.SMEM((heads, sizes.values, sizes.columns), jnp.float32),
+        "barrier": plgpu.Barrier(num_arrivals=heads),
+        "state_produced": plgpu.Barrier(num_barriers=heads),
+        "c_produced": plgpu.Barrier(),
+        "ring_produced": plgpu.Barrier(
+            num_arrivals=(heads + 1) * RING_GROUP,
+            num_barriers=sizes.copied_tokens // RING_GROUP,
         ),
     }

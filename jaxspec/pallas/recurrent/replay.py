@@ -6,134 +6,164 @@ tokens before `num_computed` the last `ring_length` are not in the checkpoint ye
 is counting them in; what was rejected is not counted, hence never read, and overwritten by whatever
 comes to stand at its position.
 
-A step whose tokens might not fit into the ring's window folds first: it adds the ring's tokens to
-the checkpoint. Every row decides that for itself on the device, so the host need not know. With 8
-rows and 3 tokens a step:
+A ring keeps at most `window` tokens between steps. A step whose tokens might not fit into the
+window folds first: it adds the ring's tokens to the checkpoint. Every row decides that for itself
+on the device, so the host need not know. The window belongs to the ring and not to a step, since
+programs of several widths share a ring: it has `window` rows, and one more for each token of the
+widest step, so that no step writes a row that it reads. With a window of 5, 8 rows, and steps of 3
+tokens or 1:
 
-    num_computed  ring_length  folds       writes rows  kept
-    10            0            no          2, 3, 4      2
-    12            2            no          4, 5, 6      3
-    15            5            10 .. 14    7, 0, 1      1
-    16            1            no          0, 1, 2      …
+    num_computed  ring_length  tokens  folds       writes rows  kept
+    10            0            3       no          2, 3, 4      2
+    12            2            3       no          4, 5, 6      3
+    15            5            3       10 .. 14    7, 0, 1      1
+    16            1            3       no          0, 1, 2      3
+    19            4            1       no          3            1
+    20            5            1       15 .. 19    4            …
 
 "ReplaySSM" (Dao AI Lab and NVIDIA, 2026) does so for Mamba2, with a host that knows the counts.
 """
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-_WINDOWS = {4: 32, 2: 16}  # the usual ones, by bytes of a state's element
-_FOLDING = 3, 5  # of a kernel's time 3/5; .3 to .75 took an H200 as long or up to 6% longer
+from jaxspec.regions import DecodeRegion
+
+_DEFAULT_WINDOWS = {4: 32, 2: 16}  # by bytes of a state's element
+# Rows that fold start within the first 3/5 of a launch. An H200 takes as long with any share from
+# .3 to .75, or up to 6% longer.
+_FOLD_SHARE = 3, 5
 
 
-def ring_rows(width: int, itemsize: int, window: int | None = None) -> int:
-    """Rows of a ring for steps of `width` tokens that keep `window` between them.
+def default_window(itemsize: int) -> int:
+    """Tokens that a ring keeps between steps, for states whose elements have `itemsize` bytes.
 
-    The usual window balances what every step reads of the ring against how often it writes the
-    state. Behind it, `width` rows that a step can write while other blocks still read the window.
+    It balances what every step reads of the ring against how often a step writes the state.
     """
-    return (_WINDOWS[itemsize] if window is None else window) + width
+    return _DEFAULT_WINDOWS[itemsize]
 
 
-def check_ring(width: int, rows: int) -> None:
-    """Refuse a ring too small for steps of `width` tokens.
+def check_ring(width: int, window: int, rows: int) -> None:
+    """Check that a ring of so many rows fits steps of `width` tokens.
 
     Raises:
-        ValueError: fewer than 2 rows a token.
+        ValueError: the window is narrower than a step, or the rows behind it are too few.
     """
-    if rows < 2 * width:
+    if window < width:
         raise ValueError(
-            f"A ring must have 2 rows for each of the {width} tokens of a step, but the cache's "
-            f"has {rows}. Build the cache with ring_rows >= {2 * width}."
+            f"A ring's window must hold the {width} tokens of a step, but this ring's holds "
+            f"{window}. Build the cache with a window of at least {width}."
+        )
+    if rows < window + width:
+        raise ValueError(
+            f"A ring must have a row for each of the {window} tokens of its window and the {width} "
+            f"of a step, but this one has {rows} rows. Build it with at least {window + width}."
         )
 
 
-def must_fold(ring_length: Int[Array, "..."], width: int, rows: int) -> Bool[Array, "..."]:
+def must_fold(ring_length: Int[Array, "..."], width: int, window: int) -> Bool[Array, "..."]:
     """Whether a step of `width` tokens folds: behind the ring's they might not fit its window."""
-    return ring_length > rows - 2 * width
+    return ring_length > window - width  # and no sum: `ring_length` of padding may be any number
 
 
-def places(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int[Array, " rows"]:
-    """Each row's place in an order that keeps both a GPU's memory and its arithmetic busy.
+def next_ring_length(
+    ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, window: int
+) -> Int[Array, "..."]:
+    """`ring_length` after a step of `width` tokens of which `kept` stand."""
+    return jnp.where(must_fold(ring_length, width, window), 0, ring_length) + kept
 
-    A fold is mostly arithmetic, any other row mostly memory: live rows that fold come at equal
-    distances among the others, but none in the last part, where others would have nothing left to
-    do. Those that are not live come last.
 
-    Fold `i` of `f` comes at `(2 i + 1) / (2 f)` of that part, other row `j` of `n` at
-    `(2 j + 1) / (2 n)` of all. Nothing is sorted, which would take XLA many kernels: how many of
-    the others come before follows from these fractions, compared as whole numbers.
+class RowTable(NamedTuple):
+    """What a block reads about its row. As an array, the table has these fields as its rows."""
+
+    row: Any  # index in the decode rectangle
+    slot: Any  # request slot; 0: the row is padding
+    ring_start: Any  # row of the ring for the step's first token
+    ring_length: Any  # tokens of the ring that count, 0 .. window
+    num_tokens: Any  # real tokens of the step, 0 .. width
+    conv_start: Any  # row of the convolution's ring for the step's first input
+
+    @staticmethod
+    def read(table: Any, block: Any) -> "RowTable":
+        """The scalars of block `block`, from a table in memory."""
+        return RowTable(*(table[i, block] for i in range(len(RowTable._fields))))
+
+
+def row_table(
+    rows: DecodeRegion,
+    num_slots: int,
+    width: int,
+    window: int,
+    ring_rows: int,
+    *,
+    in_one_wave: bool,
+    conv_rows: int = 1,
+) -> Int[Array, "6 rows"]:
+    """The `RowTable` of a launch as an array: every entry in bounds, a column for each block.
+
+    Columns are in the order in which blocks start, or `in_one_wave`, where all start together, in
+    the order of the rows. A convolution's ring has `conv_rows` rows. The layers of a step have the
+    same table, and XLA makes it once.
+    """
+    live = rows.is_live(num_slots)
+    index = jnp.arange(rows.slots.shape[0], dtype=jnp.int32)
+    position = jnp.maximum(rows.num_computed, 0)
+    table = RowTable(
+        row=index,
+        slot=jnp.where(live, rows.slots, 0),
+        ring_start=lax.rem(position, ring_rows),
+        ring_length=jnp.clip(rows.ring_length, 0, window),
+        num_tokens=jnp.clip(rows.query_len, 0, width),
+        conv_start=lax.rem(position, conv_rows),
+    )
+    columns = jnp.stack(table)
+    if in_one_wave:
+        return columns
+    order = launch_order(live, must_fold(table.ring_length, width, window))
+    # A sum with one term: XLA would make a gather of each field a kernel.
+    chosen = order[None, :] == index[:, None]
+    return jnp.sum(jnp.where(chosen[None], columns[:, None, :], 0), axis=2, dtype=jnp.int32)
+
+
+def launch_order(live: Bool[Array, " rows"], folds: Bool[Array, " rows"]) -> Int[Array, " rows"]:
+    """Each row's position in an order that keeps both a GPU's memory and its arithmetic busy.
+
+    A fold is mostly arithmetic, any other row mostly memory. So live rows that fold are spaced
+    evenly among the plain ones, but for a last part, where nothing would be left to run beside a
+    fold. Rows that are not live come last.
+
+    Fold `i` of `f` comes at `(2 i + 1) / (2 f)` of the first part, plain row `j` of `n` at
+    `(2 j + 1) / (2 n)` of the whole. No row is sorted, which would take XLA many kernels: these
+    fractions, compared as whole numbers, say how many rows of the other kind come before.
     """
     index = jnp.arange(live.shape[0], dtype=jnp.int32)
     folds = live & folds
 
-    def before(some):
-        return jnp.sum(some[None, :] & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    def num_before(mask):
+        return jnp.sum(mask[None, :] & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
 
-    part, whole = _FOLDING
-    fold, row = before(folds), before(live)
+    part, whole = _FOLD_SHARE
+    fold, row = num_before(folds), num_before(live)
     num_folds = fold[-1] + folds[-1].astype(jnp.int32)
     num_live = row[-1] + live[-1].astype(jnp.int32)
-    other = row - fold
-    fold_unit, other_unit = part * (num_live - num_folds), jnp.maximum(whole * num_folds, 1)
+    plain = row - fold
+    fold_unit, plain_unit = part * (num_live - num_folds), jnp.maximum(whole * num_folds, 1)
     # `2 j + 1 < x` for as many `j` as half of `x` rounded up, and `2 i + 1 <= x` for half of one
     # more than `x` rounded down.
-    others_before = ((2 * fold + 1) * fold_unit + other_unit - 1) // other_unit // 2
-    folds_before = ((2 * other + 1) * other_unit // jnp.maximum(fold_unit, 1) + 1) // 2
-    place = jnp.where(folds, fold + others_before, other + jnp.minimum(folds_before, num_folds))
-    return jnp.where(live, place, num_live + index - row)
+    plain_before = ((2 * fold + 1) * fold_unit + plain_unit - 1) // plain_unit // 2
+    folds_before = ((2 * plain + 1) * plain_unit // jnp.maximum(fold_unit, 1) + 1) // 2
+    order = jnp.where(folds, fold + plain_before, plain + jnp.minimum(folds_before, num_folds))
+    return jnp.where(live, order, num_live + index - row)
 
 
-def asked_rows(
-    slots: Int[Array, " rows"],
-    num_computed: Int[Array, " rows"],
-    ring_length: Int[Array, " rows"],
-    query_len: Int[Array, " rows"],
-    num_slots: int,
-    width: int,
-    rows: int,
-    *,
-    at_once: bool,
-    conv_rows: int = 1,
-) -> Int[Array, "6 rows"]:
-    """What a kernel's block asks of its row, in bounds and in the order of the blocks.
-
-    Its index, its slot or 0, where its ring begins, how many of the ring and of its tokens count,
-    and where its convolution's ring of `conv_rows` begins. All layers of a step ask the same, and
-    XLA answers once. `at_once`: all blocks begin together.
-    """
-    live = (slots > 0) & (slots < num_slots) & (query_len > 0)
-    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    columns = (
-        index,
-        jnp.where(live, slots, 0),
-        lax.rem(jnp.maximum(num_computed, 0), rows),
-        jnp.clip(ring_length, 0, rows - width),
-        jnp.clip(query_len, 0, width),
-        lax.rem(jnp.maximum(num_computed, 0), conv_rows),
-    )
-    asked = jnp.stack(columns)
-    if at_once:
-        return asked
-    place = places(live, must_fold(columns[3], width, rows))
-    # A sum of one: XLA makes a gather of each column a kernel.
-    chosen = place[None, :] == index[:, None]
-    return jnp.sum(jnp.where(chosen[None], asked[:, None, :], 0), axis=2, dtype=jnp.int32)
-
-
-def next_ring_length(
-    ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, rows: int
-) -> Int[Array, "..."]:
-    """`ring_length` after a step of `width` tokens of which `kept` stand."""
-    return jnp.where(must_fold(ring_length, width, rows), 0, ring_length) + kept
-
-
-def as_kept(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+def rounded_to(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """`x` in float32, rounded to the `dtype` of a ring.
 
-    On a GPU XLA takes a cast there and back for nothing (`xla_allow_excess_precision`), and a step
-    would compute with other numbers than those that are replayed later.
+    A step must compute with the numbers that are replayed later. On a GPU XLA drops a cast there
+    and back (`xla_allow_excess_precision`), unless a barrier stands between the two.
     """
     if x.dtype == dtype:
         return x.astype(jnp.float32)
@@ -141,9 +171,9 @@ def as_kept(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 
 
 def sums_after(x: Float[Array, "rows tokens heads"]) -> Float[Array, "rows tokens heads"]:
-    """Of each token, the sum of those after it.
+    """For each token, the sum over the tokens after it.
 
-    Sums, not differences of sums: those lose what follows a strong decay.
+    A difference of running sums would lose what follows a strong decay.
     """
     after = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
     return jnp.cumsum(after[:, ::-1], axis=1)[:, ::-1]

@@ -1,12 +1,14 @@
-"""What blocks of `gdn_replay_kernel` and `mamba2_replay_kernel` do alike.
+"""The ring inside a kernel: what the blocks of `gdn_replay` and `mamba2_replay` do with it.
 
-Both have a state `[values, key_dim]` a head, to which each token adds an update times a key that
-some heads share: `u` and `k` of the one, `x` and `B` of the other. A step asks for the state's
-products with its factors: queries and keys of the one, C of the other.
+In both families a head has a state `[values, key_dim]`, and each token adds an update times a key
+to it: `u k^T` in Gated DeltaNet, `dt x B^T` in Mamba2. Some heads share their keys. A step
+multiplies the state with its factors: its queries and keys in Gated DeltaNet, its C in Mamba2. The
+ring's tokens take part in that through the products of their keys with the factors.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access, device
-from jaxspec.pallas.recurrent.replay import must_fold
-from jaxspec.pallas.recurrent.replay_layouts import factor_layout, rows_layout
+from jaxspec.pallas.gpu.access import load, store
+from jaxspec.pallas.gpu.device import THREADS
+from jaxspec.pallas.recurrent.replay import RowTable, must_fold
 
-# Tokens of the ring at once, one a warp; those too many repeat the newest, and weigh 0.
-TOGETHER = 4
+# Tokens of the ring that are copied and added together, one for each warp. Where the last group has
+# more tokens than the ring, it repeats the newest, with a weight of 0.
+RING_GROUP = 4
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     # Barriers stand where one thread reads what another wrote.
@@ -31,56 +34,54 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-def in_place(kernel, operands, *pools):
-    """What `kernel` puts out, and the pools after it wrote into them; it sees them flat.
+def in_place(kernel, operands, pools):
+    """The output of `kernel`, and the pytree `pools` after the kernel wrote into its arrays.
 
-    They come behind the operands, of the axes of each the first four as one: all checkpoints, all
-    rows of each of the ring's.
+    Pools follow the operands, each with its first four axes flattened into one: a checkpoint's
+    layers, slots, candidates and heads; a ring's layers, slots, rows and heads.
     """
-    pools, tree = jax.tree.flatten(pools)
-    refs = [jax.new_ref(x.reshape(-1, *x.shape[4:]), memory_space=plgpu.GMEM) for x in pools]
+    arrays, tree = jax.tree.flatten(pools)
+    refs = [jax.new_ref(x.reshape(-1, *x.shape[4:]), memory_space=plgpu.GMEM) for x in arrays]
     out = kernel(*operands, *refs)
-    after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, pools, strict=True)]
-    return out, *jax.tree.unflatten(tree, after)
+    after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, arrays, strict=True)]
+    return out, jax.tree.unflatten(tree, after)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySizes:
-    """Of one call, and the shared memory that takes."""
+    """The sizes of a launch from which both families find their shared memory and layouts."""
 
-    values: int  # of a head, those that one warpgroup has
+    values: int  # rows of a head's state that one warpgroup has
     key_dim: int
     width: int
-    rows: int  # of the ring
+    factors: int  # vectors that the state and the keys are multiplied with
+    window: int  # tokens that the ring keeps between steps
+    ring_rows: int
     heads: int
     key_heads: int
     slots: int
-    dtype: Any  # of checkpoint and ring
+    dtype: Any  # of checkpoints and ring
+    min_columns: int = 4
 
     @property
-    def window(self) -> int:
-        """Ring tokens that a step reads at most, in full groups of 16."""
-        return -(-(self.rows - self.width) // 16) * 16
+    def copied_tokens(self) -> int:
+        """Ring tokens that shared memory has room for: the window in full groups of 16."""
+        return -(-self.window // 16) * 16
 
     @property
     def square(self) -> int:
-        """At least the window, and a power of two."""
-        return 1 << (self.window - 1).bit_length()
+        """Side of the square of ring tokens that are summed: a power of two."""
+        return 1 << (self.copied_tokens - 1).bit_length()
 
     @property
     def keys(self) -> int:
-        """This step's and the ring's, in full groups of 8."""
-        return -(-(self.width + self.window) // 8) * 8
-
-    @property
-    def factors(self) -> int:
-        """What a step multiplies states and keys with."""
-        raise NotImplementedError
+        """Keys of the step and of the ring, in full groups of 8."""
+        return -(-(self.width + self.copied_tokens) // 8) * 8
 
     @property
     def columns(self) -> int:
-        """At least the factors, each a column of products."""
-        return max(4, 1 << (self.factors - 1).bit_length())
+        """Columns of the products with the factors: a power of two."""
+        return max(self.min_columns, 1 << (self.factors - 1).bit_length())
 
     @property
     def group(self) -> int:
@@ -88,148 +89,204 @@ class ReplaySizes:
         return self.heads // self.key_heads
 
 
-class ReplayBlock:
-    """A warpgroup's work: some values of one head of one row.
+class RingTiles(NamedTuple):
+    """Shared memory of one head, from which the ring is replayed; tokens by age, the oldest first.
 
-    Those that derive from it add `step`, `out`, and what lies in shared memory.
+    `keys` and `key_products` have the step's tokens first, then the ring's.
     """
 
-    keys: Any  # this step's, behind them the ring's
-    products: Any  # the checkpoint's, values by factors
+    keys: Any
     updates: Any  # the ring's
-    weights: Any  # of these, float32: how much of each is left by now
+    ring_decay: Any  # float32, what each of the ring's updates is multiplied with by now
+    key_products: Any  # float32, a row for each key, a column for each factor
+    barrier: Any  # all threads that read and write these arrive there
 
-    def __init__(self, sizes, refs, row, head):
-        """`refs`: everything in memory, by name. `row`: by the order of the blocks."""
-        self.sizes, self.refs, self.head = sizes, refs, head
-        self.load = access.load
-        self.store = access.store
-        asked = [refs.rows[i, row] for i in range(6)]
-        self.row, self.slot, self.begin, self.length, self.count, self.conv_begin = asked
-        self.layer = refs.layer[0]
-        self.place = self.layer * sizes.slots + self.slot
+
+class RingBlock:
+    """One head of one row: where the tokens of its ring lie, and what they add to the products."""
+
+    def __init__(self, sizes: ReplaySizes, gmem: Any, tiles: RingTiles, head: Any, block: Any):
+        """`gmem`: references to operands and pools, by name. `block`: index in the row table."""
+        self.sizes, self.gmem, self.tiles, self.head = sizes, gmem, tiles, head
+        self.table = RowTable.read(gmem.row_table, block)
+        self.layer = gmem.layer[0]
+        self.pool_index = self.layer * sizes.slots + self.table.slot
         self.key_head = lax.div(head, sizes.group)
-        self.groups = lax.div(self.length + TOGETHER - 1, TOGETHER)
-        self.folds = must_fold(self.length, sizes.width, sizes.rows)
-        self.left = jnp.where(self.folds, 0, self.groups)  # beside the checkpoint
-        lanes = device.THREADS // sizes.values
-        rows = rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
-        self.by_product: Any = rows
-        self.by_value = rows.reduce(1)
-        # Vectors as matrices of one column, since with a stride Mosaic takes none.
-        self.by_column = rows_layout(sizes.values, lanes, 1, columns=1)
-        self.by_key = rows_layout(sizes.key_dim, device.THREADS // sizes.key_dim, 1).reduce(1)
-        lanes = device.THREADS // sizes.square
-        self.by_token = rows_layout(sizes.square, lanes, min(4, sizes.square // lanes))
-        self.by_factor = factor_layout(sizes.dtype.itemsize)
+        self.num_groups = lax.div(self.table.ring_length + RING_GROUP - 1, RING_GROUP)
+        self.folds = must_fold(self.table.ring_length, sizes.width, sizes.window)
+        self.num_replayed_groups = jnp.where(self.folds, 0, self.num_groups)
+        self.by_product = product_layout(sizes)
+        self.by_value = self.by_product.reduce(1)
+        # Vectors as matrices of one column, since Mosaic loads no vector that has a stride.
+        self.by_column = _rows_layout(sizes.values, THREADS // sizes.values, 1, columns=1)
+        self.by_key = _rows_layout(sizes.key_dim, THREADS // sizes.key_dim, 1).reduce(1)
+        lanes = THREADS // sizes.square
+        self.by_token = _rows_layout(sizes.square, lanes, min(4, sizes.square // lanes))
 
-    def run(self):
-        """All there is to do: nothing but zeros where a row is padding."""
-        live = self.slot > 0
-        # Always so. It has the compiler load all of these before it asks what the slot is, not
-        # some of them behind that.
-        for x in (self.row, self.layer, self.begin, self.length, self.count, self.conv_begin):
-            live &= x >= 0
+    def run(self, step, output) -> None:
+        """Run `step()` for a live row; for padding, write zeros to `output(t)` of each token."""
+        table = self.table
+        live = table.slot > 0
+        # Always true. Without it the compiler loads some of these only after it knows the slot.
+        for scalar in (table.row, self.layer, *table[2:]):
+            live &= scalar >= 0
 
-        @pl.when(live)
-        def _():
-            self.step()
+        pl.when(live)(step)
 
         @pl.when(jnp.logical_not(live))
         def _():
-            nothing = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
+            zeros = plgpu.layout_cast(jnp.zeros(self.sizes.values, jnp.float32), self.by_value)
             for t in range(self.sizes.width):
-                self.store(self.out(t), nothing.astype(self.refs.out.dtype))
+                store(output(t), zeros.astype(self.gmem.out.dtype))
 
-    def step(self):
-        """A live row."""
-        raise NotImplementedError
+    def sync(self) -> None:
+        """Wait until all threads at the barrier have written what others read."""
+        plgpu.barrier_arrive(self.tiles.barrier)
+        plgpu.barrier_wait(self.tiles.barrier)
 
-    def out(self, t):
-        """Where what token `t` reads goes."""
-        raise NotImplementedError
+    def leads_group(self) -> Any:
+        """Whether this head is the first of those that share a key, which writes that key."""
+        return lax.rem(self.head, self.sizes.group) == 0
 
-    def meet(self):
-        """All that the block's threads wrote to shared memory is there for all of them."""
-        plgpu.barrier_arrive(self.refs.met)
-        plgpu.barrier_wait(self.refs.met)
+    def for_real_tokens(self, act: Any, condition: Any = True) -> None:
+        """Call `act(t)` for the step's real tokens, under a condition.
 
-    def spread(self, x, shape, axes, layout):
-        """`x` along these axes of an array, the same along others."""
-        axes = (axes,) if isinstance(axes, int) else axes
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
+        A row without padding, as most are, has all its tokens in one piece of code.
+        """
+        width, num_tokens = self.sizes.width, self.table.num_tokens
 
-    def ring_row(self, j):
-        """The ring's row of token `j` by age; of what is younger than all, that of the newest."""
-        at = self.begin - jnp.maximum(self.length - j, 1)
-        return jnp.where(at < 0, at + self.sizes.rows, at)
+        @pl.when(condition & (num_tokens == width))
+        def _():
+            for t in range(width):
+                act(t)
 
-    def next(self, t):
-        """Where in the ring token `t` of this step goes."""
-        at = self.begin + t
-        return jnp.where(at >= self.sizes.rows, at - self.sizes.rows, at)
+        @pl.when(condition & (num_tokens < width))
+        def _():
+            for t in range(width - 1):
+                pl.when(t < num_tokens)(functools.partial(act, t))
 
-    def key_row(self, at):
-        """Where row `at` of this ring lies in all keys."""
-        return (self.place * self.sizes.rows + at) * self.sizes.key_heads + self.key_head
+    def row_by_age(self, j: Any) -> Any:
+        """The ring's row of token `j`, 0 the oldest; of the newest, where there are not so many."""
+        row = self.table.ring_start - jnp.maximum(self.table.ring_length - j, 1)
+        return jnp.where(row < 0, row + self.sizes.ring_rows, row)
 
-    def update_row(self, at):
-        """So too in all updates, and in all of what decays them."""
-        return (self.place * self.sizes.rows + at) * self.sizes.heads + self.head
+    def row_of_new(self, t: Any) -> Any:
+        """The ring's row for token `t` of this step."""
+        row = self.table.ring_start + t
+        return jnp.where(row >= self.sizes.ring_rows, row - self.sizes.ring_rows, row)
 
-    def sum_after(self, steps):
-        """Of each of the ring's tokens, what those behind it sum to, and whether it counts."""
+    def key_index(self, row: Any) -> Any:
+        """Index of a row's key among the keys of the pool."""
+        row = self.pool_index * self.sizes.ring_rows + row
+        return row * self.sizes.key_heads + self.key_head
+
+    def update_index(self, row: Any) -> Any:
+        """Index of a row's update among the updates of the pool; its decay has the same."""
+        row = self.pool_index * self.sizes.ring_rows + row
+        return row * self.sizes.heads + self.head
+
+    def sums_after(self, steps: Any) -> tuple[Any, Any]:
+        """For each of the ring's tokens, the sum of `steps` after it; and whether the token counts.
+
+        `steps`: float32 in shared memory, as many as `sizes.square`; `sums_after` of the reference.
+        """
         shape, layout = (self.sizes.square,) * 2, self.by_token
-        # A token's line has the steps of those behind it: sums, no differences.
-        token, other = (
+        # A row has the steps after its token: a sum, and no difference of sums.
+        token, later = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in range(2)
         )
-        steps = self.spread(self.load(steps, layout.reduce(0)), shape, 1, layout)
-        steps = jnp.where(other < self.length, steps, 0.0)
-        after = jnp.sum(jnp.where(token < other, steps, 0.0), axis=1)
-        place = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
-        return after, place < self.length
+        steps = broadcast(load(steps, layout.reduce(0)), shape, 1, layout)
+        steps = jnp.where(later < self.table.ring_length, steps, 0.0)
+        after = jnp.sum(jnp.where(token < later, steps, 0.0), axis=1)
+        index = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
+        return after, index < self.table.ring_length
 
-    def multiply_tokens(self, factors, turn: Any = 0, turns=1):
-        """This step's keys, and the ring's, times each factor.
+    def multiply_keys(self, factors: Any, warpgroup: Any = 0, warpgroups: int = 1) -> None:
+        """Multiply the step's keys and the ring's with each factor, into `key_products`.
 
-        `turn`: which 8 of every `turns` times 8 keys, where several warpgroups share them.
+        `factors`: in shared memory, a row each. Several warpgroups take every `warpgroups`-th 8
+        keys each.
         """
-        width, layout = self.sizes.width, self.by_factor
+        tiles, layout = self.tiles, _factor_layout(self.sizes.dtype.itemsize)
         shape = (8, 4, self.sizes.key_dim)
         fours = [pl.ds(start, 4) for start in range(0, self.sizes.factors, 4)]
-        factors = [self.load(factors.at[four], layout.reduce(0)) for four in fours]
-        factors = [self.spread(x.astype(jnp.float32), shape, (1, 2), layout) for x in factors]
+        factors = [load(factors.at[four], layout.reduce(0)) for four in fours]
+        factors = [broadcast(x.astype(jnp.float32), shape, (1, 2), layout) for x in factors]
 
-        def some(i, _):
-            rows = pl.ds((i * turns + turn) * 8, 8)
-            keys = self.load(self.keys.at[rows], layout.reduce(1)).astype(jnp.float32)
-            keys = self.spread(keys, shape, (0, 2), layout)
+        def multiply_eight(i, _):
+            rows = pl.ds((i * warpgroups + warpgroup) * 8, 8)
+            keys = load(tiles.keys.at[rows], layout.reduce(1)).astype(jnp.float32)
+            keys = broadcast(keys, shape, (0, 2), layout)
             for four, factor in zip(fours, factors, strict=True):
-                self.store(self.refs.overlap.at[rows, four], jnp.sum(keys * factor, axis=2))
+                store(tiles.key_products.at[rows, four], jnp.sum(keys * factor, axis=2))
 
-        # Also those too many that `replay` reads, where what nobody wrote may be NaN.
-        eights = lax.div(width + self.left * TOGETHER + 7, 8)
-        lax.fori_loop(0, lax.div(eights + turns - 1 - turn, turns), some, None)
+        # A full group of the ring, even where it has fewer tokens: `replay` reads all of its rows,
+        # and what nobody wrote may be NaN.
+        eights = lax.div(self.sizes.width + self.num_replayed_groups * RING_GROUP + 7, 8)
+        steps = lax.div(eights + warpgroups - 1 - warpgroup, warpgroups)
+        lax.fori_loop(0, steps, multiply_eight, None)
 
-    def replay(self, decay, sums, meet):
-        """The state before this step times each factor, a line of values each.
+    def replay(self, decay: Any, sums: Any, products: Any, layout: Any, sync) -> list[Any]:
+        """The state before this step times each factor: a vector of values for each.
 
-        `sums`: the checkpoint's products, in registers. `meet`: waits until the warpgroup's threads
-        have written.
+        `sums`: the checkpoint's products `[values, columns]`, in registers of this layout, which
+        `decay` multiplies. `products`: shared memory for them. `sync()` waits until the threads of
+        the warpgroup have written.
         """
-        width, layout = self.sizes.width, self.by_product
+        width, tiles = self.sizes.width, self.tiles
 
-        def group(i, sums):
-            for j in range(TOGETHER):
-                j = i * TOGETHER + j
-                update = self.load(self.updates.at[j], layout.reduce(1)).astype(jnp.float32)
-                overlap = self.load(self.refs.overlap.at[width + j], layout.reduce(0))
-                update = self.spread(update * self.weights[j], sums.shape, 0, layout)
-                sums += update * self.spread(overlap, sums.shape, 1, layout)
+        def add_group(i, sums):
+            for j in range(RING_GROUP):
+                j = i * RING_GROUP + j
+                update = load(tiles.updates.at[j], layout.reduce(1)).astype(jnp.float32)
+                key_products = load(tiles.key_products.at[width + j], layout.reduce(0))
+                update = broadcast(update * tiles.ring_decay[j], sums.shape, 0, layout)
+                sums += update * broadcast(key_products, sums.shape, 1, layout)
             return sums
 
-        self.store(self.products, lax.fori_loop(0, self.left, group, decay * sums))
-        meet()
-        columns = (self.products.at[:, pl.ds(x, 1)] for x in range(self.sizes.factors))
-        return [jnp.sum(self.load(column, self.by_column), axis=1) for column in columns]
+        store(products, lax.fori_loop(0, self.num_replayed_groups, add_group, decay * sums))
+        sync()
+        columns = (products.at[:, pl.ds(x, 1)] for x in range(self.sizes.factors))
+        return [jnp.sum(load(column, self.by_column), axis=1) for column in columns]
+
+
+def broadcast(x: Any, shape: tuple[int, ...], axes: int | tuple[int, ...], layout: Any) -> Any:
+    """`x` along these axes of an array, and the same along the others, in registers."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
+
+
+def product_layout(sizes: ReplaySizes) -> Any:
+    """Register layout of a state's products `[values, columns]`."""
+    lanes = THREADS // sizes.values
+    return _rows_layout(sizes.values, lanes, min(4, sizes.columns // lanes))
+
+
+def _rows_layout(rows, lanes, vector, columns=None):
+    """Register layout of a matrix: a row is spread over `lanes`, `vector` neighbours each.
+
+    Neighbouring lanes have neighbouring rows. `columns=1`: the matrix is one column, which all
+    `lanes` of a row have.
+    """
+    width = columns or lanes * vector
+    lane_dim = plgpu.Replicated(lanes) if columns == 1 else -3
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((rows, width), (rows // 4, vector))),
+        warp_dims=(-4,),
+        lane_dims=(-2,) if lanes == 1 else (lane_dim, -2),
+        vector_dim=-1,
+    )
+
+
+def _factor_layout(itemsize):
+    """Register layout of `[8 keys, 4 factors, key_dim]`: a factor for each warp.
+
+    8 lanes share a key, 128 bytes of it at a time.
+    """
+    vector = 16 // itemsize
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, 4, 8 * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-4, -2),
+        vector_dim=-1,
+    )

@@ -5,86 +5,125 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gated_delta import assert_rounding_does_not_add_up, int32, operands
-from gdn_replays import assert_bits_are_the_same, compare, in_range, norm_of, pools, real_tokens
+from gdn_replays import (
+    COMPILED_CASES,
+    abstract_pools,
+    abstract_region,
+    assert_bits_are_the_same,
+    assert_one_row_table,
+    compare,
+    empty_pools,
+    norm_of,
+    pools,
+    real_tokens,
+    walk,
+    window_of,
+)
+from regions import decode_region
+from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.replay import GdnRing, gdn_replay, gdn_replay_reference
-from jaxspec.pallas.recurrent.replay import next_ring_length, ring_rows
+from jaxspec.pallas.norm.gated_norm import GatedNorm
+from jaxspec.pallas.recurrent.replay import next_ring_length
 
-reference = jax.jit(gdn_replay_reference, static_argnums=7)
+OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
+
+op = jax.jit(gdn_replay, static_argnums=3)
+reference = jax.jit(gdn_replay_reference, static_argnums=3)
 
 
-def check(run, shape, dtype, width, rows=None, seed=0, normed=None):
+def interpreted(interpret, splits=None):
+    """The kernel in Mosaic's interpreter, as the op."""
+    from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
+
+    def run(tokens, states, ring, layer, rows, norm=None):
+        return gdn_replay_kernel(
+            tokens, states, ring, jnp.int32(layer), rows, norm, interpret=interpret, splits=splits
+        )
+
+    return run
+
+
+def check(run, shape, dtype, width, window=None, seed=0, normed=None):
     """`run` is the reference in what it puts out and in every element of the pools.
 
     NaN is in padding, in all that no row may read, and in live row 2's keys. `normed`: what it puts
     out is normed, in this dtype.
     """
     rng, real = np.random.default_rng(seed), real_tokens(width)
-    states, ring, index = pools(rng, shape, dtype, width, rows)
+    states, ring, rows = pools(rng, shape, dtype, width, window)
     tokens = operands(rng, len(real), width, shape=shape)
     tokens[3] *= 0.1  # so that the ring's oldest tokens still count
     for x in tokens:
         for row, count in enumerate(real):
             x[row, count:] = np.nan
     tokens[1][2] = np.nan
-    want = reference(*tokens, states, ring, 1, *in_range(index, width, ring))
+    tokens = GdnTokens(*tokens)
+    want = reference(tokens, states, ring, 1, rows)
     norm = normed and norm_of(shape, len(real), width, normed)
-    got = run(*tokens, states, ring, 1, *index, norm)
+    got = run(tokens, states, ring, 1, rows, norm)
     # An update may round the other way, and then so do those that follow.
     loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
-    compare(got, want, states, index, width, loose, norm)
+    compare(got, want, states, rows, width, loose, norm)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
 @pytest.mark.parametrize(
-    ("shape", "dtype", "width", "rows", "splits", "normed"),
+    ("shape", "dtype", "width", "window", "splits", "normed"),
     [
         (GdnShape(1, 2), jnp.float32, 1, None, 1, None),
-        (GdnShape(1, 2), jnp.float32, 3, 12, 4, None),
+        (GdnShape(1, 2), jnp.float32, 3, 9, 4, None),
         (GdnShape(1, 2), jnp.float32, 4, None, 2, None),
-        (GdnShape(1, 2), jnp.float32, 4, 12, 1, jnp.bfloat16),
+        (GdnShape(1, 2), jnp.float32, 4, 8, 1, jnp.bfloat16),
         (GdnShape(1, 2), jnp.float16, 4, None, 1, None),
         (GdnShape(1, 2), jnp.float16, 1, None, 1, jnp.float32),
-        (GdnShape(1, 2), jnp.bfloat16, 1, 9, 2, None),
-        (GdnShape(1, 2), jnp.bfloat16, 8, 28, 1, jnp.bfloat16),  # a fold of two chunks
-        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 12, 1, jnp.float16),
+        (GdnShape(1, 2), jnp.bfloat16, 1, 8, 2, None),
+        (GdnShape(1, 2), jnp.bfloat16, 8, 20, 1, jnp.bfloat16),  # a fold of two chunks
+        (GdnShape(1, 1, 64, 64), jnp.float32, 2, 10, 1, jnp.float16),
         (GdnShape(1, 1, 64, 64), jnp.float16, 4, None, 1, None),
-        (GdnShape(1, 1, 64, 128), jnp.float32, 5, 53, 1, jnp.float32),  # windows of 48 and 64
-        (GdnShape(1, 1, 128, 64), jnp.float16, 3, 67, 1, jnp.float16),
+        (GdnShape(1, 1, 64, 128), jnp.float32, 5, 48, 1, jnp.float32),
+        (GdnShape(1, 1, 128, 64), jnp.float16, 3, 64, 1, jnp.float16),
     ],
     ids=str,
 )
-def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, rows, splits, normed):
+def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, window, splits, normed):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
-
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run(*args):
-        return gdn_replay_kernel(
-            *args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret, splits=splits
-        )
-
-    check(run, shape, dtype, width, rows, normed=normed)
+    run = interpreted(plgpu.InterpretGPUParams(detect_races=True), splits)
+    check(run, shape, dtype, width, window, normed=normed)
     assert not get_races().races_found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+def test_steps_of_several_widths_share_a_ring():
+    """A ring that narrow steps have filled is read by a wide one as far as its window goes."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    shape = GdnShape(1, 1, 64, 64)
+    pools = empty_pools(shape, width=4, window=8, fill=np.nan)
+    widths = [1] * 8 + [4] + [1] * 5 + [4]
+    run, rng = interpreted(plgpu.InterpretGPUParams()), np.random.default_rng(0)
+    _, _, folds = walk(run, rng, pools, widths, lambda real: real, shape=shape)
+    assert folds >= 3
 
 
 def check_lengths(run, shape, dtype, width, lengths):
     """A row for each of these lengths of the ring; the pools are NaN where no token counts."""
-    rng, count = np.random.default_rng(width), len(lengths)
-    rows = ring_rows(width, jnp.dtype(dtype).itemsize)
-    tokens = operands(rng, count, width, shape=shape)
-    computed = np.asarray([rows + 3 * length for length in lengths])
-    place = (computed[:, None] - 1 - np.arange(rows)) % rows
-    counts = np.zeros((count, rows), bool)
-    np.put_along_axis(counts, place, np.arange(rows) < np.asarray(lengths)[:, None], axis=1)
+    rng, count, window = np.random.default_rng(width), len(lengths), window_of(dtype)
+    num_rows = window + width
+    tokens = GdnTokens(*operands(rng, count, width, shape=shape))
+    computed = np.asarray([num_rows + 3 * length for length in lengths])
+    ring_row = (computed[:, None] - 1 - np.arange(num_rows)) % num_rows
+    counts = np.zeros((count, num_rows), bool)
+    is_in = np.arange(num_rows) < np.asarray(lengths)[:, None]
+    np.put_along_axis(counts, ring_row, is_in, axis=1)
 
     def filled(*dims, scale):
-        one = (scale * rng.normal(size=(count, rows, *dims))).astype(np.float32)
+        one = (scale * rng.normal(size=(count, num_rows, *dims))).astype(np.float32)
         one[~counts] = np.nan
         return np.concatenate((np.full_like(one[:1], np.nan), one))[None]
 
@@ -94,11 +133,12 @@ def check_lengths(run, shape, dtype, width, lengths):
         k=jnp.asarray(filled(shape.key_heads, shape.key_dim, scale=0.1), dtype),
         u=jnp.asarray(filled(shape.value_heads, shape.value_dim, scale=0.5), dtype),
         g=jnp.asarray(-0.1 * np.abs(filled(shape.value_heads, scale=1.0))),
+        window=window,
     )
-    slots = int32(*range(1, 1 + count))
-    index = slots, int32(*computed), int32(*lengths), int32(*[width] * count)
-    want = reference(*tokens, states, ring, 0, *index)[0]
-    out = run(*tokens, states, ring, 0, *index)[0]
+    slots = range(1, 1 + count)
+    rows = decode_region(slots, width, num_computed=computed, ring_length=lengths)
+    want = reference(tokens, states, ring, 0, rows)[0]
+    out = run(tokens, states, ring, 0, rows)[0]
     loose = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(out, want, rtol=0, atol=loose)
 
@@ -109,33 +149,55 @@ def test_a_ring_of_any_length_is_read_as_far_as_it_counts(width):
     """The interpreter's shared memory is NaN where nothing was written."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    run = interpreted(plgpu.InterpretGPUParams())
+    check_lengths(run, GdnShape(1, 1), jnp.float16, width, [5, 6, 7])
+
+
+@pytest.mark.parametrize(("shape", "dtype", "width", "rows"), COMPILED_CASES, ids=str)
+def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, rows):
+    """In one layer with its output norm, where a head is one block's."""
     from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
-    def run(*args):
-        interpret = plgpu.InterpretGPUParams()
-        return gdn_replay_kernel(*args[:7], jnp.int32(args[7]), *args[8:], interpret=interpret)
+    def step(tokens, states, ring, gates, weight, region):
+        norm = GatedNorm(gates, weight, first=shape.conv_dim, eps=1e-6)
+        for layer, norm_of_layer in enumerate((None, norm)):
+            on_device = jnp.int32(layer)
+            out, states, ring = gdn_replay_kernel(
+                tokens, states, ring, on_device, region, norm_of_layer
+            )
+            tokens = tokens._replace(v=out)
+        return out, states, ring
 
-    check_lengths(run, GdnShape(1, 1), jnp.float16, width, [5, 6, 7])
+    key = array(rows, width, shape.key_heads, shape.key_dim)
+    value = array(rows, width, shape.value_heads, shape.value_dim)
+    gate = array(rows, width, shape.value_heads)
+    tokens = GdnTokens(key, key, value, gate, gate)
+    pools = abstract_pools(shape, dtype, width)
+    columns = shape.conv_dim + shape.value_heads * shape.value_dim
+    norm = array(rows * width, columns, dtype=jnp.bfloat16), array(shape.value_dim)
+    operands = (tokens, *pools, *norm, abstract_region(rows))
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=(1, 2))
+    assert_lean(compiled, capfd.readouterr().out, pools)
+    assert_one_row_table(compiled, rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
 def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width):
-    window = ring_rows(width, jnp.dtype(dtype).itemsize) - width
-    run = jax.jit(gdn_replay, static_argnums=7)
-    check_lengths(run, GDN["qwen3.5-9b"], dtype, width, list(range(window + 1)))
+    lengths = list(range(window_of(dtype) + 1))
+    check_lengths(op, GDN["qwen3.5-9b"], dtype, width, lengths)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "dtype", "width", "rows"),
+    ("shape", "dtype", "width", "window"),
     [
         (GDN["qwen3.5-9b"], jnp.float32, 4, None),
         (GDN["qwen3.5-9b"], jnp.float16, 4, None),
         (GDN["qwen3.5-27b"], jnp.bfloat16, 8, None),
         (GdnShape(2, 6), jnp.float32, 1, None),
-        (GdnShape(2, 6), jnp.float16, 3, 12),
+        (GdnShape(2, 6), jnp.float16, 3, 9),
         (GdnShape(2, 4, 64, 64), jnp.float32, 4, None),
         (GdnShape(2, 4, 64, 64), jnp.float16, 4, None),
         (GDN["qwen3.5-9b"], jnp.float32, 8, None),  # factors twice where keys were
@@ -143,12 +205,11 @@ def test_on_a_gpu_a_ring_of_any_length_is_read_as_far_as_it_counts(dtype, width)
     ],
     ids=str,
 )
-def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width, rows):
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width, window):
     """With one block a head, then normed, too, and, of the smaller shape, with several."""
     dispatch._chosen.pop("gdn_replay", None)
     for normed in [None] if shape.value_heads < 9 else [None, jnp.bfloat16, jnp.float32]:
-        run = jax.jit(gdn_replay, static_argnums=7)
-        check(run, shape, dtype, width, rows, seed=width, normed=normed)
+        check(op, shape, dtype, width, window, seed=width, normed=normed)
     assert dispatch.implementations()["gdn_replay"] == ("kernel",)
 
 
@@ -158,10 +219,9 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, wi
 def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
     """To the bit: the interpreter does not see races among the warps of a block."""
     shape, rng = GDN["qwen3.5-9b"], np.random.default_rng(width)
-    *kept, index = pools(rng, shape, dtype, width)
-    all_operands = *operands(rng, len(index[0]), width, shape=shape), *kept, 1, *index
-    run = jax.jit(gdn_replay, static_argnums=7)
-    first, *others = (run(*all_operands) for _ in range(100))
+    states, ring, rows = pools(rng, shape, dtype, width)
+    tokens = GdnTokens(*operands(rng, len(rows.slots), width, shape=shape))
+    first, *others = (op(tokens, states, ring, 1, rows) for _ in range(100))
     assert_bits_are_the_same(first, others)
 
 
@@ -170,7 +230,7 @@ def test_on_a_gpu_a_step_is_the_same_however_often(dtype, width):
 def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     """4,000 tokens with random acceptance, in one program; against float64 in every quarter."""
     width, shape, steps = 4, GdnShape(1, 2), 1600
-    rng, rows = np.random.default_rng(1), ring_rows(width, jnp.dtype(dtype).itemsize)
+    rng = np.random.default_rng(1)
     tokens = operands(rng, steps, 1, width, shape=shape)
     tokens[3] *= 0.05
     kept = rng.integers(1, width + 1, size=steps)
@@ -178,21 +238,12 @@ def test_on_a_gpu_rounding_does_not_add_up(dtype, error):
     def step(carry, x):
         states, ring, computed, length = carry
         *tokens, kept = x
-        index = int32(1), computed[None], length[None], int32(width)
-        out, states, ring = gdn_replay(*tokens, states, ring, 0, *index)
-        length = next_ring_length(length, kept, width, rows).astype(jnp.int32)
+        row = decode_region([1], width, num_computed=computed[None], ring_length=length[None])
+        out, states, ring = gdn_replay(GdnTokens(*tokens), states, ring, 0, row)
+        length = next_ring_length(length, kept, width, ring.window).astype(jnp.int32)
         return (states, ring, computed + kept, length), out[0]
 
-    heads = shape.value_heads
-    start = (
-        jnp.zeros((1, 2, 1, heads, 128, 128), dtype),
-        GdnRing(
-            jnp.zeros((1, 2, rows, 1, 128), dtype),
-            jnp.zeros((1, 2, rows, heads, 128), dtype),
-            jnp.zeros((1, 2, rows, heads)),
-        ),
-        jnp.int32(0),
-        jnp.int32(0),
-    )
+    pools = empty_pools(shape, dtype, width=width)
+    start = (*pools, jnp.int32(0), jnp.int32(0))
     outs = jax.jit(lambda *xs: jax.lax.scan(step, start, xs)[1])(*tokens, int32(*kept))
     assert_rounding_does_not_add_up(outs, tokens, kept, error)

@@ -1,0 +1,165 @@
+"""The state of a `gdn_replay` block in float32: its products are sums in registers.
+
+Each warp has a quarter of the keys for all values. So the threads of a warp ask for the same
+factors, and sums are a thread's own, but for four quarters in the end.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.gpu.access import load, store
+from jaxspec.pallas.recurrent.replay_block import (
+    RING_GROUP,
+    ReplaySizes,
+    RingBlock,
+    RingTiles,
+    broadcast,
+)
+
+_FACTORS_UNROLL = 2  # queries and keys in registers at once
+_FOLD_UNROLL = 2  # tokens of the ring: one is loaded while another is added
+# Register layout of a state `[4, values, key_dim / 4]`: a warp has a quarter, a lane a value of
+# every 32.
+_BY_QUARTER = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 32, 4),)), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+
+
+class StateInFloat32:
+    """The checkpoint in shared memory, as `[4, values, key_dim / 4]`."""
+
+    MIN_COLUMNS = 4
+    STATE_COPIES = 4  # one for each quarter
+    TOKEN_COPIES = 3  # queries; keys to `tokens`; keys to `keys`
+
+    @staticmethod
+    def scratch(sizes: ReplaySizes, interpreted: bool) -> dict[str, Any]:
+        """Shared memory for the state, the step's tokens and their products."""
+        quarter = sizes.key_dim // 4
+        transforms = plgpu.TilingTransform((8, quarter)), plgpu.SwizzleTransform(4 * quarter)
+        token_rows = -(-sizes.factors // 4) * 4
+        keys = plgpu.SMEM((sizes.keys, sizes.key_dim), jnp.float32)
+        products = plgpu.SMEM((_factors_at_once(sizes), 4, sizes.values), jnp.float32)
+        scratch = {
+            "state": plgpu.SMEM((4, sizes.values, quarter), jnp.float32, transforms=transforms),
+            "tokens": plgpu.SMEM((token_rows, sizes.key_dim), jnp.float32),
+            # The state's products come when the keys have been read.
+            "keys": plgpu.RefUnion(keys, products),
+        }
+        if interpreted:
+            scratch["spare"] = plgpu.SMEM((4, quarter), jnp.float32)
+        return scratch
+
+    @staticmethod
+    def ring_tiles(smem: Any) -> RingTiles:
+        """The part of the shared memory that the ring is replayed from."""
+        keys, _ = smem.keys
+        return RingTiles(keys, smem.updates, smem.ring_decay, smem.key_products, smem.barrier)
+
+    def __init__(self, ring: RingBlock, smem: Any, checkpoint: Any):
+        """`checkpoint`: the block's values of it in the pool."""
+        self.ring, self.smem, self.checkpoint = ring, smem, checkpoint
+        self.tokens = smem.tokens
+        self.keys, self.products = smem.keys
+        # Where this step's keys are copied to, each behind so many rows.
+        self.key_targets = [(self.tokens, ring.sizes.width), (self.keys, 0)]
+
+    def begin_load(self, warp: Any) -> None:
+        """Begin to copy the checkpoint to shared memory; each warp copies a quarter."""
+        source, target = self._quarter(warp)
+        plgpu.copy_gmem_to_smem(source, target, self.smem.state_produced)
+
+    def _quarter(self, i):
+        """A quarter of the checkpoint's keys, in the pool and in shared memory."""
+        size = self.smem.state.shape[2]
+        return self.checkpoint.at[:, pl.ds(i * size, size)], self.smem.state.at[i]
+
+    def round_keys(self) -> None:
+        """Do nothing: the ring holds float32 keys, which came to `keys` by a copy of their own."""
+
+    def fold(self, decay: Any) -> None:
+        """Add the ring's tokens to the decayed checkpoint, and begin to store it."""
+        state = decay * load(self.smem.state, _BY_QUARTER)
+        times = lax.div(self.ring.table.ring_length + _FOLD_UNROLL - 1, _FOLD_UNROLL)
+        store(self.smem.state, lax.fori_loop(0, times, self._add_tokens, state))
+        plgpu.commit_smem()
+        for i in range(4):
+            target, source = self._quarter(i)
+            plgpu.copy_smem_to_gmem(source, target)
+
+    def _add_tokens(self, i, state):
+        """`_FOLD_UNROLL` of the ring's tokens added to a state; one too many has decay 0."""
+        tiles, width = self.ring.tiles, self.ring.sizes.width
+        tokens = [i * _FOLD_UNROLL + j for j in range(_FOLD_UNROLL)]
+        by_value = _BY_QUARTER.reduce((0, 2))
+        updates = [load(tiles.updates.at[j], by_value) * tiles.ring_decay[j] for j in tokens]
+        keys = [self._load_quarters(self.keys.at[width + j]) for j in tokens]
+        for update, key in zip(updates, keys, strict=True):
+            state += broadcast(update, state.shape, 1, _BY_QUARTER) * key
+        return state
+
+    def multiply_keys(self) -> None:
+        """Multiply all keys with the step's queries and keys; `keys` is not read after that."""
+        self.ring.multiply_keys(self.tokens)
+        self.ring.sync()
+
+    def multiply(self, decay: Any) -> list[Any]:
+        """The state before this step times each query and key: a vector of values for each.
+
+        `decay` is that of the checkpoint, to which the ring's tokens are added.
+        """
+        width, tiles, by_value = self.ring.sizes.width, self.ring.tiles, self.ring.by_value
+
+        def add_group(i, reads):
+            for j in range(RING_GROUP):
+                j = i * RING_GROUP + j
+                update = load(tiles.updates.at[j], by_value) * tiles.ring_decay[j]
+                reads = [x + update * tiles.key_products[width + j, f] for f, x in enumerate(reads)]
+            return reads
+
+        reads = self._multiply_checkpoint(decay)
+        return lax.fori_loop(0, self.ring.num_replayed_groups, add_group, reads)
+
+    def _multiply_checkpoint(self, decay):
+        """The decayed checkpoint times each query and key: a vector of values for each."""
+        sizes, by_value, reads = self.ring.sizes, self.ring.by_value, []
+        state = load(self.smem.state, _BY_QUARTER)
+        at_once = _factors_at_once(sizes)
+        for first in range(0, sizes.factors, at_once):
+            count = min(at_once, sizes.factors - first)
+            if first:
+                self.ring.sync()  # all have read the products before these
+
+            def multiply_some(i, _, first=first):
+                indices = [i * _FACTORS_UNROLL + x for x in range(_FACTORS_UNROLL)]
+                factors = [self._load_quarters(self.tokens.at[first + x]) for x in indices]
+                products = [jnp.sum(state * factor, axis=2) for factor in factors]
+                for x, product in zip(indices, products, strict=True):
+                    store(self.products.at[x], product)
+
+            lax.fori_loop(0, count // _FACTORS_UNROLL, multiply_some, None)
+            self.ring.sync()
+            for x in range(count):
+                parts = [load(self.products.at[x, i], by_value) for i in range(4)]
+                reads.append(decay * ((parts[0] + parts[1]) + (parts[2] + parts[3])))
+        return reads
+
+    def _load_quarters(self, vector):
+        """A key or query in registers, as the state's elements that it is multiplied with."""
+        shape, spare = self.smem.state.shape, self.smem.spare
+        if spare is None:
+            parts = vector.reshape(shape[0], shape[2])
+        else:  # the interpreter takes no reference in another shape
+            parts = spare
+            parts[...] = vector[...].reshape(parts.shape)
+        parts = load(parts, _BY_QUARTER.reduce(1))
+        return broadcast(parts, shape, (0, 2), _BY_QUARTER)
+
+
+def _factors_at_once(sizes):
+    """Factors, an even number, whose products take no more room than all keys."""
+    return min(sizes.factors, sizes.keys * sizes.key_dim // (8 * sizes.values) * 2)
