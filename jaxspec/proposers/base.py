@@ -7,9 +7,9 @@ from typing import Any, Self
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
+from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
 from jaxspec.speculation import SpeculativeConfig
 
@@ -26,11 +26,11 @@ class DraftInputs:
     num_computed: Int[Array, " rows"]  # index in its request of the row's newest token
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
-    wants: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
+    should_draft: Bool[Array, " rows"]  # rows that decode next; nobody reads the others' drafts
     proposer_key: Int[Array, " rows"]
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
-    variant: Variant = flax.struct.field(pytree_node=False)
+    sampler: Sampler = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass

@@ -62,8 +62,8 @@ class MTPProposer(Proposer):
         hidden, cache = model.draft_hidden(
             inputs.next_tokens, inputs.hidden, inputs.model, cache, last
         )
-        # In a greedy program no row asks for the distribution of its drafts.
-        draws = self.is_probabilistic and inputs.variant != "greedy"
+        # A program that draws no token does not read the distribution of its drafts.
+        draws = self.is_probabilistic and inputs.sampler.draws
         tokens, logits = [], []
         for draft in range(self.num_drafts):
             if draft:
@@ -81,7 +81,7 @@ class MTPProposer(Proposer):
                 tokens.append(_best(model, hidden, ids, head))
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
+            num_drafts=jnp.where(inputs.should_draft, self.num_drafts, 0),
             logits=jnp.stack(logits, axis=1) if draws else None,
         )
         return drafts, cache
@@ -118,7 +118,7 @@ def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
     The newest token stands at `num_computed`; the first pass reads the one before it.
     """
     positions = inputs.num_computed + draft - 1
-    live = inputs.wants & (positions < inputs.max_len)
+    live = inputs.should_draft & (positions < inputs.max_len)
     tables = inputs.model.page_tables
     slots = jnp.where(live, inputs.slots, 0)  # no slice of the rows: see `runner.prepare`
     return ModelInputs(

@@ -87,4 +87,4 @@ class OracleProposer(Proposer):
             num_drafts = jnp.floor(draw * (self.num_drafts + 1)).astype(jnp.int32)
             is_hole = jnp.floor(draw * 64).astype(jnp.int32) % 8 == 0
             tokens = jnp.where(is_hole[:, None] & (place == 1), -1, tokens)
-        return Drafts(tokens, jnp.where(inputs.wants, num_drafts, 0), None), cache
+        return Drafts(tokens, jnp.where(inputs.should_draft, num_drafts, 0), None), cache

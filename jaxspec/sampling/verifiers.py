@@ -6,7 +6,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import Variant
+from jaxspec.sampler import Sampler
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
 from jaxspec.speculation import SpeculativeConfig
@@ -24,7 +24,7 @@ class Verifier(Protocol):
         inputs: SamplingInputs,
         positions: Int[Array, "rows emits"],
         *,
-        variant: Variant,
+        sampler: Sampler,
     ) -> Acceptance:
         """Which drafts stand, and the token after them.
 
@@ -40,7 +40,7 @@ class ExactVerifier:
     """One-hot drafts stand where the target draws the same token: lossless, token for token."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; no logits are read."""
         return verify_exact(target_tokens, draft_tokens)
@@ -51,13 +51,13 @@ class RejectionVerifier:
     """Drawn drafts stand by rejection sampling: lossless in distribution."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; `target_tokens` are read where there is no chance."""
-        if logits is None:
+        if not sampler.draws:
             return verify_exact(target_tokens, draft_tokens)
         return verify_rejection(
-            logits, draft_tokens, draft_logits, inputs, positions, variant=variant
+            logits, draft_tokens, draft_logits, inputs, positions, sampler=sampler
         )
 
 
@@ -68,11 +68,11 @@ class SyntheticVerifier:
     rates: tuple[float, ...]
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; no logits are read."""
         rates = jnp.asarray(self.rates, jnp.float32)
-        return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seeds, positions)
+        return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seed, positions)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.pallas.matmul.scores import pick
+from jaxspec.sampler import Sampler
 from jaxspec.sampling.draw import Use, add_noise, draft_distribution, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
@@ -50,7 +50,7 @@ def verify_rejection(
     inputs: SamplingInputs,
     positions: Int[Array, "rows emits"],
     *,
-    variant: Variant,
+    sampler: Sampler,
 ) -> Acceptance:
     """Rejection sampling (Leviathan et al. 2023, Algorithm 1) for drafts drawn by `draw_draft`.
 
@@ -67,13 +67,13 @@ def verify_rejection(
     rows, emits, vocab = logits.shape
     drafts = emits - 1
     flat = logits.reshape(-1, vocab), inputs.repeat(emits), positions.reshape(-1)
-    target = process_logits(*flat, variant=variant).reshape(rows, emits, vocab)
+    target = process_logits(*flat, sampler=sampler).reshape(rows, emits, vocab)
     is_sound = has_choice(*flat).reshape(rows, emits)
     draft_inputs, draft_positions = inputs.repeat(drafts), positions[:, :drafts].reshape(-1)
     draft = draft_distribution(draft_logits.reshape(-1, vocab), draft_inputs, draft_positions)
     draft = draft.reshape(rows, drafts, vocab)
 
-    u = uniform_noise(draft_inputs.seeds, draft_positions, Use.ACCEPT).reshape(rows, drafts)
+    u = uniform_noise(draft_inputs.seed, draft_positions, Use.ACCEPT).reshape(rows, drafts)
     p = _probability(target[:, :drafts], draft_tokens)
     q = _probability(draft, draft_tokens)
     is_best = draft_tokens == jnp.argmax(target[:, :drafts], axis=2).astype(jnp.int32)

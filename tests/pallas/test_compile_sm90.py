@@ -54,8 +54,8 @@ from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 from jaxspec.pallas.recurrent.conv_update import conv_update
 from jaxspec.pallas.recurrent.replay import as_kept, ring_rows
 from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
-from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.regions import DecodeRegion
+from jaxspec.row import MAX_STOP_IDS
 
 OPTIMIZED = True  # as for a user
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec.proposers import DraftInputs, make_proposer
+from jaxspec.sampler import GREEDY
 from jaxspec.sampling import SamplingInputs
 from jaxspec.speculation import SpeculativeConfig
 
@@ -23,13 +24,12 @@ def oracle(accuracy=(1.0, 1.0, 1.0), vary=False, sequences=(SEQUENCE,)):
 
 def propose(proposer, num_computed, key=1):
     rows = len(num_computed)
-    ints, floats = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    sampling = SamplingInputs(floats, ints, floats, ints, ints[:, None], ints)
+    ints = jnp.zeros(rows, jnp.int32)
     inputs = DraftInputs(
         model=None, hidden=None, next_tokens=ints, last_index=ints, slots=ints + 1,
         num_computed=jnp.asarray(num_computed, jnp.int32), max_len=ints + 99, last_token=ints,
-        wants=ints == 0, proposer_key=ints + key, sampling=sampling, page_size=4,
-        variant="greedy",
+        should_draft=ints == 0, proposer_key=ints + key, sampling=SamplingInputs({}), page_size=4,
+        sampler=GREEDY,
     )  # fmt: skip
     drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))
     assert cache == "cache" and drafts.logits is None

@@ -10,7 +10,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import access
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.matmul.scores import NOTHING
-from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.row import MAX_STOP_IDS
 from jaxspec.sampling import NO_TOKEN
 
 INF, NAN = np.inf, np.nan
