@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxspec.row import SAMPLING_FIELDS
 from jaxspec.sampling_params import GREEDY_BELOW
 
 NO_TOKEN = -1
@@ -24,7 +23,7 @@ class SamplingInputs:
 
     def __getattr__(self, name: str) -> Array:
         """The column `name`."""
-        if name not in {field.name for field in SAMPLING_FIELDS}:
+        if name == "columns" or name not in self.columns:
             raise AttributeError(f"{name!r} is no field of jaxspec.row.SAMPLING_FIELDS")
         return self.columns[name]
 
