@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_INT32 = np.dtype(np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -33,6 +35,7 @@ class PackedLayout:
             name: tuple(sizes[n] if isinstance(n, str) else n for n in field.shape)
             for name, field in self.fields.items()
         }
+        self._dtypes = {name: np.dtype(field.dtype) for name, field in self.fields.items()}
         self.slices: dict[str, slice] = {}
         start = 0
         for name, shape in self.shapes.items():
@@ -43,7 +46,7 @@ class PackedLayout:
     def read(self, array: Any, name: str) -> Any:
         """The field `name` of `array [..., size]`, a view of shape `[..., *shape]`."""
         bits = array[..., self.slices[name]].reshape((*array.shape[:-1], *self.shapes[name]))
-        return _as_dtype(bits, self.fields[name].dtype)
+        return _as_dtype(bits, self._dtypes[name])
 
     def unpack(self, array: Any) -> dict[str, Any]:
         """Every field of `array [..., size]` by name, as `read` gives it."""
@@ -56,15 +59,15 @@ class PackedLayout:
             KeyError: there is no such field.
             ValueError: `value` has another dtype or another shape than the field.
         """
-        field, shape = self.fields[name], self.shapes[name]
+        dtype, shape = self._dtypes[name], self.shapes[name]
         lead = value.shape[: value.ndim - len(shape)]
-        if value.dtype != field.dtype or value.shape != (*lead, *shape):
+        if value.dtype != dtype or value.shape != (*lead, *shape):
             raise ValueError(
-                f"The field {name} must be {np.dtype(field.dtype)} [..., {list(shape)}], got "
+                f"The field {name} must be {dtype} [..., {list(shape)}], got "
                 f"{value.dtype} {list(value.shape)}. Give one value for each row."
             )
-        return _as_dtype(value, np.int32).reshape((*lead, math.prod(shape)))
+        return _as_dtype(value, _INT32).reshape((*lead, math.prod(shape)))
 
 
-def _as_dtype(array: Any, dtype: Any) -> Any:
+def _as_dtype(array: Any, dtype: np.dtype) -> Any:
     return array if array.dtype == dtype else array.view(dtype)

@@ -63,8 +63,8 @@ class RowOutput(NamedTuple):
     accepted: list[int]  # [K]; in how many verifies the first draft stood, the first two, ...
 
 
-def _column(meaning: str, shape: tuple[int | str, ...] = ()) -> Any:
-    return dataclasses.field(metadata={"meaning": meaning, "shape": shape})
+def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int32) -> Any:
+    return dataclasses.field(metadata={"meaning": meaning, "shape": shape, "dtype": dtype})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepOutput:
 
     tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
     num_drafts: np.ndarray = _column("Drafts verified.")
-    num_accepted: np.ndarray = _column("Of those, how many stand.")
+    num_accepted: np.ndarray = _column("Drafts that stand.")
     finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
 
     @staticmethod
@@ -88,7 +88,7 @@ class StepOutput:
     def by_row(self) -> list[RowOutput]:
         """The steps joined, row by row.
 
-        Counted by NumPy for all rows at once: meanwhile the host cannot plan the next step.
+        NumPy counts for all rows at once: meanwhile the host cannot plan the next step.
         """
         num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
@@ -97,7 +97,7 @@ class StepOutput:
         flat = tuple(tokens[emitted].tolist())
         stood = self.num_accepted[:, :, None] > np.arange(num_drafts)
         fields = (
-            [flat[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)],
+            [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)],
             self.finish[-1].tolist(),
             np.count_nonzero(self.num_drafts, axis=0).tolist(),
             self.num_drafts.sum(axis=0).tolist(),
@@ -121,12 +121,12 @@ class Fork:
     target_slot: int
     source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
     target_page: int
-    last_index: int  # where in the page table that page stands
+    last_index: int  # of that page in the page table
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One dispatch as the device needs it: what it says holds for all its steps.
+    """One dispatch as the device needs it. All its steps follow the same plan.
 
     `packed` is fresh for every dispatch and never written again.
     """

@@ -61,7 +61,7 @@ FIELDS = (
     RowField("finish", "A `Finish`; once set the row emits nothing more.", 0),
     *SAMPLING_FIELDS,
     RowField("proposer_key", "Entry of the proposer's tables.", lambda r: r.proposer_key),
-    RowField("num_drafts", "Of `drafts`, how many were proposed.", 0),
+    RowField("num_drafts", "Drafts that were proposed.", 0),
     RowField("drafts", "To verify next, then -1.", -1, shape=("drafts",)),
 )
 

@@ -4,32 +4,33 @@ The host chooses it and the device acts on it (`jaxspec.sampling.processors`), s
 and no JAX here.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Iterable
+from typing import NamedTuple
 
 TEMPERATURE = "temperature"
 TOP_K_TOP_P = "top_k_top_p"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampler:
+class Sampler(NamedTuple):
     """The logits processors that a program applies; without any it is greedy and makes no logits.
 
     Samplers form a lattice: `a | b`, the least that can do what `a` and `b` can, serves a step with
-    rows of both. A richer sampler gives a row that does not need it the same tokens.
+    rows of both. A richer sampler gives a row that does not need it the same tokens. A named tuple,
+    for its hash: the host joins the samplers of all rows in each step.
     """
 
-    processors: tuple[str, ...] = ()  # names in `sampling.processors.PROCESSORS`, sorted
+    processors: tuple[str, ...]  # names in `sampling.processors.PROCESSORS`, ascending, each once
 
-    def __post_init__(self) -> None:
-        """Bring the names into one order: samplers that can do the same are equal."""
-        object.__setattr__(self, "processors", tuple(sorted(set(self.processors))))
+    @staticmethod
+    def of(*processors: str) -> "Sampler":
+        """The sampler that applies `processors`, named in any order."""
+        return Sampler(tuple(sorted(set(processors))))
 
     def __or__(self, other: "Sampler") -> "Sampler":
         """The join."""
-        return Sampler(self.processors + other.processors)
+        return Sampler.of(*self.processors, *other.processors)
 
     @property
     def makes_logits(self) -> bool:
@@ -58,9 +59,9 @@ class Sampler:
         return SAMPLERS[word]
 
 
-GREEDY = Sampler()
-SAMPLED = Sampler((TEMPERATURE,))
-FULL = Sampler((TEMPERATURE, TOP_K_TOP_P))
+GREEDY = Sampler.of()
+SAMPLED = Sampler.of(TEMPERATURE)
+FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
 SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "full": FULL}  # the words that users know
 
 

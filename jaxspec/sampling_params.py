@@ -90,4 +90,4 @@ class SamplingParams:
             TEMPERATURE: draws,
             TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),
         }
-        return Sampler(tuple(name for name, is_wanted in wanted.items() if is_wanted))
+        return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))

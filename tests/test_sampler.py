@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.sampler import FULL, GREEDY, SAMPLED, SAMPLERS, Sampler, closed_under_join, join
 
-A, B, C = (Sampler((name,)) for name in "abc")
+A, B, C = (Sampler.of(name) for name in "abc")
 
 
 @pytest.mark.parametrize(

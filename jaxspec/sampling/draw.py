@@ -88,8 +88,8 @@ def gumbel_noise(
 ) -> Float[Array, "n vocab"]:
     """Standard Gumbel noise (float32, finite), a function of (seed, position, use, id) alone."""
     bits = _random_bits(seeds, positions, use, (vocab,))
-    # The largest values decide the draw. They come of the smallest uniforms, which are the
-    # finely spaced ones: log1p keeps them apart where log of a number near 1 would tie.
+    # The largest values decide the draw. The smallest uniforms give them, which are finely spaced:
+    # log1p keeps them apart, and log of a number near 1 would make them equal.
     return -jnp.log(-jnp.log1p(-_open_uniform(bits)))
 
 

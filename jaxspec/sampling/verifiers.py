@@ -28,9 +28,9 @@ class Verifier(Protocol):
     ) -> Acceptance:
         """Which drafts stand, and the token after them.
 
-        `target_tokens` (int32): the target's own at every place, as plain decoding would have it
-        there, and `logits` (float32) what it was drawn from; None in greedy programs, which make
-        none. `positions` (int32): the index in its request of each token.
+        `target_tokens` (int32) are the target's own, as plain decoding would have them there, and
+        `logits` (float32) what they were drawn from, or None where the `sampler` makes none.
+        `positions` (int32) is the index in its request of each token.
         """
         ...
 

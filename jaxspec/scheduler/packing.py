@@ -47,7 +47,7 @@ def pack_step(
             "prefill_tokens": np.array([t for chunk in chunks for t in chunk], np.int32),
             "prefill_lens": [n for _, n in prefills],
             "next_prefill_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
-            **_appends(grown),
+            **_send_new_pages(grown),
         },
     )
 
@@ -61,11 +61,12 @@ def _refuse_repeated(name: str, values: Sequence[int]) -> None:
 
 
 def _token_after(request: Request, end: int) -> int:
-    """The prompt token after a chunk, which the draft head reads; -1 when the step makes it."""
+    """The prompt token after a chunk, which the draft head reads; -1: the step makes it."""
     return request.tokens[end] if end < request.prefill_len else -1
 
 
-def _appends(grown: Iterable[Request]) -> dict[str, list[int]]:
+def _send_new_pages(grown: Iterable[Request]) -> dict[str, list[int]]:
+    """The pages that the device does not know of; from now on they count as sent."""
     slots, indices, pages = [], [], []
     for request in grown:
         for index in range(request.num_pages_sent, len(request.pages)):

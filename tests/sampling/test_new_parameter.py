@@ -24,7 +24,8 @@ class Params(SamplingParams):
 
     @property
     def sampler(self):
-        return super().sampler | Sampler((BAN,) if self.banned_id >= 0 else ())
+        own = Sampler.of(BAN) if self.banned_id >= 0 else Sampler.of()
+        return super().sampler | own
 
 
 FIELD = RowField("banned_id", "Never comes; -1: none.", lambda r: r.params.banned_id)

@@ -117,4 +117,4 @@ def test_there_is_a_processor_of_every_name_that_a_sampler_may_have(make_inputs)
     logits, inputs = jnp.zeros((1, VOCAB)), make_inputs(1)
     assert set(FULL.processors) == set(PROCESSORS)
     with pytest.raises(ValueError, match="min_p"):
-        process_logits(logits, inputs, inputs.seed, sampler=Sampler(("min_p",)))
+        process_logits(logits, inputs, inputs.seed, sampler=Sampler.of("min_p"))
