@@ -4,13 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-Variant = Literal["greedy", "sampled", "full"]
-"""What a program's sampling can do: argmax only, with temperature, with top-k and top-p too.
-
-A richer one gives rows that do not need it the same tokens: a step runs the richest any row needs.
-"""
-VARIANTS: tuple[Variant, ...] = ("greedy", "sampled", "full")
-
 
 def check_sizes(**values: int) -> None:
     """Raise a ValueError for a value that is no integer of at least 1."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.outputs import Sample
-from jaxspec.plan import MAX_STOP_IDS
 from jaxspec.request import Request
+from jaxspec.row import MAX_STOP_IDS
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
 from jaxspec.tokenizer import Tokenizer

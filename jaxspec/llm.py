@@ -2,13 +2,13 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
-from jaxspec.config import VARIANTS, Buckets, StateConfig, Variant
+from jaxspec.config import Buckets, StateConfig
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.inputs import Intake, Prompt, params_of
 from jaxspec.models import dtype_of, load_model, resolve_folder
@@ -21,6 +21,7 @@ from jaxspec.runner.memory import MemoryBudget, memory_map
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.runner.warmup import warm_up
+from jaxspec.sampler import SAMPLERS, Sampler
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import Progress
@@ -142,11 +143,14 @@ class LLM:
             seed=seed,
         )
 
-    def warm_up(self, variants: Sequence[Variant] = VARIANTS) -> None:
+    def warm_up(self, samplers: Iterable[str] = tuple(SAMPLERS)) -> None:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
-        (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
-        """
-        self._compile_seconds |= warm_up(self._runner, variants, progress=self._show_progress)
+        (top-k, top-p). `generate` does it for what it is given; after it nothing compiles."""
+        self._compile(map(Sampler.named, samplers))
+
+    def _compile(self, samplers: Iterable[Sampler]) -> None:
+        needed = {*samplers, *(r.sampler for r in self._samples)}  # a step may have rows of both
+        self._compile_seconds |= warm_up(self._runner, needed, progress=self._show_progress)
 
     def generate(
         self,
@@ -248,7 +252,7 @@ class LLM:
         """Everything that may refuse or take long, before anything is queued."""
         groups = self._intake.make(prompts, params)
         self._scheduler.check(sample.request for group in groups for sample in group)
-        self.warm_up(sorted({param.variant for param in params}, key=VARIANTS.index))
+        self._compile(param.sampler for param in params)
         return groups
 
     def _submit(self, groups: Groups) -> None:

@@ -1,68 +1,19 @@
-"""StepPlan: all that the scheduler tells the device about one step, as one packed int32 array.
+"""What passes between host and device in each step: the packed plan one way, the output the other.
 
-Also the layout of a row of the batch state, which both sides must agree on: the host packs new
-rows, the device unpacks them. No JAX here; `PackedLayout.unpack` slices NumPy and JAX arrays alike.
+No JAX here: the layouts (`jaxspec.layout`) read NumPy and JAX arrays alike. A plan's new rows are
+packed as `jaxspec.row` says.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config import Buckets, Variant
-
-MAX_STOP_IDS = 16  # stop token ids a row has room for
-
-
-class PackedLayout:
-    """Named fields laid end to end along the last axis of one array."""
-
-    def __init__(self, **shapes: tuple[int, ...]):
-        """Lay out `shapes` (field name -> shape; `()` for a scalar) in the order given."""
-        self.shapes = shapes
-        self.slices: dict[str, slice] = {}
-        start = 0
-        for name, shape in shapes.items():
-            self.slices[name] = slice(start, start + math.prod(shape))
-            start += math.prod(shape)
-        self.size = start
-
-    def unpack(self, array: Any) -> dict[str, Any]:
-        """Every field of `array [..., size]` by name, as views of shape `[..., *shape]`."""
-        lead = array.shape[:-1]
-        return {
-            name: array[..., self.slices[name]].reshape((*lead, *shape))
-            for name, shape in self.shapes.items()
-        }
-
-
-@functools.cache
-def batch_row_layout(num_drafts: int) -> PackedLayout:
-    """The int32 fields of a row; `jaxspec.runner.batch_state.BatchState` says what they mean.
-
-    `temperature` and `top_p` are float32, kept as their bits.
-    """
-    return PackedLayout(
-        slot=(),
-        prefill_len=(),
-        min_len=(),
-        max_len=(),
-        num_computed=(),
-        last_token=(),
-        state_offset=(),
-        ring_length=(),
-        finish=(),
-        seed=(),
-        temperature=(),
-        top_k=(),
-        top_p=(),
-        proposer_key=(),
-        stop_ids=(MAX_STOP_IDS,),
-        num_drafts=(),
-        drafts=(num_drafts,),
-    )
+from jaxspec.config import Buckets
+from jaxspec.layout import Field, PackedLayout
+from jaxspec.row import row_layout
+from jaxspec.sampler import Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +22,7 @@ class Program:
 
     decode_rows: int  # rows of the decode rectangle
     prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
-    variant: Variant  # what its sampling can do
+    sampler: Sampler  # what its sampling can do
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
 
 
@@ -85,24 +36,21 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     # draft head; a chunk of prompt adds its own length.
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
+    chunks = (program.prefill_tokens,)
     return PackedLayout(
-        prev_positions=(rows,),
-        num_decode=(),
-        new_row_index=(new,),
-        new_rows=(new, batch_row_layout(drafts).size),
-        append_slots=(appends,),
-        append_indices=(appends,),
-        append_pages=(appends,),
-        prefill_tokens=(program.prefill_tokens,),
-        prefill_lens=(seqs,),
-        lookahead_tokens=(seqs,),
+        [
+            Field("prev_positions", "Each row's index in the last plan; -1: new.", shape=(rows,)),
+            Field("num_decode", "Rows that decode, the first ones."),
+            Field("new_row_index", "Rows that enter; -1: none.", shape=(new,)),
+            Field("new_rows", "Their fields.", shape=(new, row_layout(drafts).size)),
+            Field("append_slots", "Slots that are given a page; 0: none.", shape=(appends,)),
+            Field("append_indices", "Its index in the slot's page table.", shape=(appends,)),
+            Field("append_pages", "The page.", shape=(appends,)),
+            Field("prefill_tokens", "Chunks of prompts, end to end.", shape=chunks),
+            Field("prefill_lens", "Tokens of each chunk; 0: none.", shape=(seqs,)),
+            Field("next_prefill_tokens", "What follows it; -1: the step's own.", shape=(seqs,)),
+        ]
     )
-
-
-@functools.cache
-def output_layout(num_drafts: int) -> PackedLayout:
-    """One row of a step's packed output."""
-    return PackedLayout(tokens=(1 + num_drafts,), num_drafts=(), num_accepted=(), finish=())
 
 
 class RowOutput(NamedTuple):
@@ -110,32 +58,37 @@ class RowOutput(NamedTuple):
 
     tokens: tuple[int, ...]  # emitted ids
     finish: int  # a `Finish`
-    num_verifies: int  # that had drafts
+    num_verifies: int  # steps that had drafts
     num_drafts: int  # verified
     accepted: list[int]  # [K]; in how many verifies the first draft stood, the first two, ...
 
 
+def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int32) -> Any:
+    return dataclasses.field(metadata={"meaning": meaning, "shape": shape, "dtype": dtype})
+
+
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What the steps of one dispatch gave, on the host.
+    """What the steps of one dispatch gave, on the host: NumPy arrays `[steps, rows, *shape]`.
 
-    Its rows are those of the decode bucket, then the prefill region's.
+    Its rows are those of the decode bucket, then the prefill region's. The packed output of a step
+    has these fields in this order (`output_layout`).
     """
 
-    tokens: np.ndarray  # int32 [steps, rows, 1 + drafts]; emitted ids, then -1
-    num_drafts: np.ndarray  # int32 [steps, rows]; drafts verified
-    num_accepted: np.ndarray  # int32 [steps, rows]; of those, how many stand
-    finish: np.ndarray  # int32 [steps, rows]; a `Finish`, which stays once it is set
+    tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
+    num_drafts: np.ndarray = _column("Drafts verified.")
+    num_accepted: np.ndarray = _column("Drafts that stand.")
+    finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
 
     @staticmethod
-    def unpack(packed: np.ndarray) -> "StepOutput":
-        """From the array `[steps, rows, output_layout(K).size]` the device wrote."""
-        return StepOutput(**output_layout(packed.shape[-1] - output_layout(0).size).unpack(packed))
+    def unpack(packed: np.ndarray, layout: PackedLayout) -> "StepOutput":
+        """The fields of `packed` (int32 `[steps, rows, layout.size]`), as the device wrote it."""
+        return StepOutput(**layout.unpack(packed))
 
     def by_row(self) -> list[RowOutput]:
         """The steps joined, row by row.
 
-        Counted by NumPy for all rows at once: meanwhile the host cannot plan the next step.
+        NumPy counts for all rows at once: meanwhile the host cannot plan the next step.
         """
         num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
@@ -144,13 +97,20 @@ class StepOutput:
         flat = tuple(tokens[emitted].tolist())
         stood = self.num_accepted[:, :, None] > np.arange(num_drafts)
         fields = (
-            [flat[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)],
+            [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)],
             self.finish[-1].tolist(),
             np.count_nonzero(self.num_drafts, axis=0).tolist(),
             self.num_drafts.sum(axis=0).tolist(),
             stood.sum(axis=0).tolist(),
         )
         return [RowOutput(*row) for row in zip(*fields, strict=True)]
+
+
+@functools.cache
+def output_layout(num_drafts: int) -> PackedLayout:
+    """Where each field of a `StepOutput` lies in a row of the packed output."""
+    fields = (Field(field.name, **field.metadata) for field in dataclasses.fields(StepOutput))
+    return PackedLayout(fields, num_drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +121,12 @@ class Fork:
     target_slot: int
     source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
     target_page: int
-    last_index: int  # where in the page table that page stands
+    last_index: int  # of that page in the page table
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One dispatch as the device needs it: what it says holds for all its steps.
+    """One dispatch as the device needs it. All its steps follow the same plan.
 
     `packed` is fresh for every dispatch and never written again.
     """

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from jaxspec.config import Variant
+from jaxspec.sampler import Sampler
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -102,7 +102,7 @@ class Request:
     finish: Finish = Finish.RUNNING
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
-    variant: Variant = dataclasses.field(init=False)
+    sampler: Sampler = dataclasses.field(init=False)  # the least that serves it
 
     # Scheduling; meaningful while the request is in the batch.
     generation: int = 0  # one more each time it enters the batch: late results name theirs
@@ -119,7 +119,7 @@ class Request:
         """Start from the prompt. What each step asks for is worked out once."""
         self.tokens = list(self.prompt)
         self.max_len = len(self.prompt) + self.params.max_tokens
-        self.variant = self.params.variant
+        self.sampler = self.params.sampler
 
     @property
     def output(self) -> list[int]:

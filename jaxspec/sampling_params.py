@@ -3,9 +3,10 @@
 import dataclasses
 import numbers
 
-from jaxspec.config import Variant
+from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: scores divided by them would tie at infinity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,11 @@ class SamplingParams:
             raise ValueError(f"seed must be an integer that fits in 64 bits, got {seed!r}.")
 
     @property
-    def variant(self) -> Variant:
-        """The least a program's sampling must be able to do for this request."""
-        if self.temperature == 0:
-            return "greedy"
-        return "sampled" if self.top_k <= 0 and self.top_p == 1 else "full"
+    def sampler(self) -> Sampler:
+        """The least sampler that serves this request: the logits processors that it wants."""
+        draws = self.temperature >= GREEDY_BELOW
+        wanted = {
+            TEMPERATURE: draws,
+            TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),
+        }
+        return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))

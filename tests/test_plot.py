@@ -6,6 +6,7 @@ import pytest
 from jaxspec import CompletionOutput, RequestMetrics, RequestOutput, plot
 from jaxspec.engine import StepTimes
 from jaxspec.plan import Program
+from jaxspec.sampler import GREEDY
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def step(start, device_end, *, prompt_tokens=0, dispatch=0.002):
     """Planned in 1 ms from `start` (seconds), collected 1 ms after the device is done."""
     planned, end = start + 0.001, device_end if device_end is not None else start + 0.02
     return StepTimes(
-        program=Program(4, prompt_tokens, "greedy"),
+        program=Program(4, prompt_tokens, GREEDY),
         plan_start=start,
         dispatch_start=planned,
         dispatch_end=planned + dispatch,

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from jaxspec.sampler import FULL, GREEDY, SAMPLED
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -61,14 +62,15 @@ def test_one_stop_string_is_a_list_of_one():
 
 
 @pytest.mark.parametrize(
-    ("changes", "variant"),
+    ("changes", "sampler"),
     [
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "greedy"),
-        ({}, "sampled"),
-        ({"top_k": 0}, "sampled"),
-        ({"top_k": 1}, "full"),
-        ({"top_p": 0.99}, "full"),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, GREEDY),
+        ({"temperature": 1e-6, "top_k": 5}, GREEDY),
+        ({}, SAMPLED),
+        ({"top_k": 0}, SAMPLED),
+        ({"top_k": 1}, FULL),
+        ({"top_p": 0.99}, FULL),
     ],
 )
-def test_the_variant_is_the_least_that_can_serve_the_request(changes, variant):
-    assert SamplingParams(**changes).variant == variant
+def test_the_sampler_is_the_least_that_can_serve_the_request(changes, sampler):
+    assert SamplingParams(**changes).sampler == sampler

@@ -34,8 +34,8 @@ from benchmarks.engine.dummy_llm import Figures, timed
 from benchmarks.measure import record
 from benchmarks.report import prefill_tables
 from jaxspec import LLM
-from jaxspec.config import VARIANTS, Variant
 from jaxspec.pallas import dispatch
+from jaxspec.sampler import SAMPLERS
 
 STARTS = ("cold", "autotuned", "warm")
 DURATIONS = {
@@ -57,7 +57,7 @@ class Case(dummy_llm.Case):
     rows: int
     max_model_len: int
     step_tokens: int  # verified and prefilled
-    variants: list[Variant]
+    variants: list[str]
     prompt: int
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3, choices=range(4))
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--step-tokens", type=int, default=2048, help="verified and prefilled")
-    parser.add_argument("--variants", nargs="+", default=["greedy"], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=["greedy"], choices=list(SAMPLERS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -7,9 +7,9 @@ from typing import Any
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.models.cache import HybridCache
+from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
 
 
@@ -31,7 +31,7 @@ class DraftInputs:
     proposer_key: Int[Array, " rows"]  # what `Proposer.request_key` gave for the row's request
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
-    variant: Variant = flax.struct.field(pytree_node=False)
+    sampler: Sampler = flax.struct.field(pytree_node=False)
 
 
 @flax.struct.dataclass

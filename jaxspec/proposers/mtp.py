@@ -71,8 +71,8 @@ class MTPProposer(Proposer):
         hidden, cache = head.select(
             model.embed(inputs.next_tokens), inputs.hidden, inputs.model, cache, last_tokens
         )
-        # In a greedy program no row needs the distribution of its drafts.
-        draws = self.is_probabilistic and inputs.variant != "greedy"
+        # A program that draws no token does not read the distribution of its drafts.
+        draws = self.is_probabilistic and inputs.sampler.draws
         tokens, logits = [], []
         for draft in range(self.num_drafts):
             if draft:

@@ -16,7 +16,7 @@ from jaxspec.config import Buckets, StateConfig
 from jaxspec.models.base import Model
 from jaxspec.models.cache import CacheSizes, fork_slots, init_cache
 from jaxspec.pallas.recurrent.replay import default_window
-from jaxspec.plan import Fork, Program, StepPlan, plan_layout
+from jaxspec.plan import Fork, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_rows
 from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
@@ -164,7 +164,7 @@ class ModelRunner:
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)
-        return PendingOutput(output, self._watcher)
+        return PendingOutput(output, output_layout(self.buckets.num_drafts), self._watcher)
 
     def _run_fork(self, fork: jax.stages.Compiled, forks: tuple[Fork, ...]) -> None:
         self._state = fork(self._state, self._pack_forks(forks))

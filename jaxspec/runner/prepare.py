@@ -1,8 +1,9 @@
 """Prepare: plan and batch state -> the step's tokens, positions and slots, from device counts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -10,94 +11,138 @@ from jaxspec.models.base import ModelInputs
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion, PrefillRegion
 from jaxspec.runner.batch_state import BatchState
+from jaxspec.runner.device_plan import DevicePlan
+
+
+class Places(NamedTuple):
+    """How a step's rows and its scored tokens lie: the rectangle of those that decode comes first.
+
+    For `num_rows` = 2, `width` = 3 and one chunk of prompt, whose last token is scored:
+
+        active rows      a b | c
+        scored tokens    a a a b b b | c
+    """
+
+    num_rows: int  # rows of the rectangle
+    width: int  # tokens of each, 1 + K
+
+    def split_rows(self, rows: Any) -> tuple[Any, Any]:
+        """An array or a pytree with an entry an active row, cut into decode rows and chunks."""
+        parts = slice(self.num_rows), slice(self.num_rows, None)
+        first, last = (jax.tree.map(lambda x, part=part: x[part], rows) for part in parts)
+        return first, last
+
+    def split_tokens(self, tokens: Array) -> tuple[Array, Array]:
+        """An array with an entry a scored token, cut into the rectangle's and the chunks' ends."""
+        first, last = jnp.split(tokens, [self.num_rows * self.width])
+        return first, last
+
+    def rectangle(self, tokens: Array) -> Array:
+        """`[num_rows * width, ...]` as `[num_rows, width, ...]`."""
+        return tokens.reshape(self.num_rows, self.width, *tokens.shape[1:])
 
 
 @flax.struct.dataclass
 class StepInputs:
-    """What one step works on. "active" rows are the decode bucket's, then the prefill region's."""
+    """What a step works on. Its active rows are the decode bucket's, then the prefill region's."""
 
     active: BatchState  # padding is an empty row
-    index: Int[Array, " active"]  # each active row's place in the batch; past its end: padding
+    index: Int[Array, " active"]  # each active row's index in the batch; past its end: padding
     model: ModelInputs
-    logit_index: Int[Array, " logits"]  # tokens whose output is scored: all that decode, chunk ends
-    num_verified: Int[Array, " active"]  # drafts in the row's verify; 0 in a prefill
-    emits: Bool[Array, " active"]  # the step makes at least one token for the row
-    emits_at: Int[Array, " active"]  # index in its request of the first of them
-    lookahead: Int[Array, " seqs"]  # the prompt token after a chunk; -1: the step makes it
+    logits_indices: Int[Array, " scored"]  # tokens that are scored: all that decode, chunk ends
+    num_draft_tokens: Int[Array, " active"]  # drafts in the row's verify; 0 in a prefill
+    produces_token: Bool[Array, " active"]  # the step makes at least one token for the row
+    first_position: Int[Array, " active"]  # index in its request of the first of them
+    next_prefill_token: Int[Array, " seqs"]  # what follows a chunk; -1: the step makes it
     page_size: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def places(self) -> Places:
+        """How the active rows and the scored tokens lie."""
+        return Places(self.model.decode.slots.shape[0], self.model.width)
+
+
+class _TokenColumns(NamedTuple):
+    """The tokens of a region, one entry each."""
+
+    tokens: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    slots: Int[Array, " tokens"]
+    live: Bool[Array, " tokens"]  # the others are padding
 
 
 def prepare(
     rows: BatchState,
     page_tables: Int[Array, "slots pages"],
-    plan: dict[str, Any],
+    plan: DevicePlan,
     page_size: int,
     num_decode_rows: int,
 ) -> StepInputs:
-    """This step's inputs. `rows` are already remapped; see `jaxspec.plan.plan_layout` for `plan`.
+    """This step's inputs. `rows` are already remapped.
 
     The host says which rows decode and which prompt chunks come along. Where a row stands, how many
     drafts it has and which state is its true one, only the device knows.
     """
-    num_rows, num_seqs = rows.num_rows, plan["prefill_lens"].shape[0]
+    num_rows, num_seqs = rows.num_rows, plan.prefill_lens.shape[0]
     decode_row, seq = jnp.arange(num_decode_rows), jnp.arange(num_seqs)
-    decode_index = jnp.where(decode_row < plan["num_decode"], decode_row, num_rows)
-    prefill_index = jnp.where(plan["prefill_lens"] > 0, plan["num_decode"] + seq, num_rows)
+    decode_index = jnp.where(decode_row < plan.num_decode, decode_row, num_rows)
+    prefill_index = jnp.where(plan.prefill_lens > 0, plan.num_decode + seq, num_rows)
     index = jnp.concatenate([decode_index, prefill_index])
     active = rows.take(index)
+    decode_rows, prefill_rows = active.take(decode_row), active.take(num_decode_rows + seq)
 
-    decode, tokens, positions, live, num_verified = _decode_region(active, num_decode_rows)
-    slots = jnp.repeat(decode.slots, tokens.shape[1])
-    parts = [(tokens.reshape(-1), positions.reshape(-1), slots, live.reshape(-1))]
-    prefill, last = None, jnp.zeros((0,), jnp.int32)
-    prefill_rows = active.take(num_decode_rows + seq)
-    if plan["prefill_tokens"].shape[0]:
-        prefill, flat = _prefill_region(prefill_rows, plan)
-        parts.append((plan["prefill_tokens"], *flat))
-        last = jnp.maximum(prefill.query_start[1:] - 1, 0) + tokens.size
-    tokens_flat, positions_flat, slots_flat, live_flat = map(
-        jnp.concatenate, zip(*parts, strict=True)
-    )
-    ends_prompt = prefill_rows.num_computed + plan["prefill_lens"] >= prefill_rows.prefill_len
+    num_drafts = _num_draft_tokens(decode_rows)
+    decode, columns = _decode_region(decode_rows, num_drafts)
+    num_verified = columns.tokens.size
+    prefill, chunk_ends = None, jnp.zeros((0,), jnp.int32)
+    if plan.prefill_tokens.shape[0]:
+        prefill, chunks = _prefill_region(prefill_rows, plan)
+        columns = _TokenColumns(*map(jnp.concatenate, zip(columns, chunks, strict=True)))
+        chunk_ends = jnp.maximum(prefill.query_start[1:] - 1, 0) + num_verified
+    computed = prefill_rows.num_computed + plan.prefill_lens
+    ends_prompt = (plan.prefill_lens > 0) & (computed >= prefill_rows.prefill_len)
     return StepInputs(
         active=active,
         index=index,
         model=ModelInputs(
-            tokens=jnp.maximum(tokens_flat, 0),  # a placeholder has to embed as something
-            positions=positions_flat,
+            tokens=jnp.maximum(columns.tokens, 0),  # a placeholder (-1) is embedded, too
+            positions=columns.positions,
             kv_slots=slot_mapping(
-                page_tables, slots_flat, positions_flat, live_flat, page_size=page_size
+                page_tables, columns.slots, columns.positions, columns.live, page_size=page_size
             ),
             page_tables=page_tables,
             decode=decode,
             prefill=prefill,
-            width=tokens.shape[1],
+            width=1 + rows.drafts.shape[1],
         ),
-        logit_index=jnp.concatenate([jnp.arange(tokens.size), last]),
-        num_verified=jnp.concatenate([num_verified, jnp.zeros((num_seqs,), jnp.int32)]),
-        emits=jnp.concatenate([decode.query_len > 0, (plan["prefill_lens"] > 0) & ends_prompt]),
-        emits_at=jnp.concatenate(
-            [decode.num_computed + 1, prefill_rows.num_computed + plan["prefill_lens"]]
-        ),
-        lookahead=plan["lookahead_tokens"],
+        logits_indices=jnp.concatenate([jnp.arange(num_verified), chunk_ends]),
+        num_draft_tokens=jnp.concatenate([num_drafts, jnp.zeros((num_seqs,), jnp.int32)]),
+        produces_token=jnp.concatenate([decode.query_len > 0, ends_prompt]),
+        first_position=jnp.concatenate([decode.num_computed + 1, computed]),
+        next_prefill_token=plan.next_prefill_tokens,
         page_size=page_size,
     )
 
 
-def _decode_region(active: BatchState, num_rows: int):
-    """The rectangle: each row's last token, then its drafts.
+def _num_draft_tokens(rows: BatchState) -> Int[Array, " rows"]:
+    """How many of each row's drafts are verified; 0 if it has ended.
 
-    A draft beyond the request's end is not verified: with c tokens computed and at most m in all,
-    draft j would be followed by token c + 2 + j, so j <= m - 3 - c.
+    A draft beyond the request's end is not: with c tokens computed and at most m in all, token
+    c + 2 + j would follow draft j, so j <= m - 3 - c.
     """
-    rows = active.take(jnp.arange(num_rows))
     room = jnp.maximum(rows.max_len - 2 - rows.num_computed, 0)
-    num_verified = jnp.where(rows.is_live, jnp.minimum(rows.num_drafts, room), 0)
-    query_len = jnp.where(rows.is_live, 1 + num_verified, 0)
+    return jnp.where(rows.is_live, jnp.minimum(rows.num_drafts, room), 0)
+
+
+def _decode_region(
+    rows: BatchState, num_drafts: Int[Array, " rows"]
+) -> tuple[DecodeRegion, _TokenColumns]:
+    """The rectangle, which has each row's last token, then its drafts."""
+    query_len = jnp.where(rows.is_live, 1 + num_drafts, 0)
     tokens = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)
-    place = jnp.arange(tokens.shape[1])[None, :]
-    # Padding where a row has ended. A column as it is would come to a kernel as a slice, which XLA
-    # makes a graph inside the step's graph.
+    offset = jnp.arange(tokens.shape[1])[None, :]
+    # A row that has ended is padding. `where` also keeps a bare column from the kernels: a sliced
+    # operand becomes a CUDA graph inside the step's graph.
     region = DecodeRegion(
         slots=jnp.where(rows.is_live, rows.slot, 0),
         num_computed=jnp.where(rows.is_live, rows.num_computed, 0),
@@ -105,22 +150,26 @@ def _decode_region(active: BatchState, num_rows: int):
         state_offset=rows.state_offset,
         ring_length=rows.ring_length,
     )
-    positions = rows.num_computed[:, None] + place
-    return region, tokens, positions, place < query_len[:, None], num_verified
+    return region, _TokenColumns(
+        tokens=tokens.reshape(-1),
+        positions=(rows.num_computed[:, None] + offset).reshape(-1),
+        slots=jnp.repeat(region.slots, tokens.shape[1]),
+        live=(offset < query_len[:, None]).reshape(-1),
+    )
 
 
-def _prefill_region(rows: BatchState, plan: dict[str, Any]):
-    """The chunks end to end: region, and (positions, slots, live) of each of its tokens."""
-    starts = jnp.cumsum(plan["prefill_lens"], dtype=jnp.int32)
+def _prefill_region(rows: BatchState, plan: DevicePlan) -> tuple[PrefillRegion, _TokenColumns]:
+    """The chunks of prompts, end to end."""
+    starts = jnp.cumsum(plan.prefill_lens, dtype=jnp.int32)
     region = PrefillRegion(
         slots=rows.slot,
         num_computed=rows.num_computed,
         query_start=jnp.pad(starts, (1, 0)),
         state_offset=rows.state_offset,
     )
-    token = jnp.arange(plan["prefill_tokens"].shape[0])
+    token = jnp.arange(plan.prefill_tokens.shape[0])
     seq = jnp.sum(token[:, None] >= starts[None, :], axis=1)
     live = token < starts[-1]
     seq = jnp.where(live, seq, 0)
     positions = rows.num_computed[seq] + token - region.query_start[seq]
-    return region, (positions, rows.slot[seq], live)
+    return region, _TokenColumns(plan.prefill_tokens, positions, rows.slot[seq], live)

@@ -1,11 +1,10 @@
 """Remap: each request's row follows it from where the last plan had it to where this one has it."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.runner.batch_state import BatchState
+from jaxspec.runner.device_plan import DevicePlan
 
 
 def remap(
@@ -35,7 +34,7 @@ def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: i
 
 
 def update_page_tables(
-    page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: dict[str, Any]
+    page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: DevicePlan
 ) -> Int[Array, "slots pages"]:
     """The tables with the slots of new requests emptied and this plan's pages appended.
 
@@ -44,5 +43,5 @@ def update_page_tables(
     num_slots = page_tables.shape[0]
     reset = jnp.where((new_rows.slot > 0) & (new_rows.num_computed == 0), new_rows.slot, num_slots)
     page_tables = page_tables.at[reset].set(0, mode="drop")
-    slots = jnp.where(plan["append_slots"] > 0, plan["append_slots"], num_slots)
-    return page_tables.at[slots, plan["append_indices"]].set(plan["append_pages"], mode="drop")
+    slots = jnp.where(plan.append_slots > 0, plan.append_slots, num_slots)
+    return page_tables.at[slots, plan.append_indices].set(plan.append_pages, mode="drop")

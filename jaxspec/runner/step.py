@@ -15,10 +15,12 @@ from jaxtyping import Array, Int
 
 from jaxspec.config import Buckets
 from jaxspec.models.base import Model
-from jaxspec.plan import Program, plan_layout
+from jaxspec.plan import Program, output_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
+from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
+from jaxspec.runner.output import pack_output
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.remap import remap, scatter_new_rows, update_page_tables
 from jaxspec.runner.update import cut_at_end, update
@@ -54,7 +56,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
-        plan = plan_layout(program, config.buckets).unpack(packed)
+        plan = DevicePlan.unpack(packed, program, config.buckets)
         with jax.default_matmul_precision(config.matmul_precision):
             model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
             state, output = jax.lax.scan(
@@ -71,17 +73,17 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     # The name that profiles and compilation logs show.
     times = f"_{program.num_steps}_times" if program.num_steps > 1 else ""
     shape = f"{program.decode_rows}_{program.prefill_tokens}"
-    step.__name__ = f"step_{shape}_{program.variant}{times}"
+    step.__name__ = f"step_{shape}_{program.sampler}{times}"
     return step
 
 
-def _place_rows(config: StepConfig, state: EngineState, plan: dict[str, Array]) -> EngineState:
+def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
     """The rows and pages that the plan speaks of."""
-    entries = BatchState(plan["new_rows"])
-    new_rows = scatter_new_rows(plan["new_row_index"], entries, config.buckets.max_num_seqs)
+    entries = BatchState(plan.new_rows)
+    new_rows = scatter_new_rows(plan.new_row_index, entries, config.buckets.max_num_seqs)
     return dataclasses.replace(
         state,
-        rows=remap(state.rows, plan["prev_positions"], new_rows),
+        rows=remap(state.rows, plan.prev_positions, new_rows),
         page_tables=update_page_tables(state.page_tables, new_rows, plan),
     )
 
@@ -91,7 +93,7 @@ def _one_step(
     program: Program,
     model: Model,
     tables: Any,
-    plan: dict[str, Array],
+    plan: DevicePlan,
     state: EngineState,
 ) -> tuple[EngineState, Int[Array, "rows fields"]]:
     """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
@@ -102,15 +104,17 @@ def _one_step(
     output, cache = model.forward(inputs.model, state.cache, taps)
     # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
     hidden = output.hidden
-    scored = hidden if inputs.model.prefill is None else hidden[inputs.logit_index]
-    acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.variant)
-    acceptance, finish = cut_at_end(acceptance, inputs.active, inputs.emits_at, inputs.emits)
-    lens, window = plan["prefill_lens"], state.cache.ring_window
-    active = update(inputs.active, acceptance, finish, lens, window)
+    scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
+    acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.sampler)
+    acceptance, finish = cut_at_end(
+        acceptance, inputs.active, inputs.first_position, inputs.produces_token
+    )
+    window = state.cache.ring_window
+    active = update(inputs.active, acceptance, finish, plan.prefill_lens, window)
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.variant)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.sampler)
         drafts, cache = config.proposer.propose(model, proposer_inputs, cache, tables)
         active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
         if draft_logits is not None and drafts.logits is not None:
@@ -118,8 +122,14 @@ def _one_step(
             draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
 
     num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
-    counts = jnp.stack([inputs.num_verified, num_accepted, finish], axis=1)
+    output = pack_output(
+        output_layout(config.buckets.num_drafts),
+        tokens=acceptance.tokens,
+        num_drafts=inputs.num_draft_tokens,
+        num_accepted=num_accepted,
+        finish=finish,
+    )
     state = dataclasses.replace(
         state, rows=state.rows.put(inputs.index, active), cache=cache, draft_logits=draft_logits
     )
-    return state, jnp.concatenate([acceptance.tokens, counts], axis=1)
+    return state, output

@@ -1,13 +1,15 @@
 """Verify: hidden states -> Acceptance, for rows that decode and chunks that end their prompt."""
 
-import jax
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.models.base import Model
+from jaxspec.row import SAMPLING_FIELDS
 from jaxspec.runner.batch_state import BatchState
-from jaxspec.runner.prepare import StepInputs
+from jaxspec.runner.prepare import Places, StepInputs
+from jaxspec.sampler import Sampler
 from jaxspec.sampling import (
     NO_TOKEN,
     Acceptance,
@@ -20,81 +22,81 @@ from jaxspec.sampling import (
 
 def sampling_inputs(rows: BatchState) -> SamplingInputs:
     """How each row's tokens are drawn."""
-    return SamplingInputs(
-        temperature=rows.temperature,
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        seeds=rows.seed,
-        stop_ids=rows.stop_ids,
-        min_len=rows.min_len,
-    )
+    return SamplingInputs({field.name: getattr(rows, field.name) for field in SAMPLING_FIELDS})
 
 
 def verify(
     model: Model,
-    hidden: Float[Array, "places hidden"],
+    hidden: Float[Array, "scored hidden"],
     inputs: StepInputs,
     draft_logits: Float[Array, "slots drafts vocab"] | None,
     verifier: Verifier,
-    variant: Variant,
+    sampler: Sampler,
 ) -> Acceptance:
-    """What stands of each active row's drafts, and the token after it.
+    """The drafts of each active row that stand, and the token after them.
 
-    `hidden` is the trunk's output at `inputs.logit_index`. Chunk ends are rows without drafts: they
-    take the target's token, as plain decoding does. Whether a row emits at all is `inputs.emits`,
-    see `cut_at_end`.
+    `hidden` is the trunk's output at `inputs.logits_indices`. The end of a chunk is a row without
+    drafts: it takes the target's token, as plain decoding does. Rows that produce no token in this
+    step (`inputs.produces_token`) get one all the same, which `cut_at_end` drops.
     """
-    width, num_rows = inputs.model.width, inputs.model.decode.slots.shape[0]
-    sampling = sampling_inputs(inputs.active)
-    decode = jax.tree.map(lambda x: x[:num_rows], sampling)
-    prefill = jax.tree.map(lambda x: x[num_rows:], sampling)
-    place = jnp.arange(width)[None, :]
-    positions = inputs.emits_at[:num_rows, None] + place
-    (tokens, ends), logits = _target_tokens(
+    places = inputs.places
+    decode, ends = places.split_rows(sampling_inputs(inputs.active))
+    first, end_positions = places.split_rows(inputs.first_position)
+    offset = jnp.arange(places.width)[None, :]
+    positions = first[:, None] + offset
+    tokens, end_tokens, logits = _target_tokens(
         model,
         hidden,
-        (decode.repeat(width), positions.reshape(-1)),
-        (prefill, inputs.emits_at[num_rows:]),
-        variant,
+        places,
+        _Scored(decode.repeat(places.width), positions.reshape(-1)),
+        _Scored(ends, end_positions),
+        sampler,
     )
-    # A draft slot without a draft behind it must be rejected, and nothing after it accepted.
-    is_draft = place[:, 1:] <= inputs.num_verified[:num_rows, None]
+    # Nothing behind a row's last draft may stand, whatever lies there.
+    num_drafts, _ = places.split_rows(inputs.num_draft_tokens)
+    drafts, _ = places.split_rows(inputs.active.drafts)
+    slots, _ = places.split_rows(inputs.active.slot)
     accepted = verifier(
-        tokens.reshape(num_rows, width),
-        None if logits is None else logits.reshape(num_rows, width, -1),
-        jnp.where(is_draft, inputs.active.drafts[:num_rows], NO_TOKEN),
-        None if draft_logits is None else draft_logits[inputs.active.slot[:num_rows]],
+        places.rectangle(tokens),
+        None if logits is None else places.rectangle(logits),
+        jnp.where(offset[:, 1:] <= num_drafts[:, None], drafts, NO_TOKEN),
+        None if draft_logits is None else draft_logits[slots],
         decode,
         positions,
-        variant=variant,
+        sampler=sampler,
     )
-    end_tokens = jnp.pad(ends[:, None], ((0, 0), (0, width - 1)), constant_values=NO_TOKEN)
+    padding = (0, 0), (0, places.width - 1)
+    emitted_at_ends = jnp.pad(end_tokens[:, None], padding, constant_values=NO_TOKEN)
     return Acceptance(
-        tokens=jnp.concatenate([accepted.tokens, end_tokens]),
-        num_accepted=jnp.pad(accepted.num_accepted, (0, ends.shape[0])),
+        tokens=jnp.concatenate([accepted.tokens, emitted_at_ends]),
+        num_accepted=jnp.pad(accepted.num_accepted, (0, len(end_tokens))),
     )
+
+
+class _Scored(NamedTuple):
+    """Scored tokens: how the target's own token is drawn at each, and its index in its request."""
+
+    inputs: SamplingInputs
+    positions: Int[Array, " n"]
 
 
 def _target_tokens(
     model: Model,
-    hidden: Float[Array, "places hidden"],
-    decode: tuple[SamplingInputs, Int[Array, " verified"]],
-    ends: tuple[SamplingInputs, Int[Array, " ends"]],
-    variant: Variant,
-) -> tuple[list[Int[Array, " _"]], Float[Array, "verified vocab"] | None]:
-    """The target's own tokens (int32) at places that decode and at chunk ends.
+    hidden: Float[Array, "scored hidden"],
+    places: Places,
+    decode: _Scored,
+    ends: _Scored,
+    sampler: Sampler,
+) -> tuple[Int[Array, " verified"], Int[Array, " ends"], Float[Array, "verified vocab"] | None]:
+    """The tokens (int32) of plain decoding in the rectangle and at chunk ends, and the logits.
 
-    Each of `decode` and `ends` is how its tokens are drawn, and their positions. Also the logits
-    (float32) of places that decode, except in greedy programs: those make none.
+    Logits (float32) are those of the rectangle, and None where the sampler makes none.
     """
-    first_end = decode[1].shape[0]
-    if variant == "greedy":
+    if not sampler.makes_logits:
         forbidden = jnp.concatenate([forbidden_ids(*decode), forbidden_ids(*ends)])
-        return jnp.split(model.greedy_tokens(hidden, forbidden), [first_end]), None
-    logits = jnp.split(model.logits(hidden), [first_end])
-    # Drawn apart: rejection sampling needs tokens of chunk ends alone, and XLA drops the others.
-    tokens = [
-        draw(part, *region, variant=variant)
-        for part, region in zip(logits, (decode, ends), strict=True)
-    ]
-    return tokens, logits[0]
+        tokens, end_tokens = places.split_tokens(model.greedy_tokens(hidden, forbidden))
+        return tokens, end_tokens, None
+    logits, end_logits = places.split_tokens(model.logits(hidden))
+    # Two draws: rejection sampling reads no token of the rectangle, and XLA then drops that draw.
+    tokens = draw(logits, *decode, sampler=sampler)
+    return tokens, draw(end_logits, *ends, sampler=sampler), logits

@@ -5,41 +5,52 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax.stages
 from tqdm import tqdm
 
-from jaxspec.config import Buckets, Variant
+from jaxspec.config import Buckets
 from jaxspec.plan import Program
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.sampler import Sampler, closed_under_join
 
-_Job = tuple[str, Callable[[], jax.stages.Lowered], Callable[[], None]]  # words, lower, run
+
+class CompileJob(NamedTuple):
+    """A program to compile, and to run once it is."""
+
+    label: str
+    lower: Callable[[], jax.stages.Lowered]
+    run: Callable[[], None]
 
 
-def programs(buckets: Buckets, variants: Iterable[Variant]) -> list[Program]:
-    """Every program that steps of these sampling variants can need."""
+def programs(buckets: Buckets, samplers: Iterable[Sampler]) -> list[Program]:
+    """Every program that steps can need whose rows need these samplers.
+
+    A step runs the join of what its rows need, so these are programs of every join.
+    """
     return [
-        Program(rows, tokens, variant, num_steps)
-        for variant in variants
+        Program(rows, tokens, sampler, num_steps)
+        for sampler in closed_under_join(samplers)
         for rows, tokens in buckets.shapes()
         for num_steps in buckets.num_steps(tokens)
     ]
 
 
 def warm_up(
-    runner: ModelRunner, variants: Iterable[Variant], *, progress: bool = False
+    runner: ModelRunner, samplers: Iterable[Sampler], *, progress: bool = False
 ) -> dict[str, float]:
-    """Compile what `variants` need and is not compiled yet, behind a bar that says which.
+    """Compile the `programs` of `samplers` that are not compiled yet, behind a bar that names them.
 
-    Returns the seconds that each took, side by side with others, by what a person would name it.
+    Returns the seconds that each took by its label. Some are compiled at the same time.
     """
-    jobs = _jobs(runner, variants)
+    jobs = _jobs(runner, samplers)
     if not jobs:
         return {}
-    # The words come last: they are what a narrow terminal cuts off.
+    # The label comes last: a narrow terminal cuts it off.
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
-    others = max(1, (os.cpu_count() or 1) - 1)  # cores besides the one that lowers
-    pool = ThreadPoolExecutor(min(len(jobs), others), "jaxspec-compile")
+    cores = max(1, (os.cpu_count() or 1) - 1)  # besides the one that lowers
+    pool = ThreadPoolExecutor(min(len(jobs), cores), "jaxspec-compile")
     try:
         with tqdm(
             total=len(jobs), desc="compiling", bar_format=layout, leave=False, disable=not progress
@@ -48,51 +59,53 @@ def warm_up(
     finally:
         pool.shutdown(cancel_futures=True)
     # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    for _, _, run in jobs:
-        run()
+    for job in jobs:
+        job.run()
     return seconds
 
 
-def _jobs(runner: ModelRunner, variants: Iterable[Variant]) -> list[_Job]:
-    missing = [p for p in programs(runner.buckets, variants) if not runner.is_warm(p)]
-    jobs: list[_Job] = [
-        (
-            _words(program),
+def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:
+    missing = [p for p in programs(runner.buckets, samplers) if not runner.is_warm(p)]
+    jobs = [
+        CompileJob(
+            _label(program),
             functools.partial(runner.lower, program),
             functools.partial(runner.warm_up, program),
         )
         for program in missing
     ]
     if missing and not runner.is_fork_warm:
-        jobs.append(("copies of a prompt's state", runner.lower_fork, runner.warm_up_fork))
+        label = "copies of a prompt's state"
+        jobs.append(CompileJob(label, runner.lower_fork, runner.warm_up_fork))
     return jobs
 
 
-def _compile(jobs: list[_Job], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
+def _compile(jobs: list[CompileJob], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
     """Lower one after the other, which is Python, while XLA compiles what is lowered."""
     compiling: dict[str, Future[float]] = {}
-    for words, lower, _ in jobs:
-        bar.set_postfix_str(words)
-        begin = time.perf_counter()
-        lowered = lower()
-        compiling[words] = pool.submit(_timed, lowered, time.perf_counter() - begin)
+    for job in jobs:
+        bar.set_postfix_str(job.label)
+        start = time.perf_counter()
+        lowered = job.lower()
+        compiling[job.label] = pool.submit(_timed, lowered, time.perf_counter() - start)
     seconds = {}
-    for words, future in compiling.items():
-        bar.set_postfix_str(words)
-        seconds[words] = future.result()
+    for label, future in compiling.items():
+        bar.set_postfix_str(label)
+        seconds[label] = future.result()
         bar.update()
     return seconds
 
 
-def _timed(lowered: jax.stages.Lowered, before: float) -> float:
-    begin = time.perf_counter()
+def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
+    """Compile; `seconds` and those that it took."""
+    start = time.perf_counter()
     lowered.compile()
-    return before + time.perf_counter() - begin
+    return seconds + time.perf_counter() - start
 
 
-def _words(program: Program) -> str:
+def _label(program: Program) -> str:
     """A program as a person would name it: "8 rows, 64 prompt tokens, greedy"."""
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""
-    return f"{rows}{prompt}, {program.variant}{steps}"
+    return f"{rows}{prompt}, {program.sampler}{steps}"

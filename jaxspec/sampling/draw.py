@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec.config import Variant
 from jaxspec.pallas.matmul.scores import argmax_or_none
+from jaxspec.sampler import SAMPLED, Sampler
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 
@@ -30,7 +30,7 @@ def draw(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    variant: Variant,
+    sampler: Sampler,
     use: Use = Use.TARGET,
 ) -> Int[Array, " n"]:
     """A token (int32) from each row, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014).
@@ -42,7 +42,7 @@ def draw(
 
     A row for which `has_choice` is false (a NaN, nothing finite) gives `NO_TOKEN` (-1).
     """
-    scores = process_logits(logits, inputs, positions, variant=variant)
+    scores = process_logits(logits, inputs, positions, sampler=sampler)
     noisy = add_noise(scores, inputs, positions, use)
     return argmax_or_none(noisy, has_choice(logits, inputs, positions))
 
@@ -66,7 +66,7 @@ def draft_distribution(
 
     Without top-k and top-p, whatever the batch needs: they would cost a sort for each draft.
     """
-    return process_logits(logits, inputs, positions, variant="sampled")
+    return process_logits(logits, inputs, positions, sampler=SAMPLED)
 
 
 def add_noise(
@@ -76,7 +76,7 @@ def add_noise(
     use: Use | Int[Array, " n"],
 ) -> Float[Array, "n vocab"]:
     """`logits` (float32) plus Gumbel noise, except in greedy rows."""
-    noise = gumbel_noise(inputs.seeds, positions, use, logits.shape[1])
+    noise = gumbel_noise(inputs.seed, positions, use, logits.shape[1])
     return logits + jnp.where(inputs.is_greedy[:, None], 0.0, noise)
 
 
@@ -88,8 +88,8 @@ def gumbel_noise(
 ) -> Float[Array, "n vocab"]:
     """Standard Gumbel noise (float32, finite), a function of (seed, position, use, id) alone."""
     bits = _random_bits(seeds, positions, use, (vocab,))
-    # The largest values decide the draw. They come of the smallest uniforms, which are the
-    # finely spaced ones: log1p keeps them apart where log of a number near 1 would tie.
+    # The largest values decide the draw. The smallest uniforms give them, which are finely spaced:
+    # log1p keeps them apart, and log of a number near 1 would make them equal.
     return -jnp.log(-jnp.log1p(-_open_uniform(bits)))
 
 

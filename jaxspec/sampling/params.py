@@ -1,26 +1,29 @@
-"""What each row asks of the sampler, as arrays."""
+"""SamplingInputs: how each row's token is drawn, as arrays."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
 
 from jaxspec.pallas.matmul.scores import NO_TOKEN as NO_TOKEN
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow to ties at infinity."""
+from jaxspec.sampling_params import GREEDY_BELOW
 
 
 @flax.struct.dataclass
 class SamplingInputs:
-    """One entry a row of logits: how its token is drawn."""
+    """The columns of `jaxspec.row.SAMPLING_FIELDS`, each by its name, one entry a row of logits.
 
-    temperature: Float[Array, " n"]  # float32; 0 = greedy
-    top_k: Int[Array, " n"]  # int32; keep the k largest, -1 or 0 = off
-    top_p: Float[Array, " n"]  # float32; keep the smallest set of this mass, 1 = off
-    seeds: Int[Array, " n"]  # int32; the request's own
-    stop_ids: Int[Array, "n stops"]  # int32; then -1. `stops` may be 0: the mask then costs nothing
-    min_len: Int[Array, " n"]  # int32; no stop id is drawn for a token of an index below this
+    `inputs.top_p` is float32 `[n]`, `inputs.stop_ids` int32 `[n, stops]`. `stops` may be 0, and the
+    mask of stop ids then costs nothing.
+    """
+
+    columns: dict[str, Array]
+
+    def __getattr__(self, name: str) -> Array:
+        """The column `name`."""
+        if name == "columns" or name not in self.columns:
+            raise AttributeError(f"{name!r} is no field of jaxspec.row.SAMPLING_FIELDS")
+        return self.columns[name]
 
     @property
     def is_greedy(self) -> Bool[Array, " n"]:

@@ -1,12 +1,33 @@
 """Logits to logits: what a request forbids becomes -inf, and temperature flattens the rest."""
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
+from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+
+
+class LogitsProcessor(Protocol):
+    """A pure function of the rows' logits; `PROCESSORS` lists all.
+
+    `SamplingParams.sampler` says which requests want it. A program has it if one of its rows may
+    want it, so it must leave the logits of every other row bit for bit as they were, and a NaN a
+    NaN. A greedy row must keep its largest logit, unless the processor is there to change it.
+    """
+
+    def __call__(
+        self,
+        logits: Float[Array, "n vocab"],
+        inputs: SamplingInputs,
+        positions: Int[Array, " n"],
+        /,
+    ) -> Float[Array, "n vocab"]:
+        """New logits (float32). `positions` (int32): the index in its request of each token."""
+        ...
 
 
 def process_logits(
@@ -14,18 +35,17 @@ def process_logits(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    variant: Variant,
+    sampler: Sampler,
 ) -> Float[Array, "n vocab"]:
-    """Logits (float32) of the distribution a token is drawn from, in vLLM's order.
+    """Logits (float32) of the distribution a token is drawn from.
 
-    Minimum length, temperature, top-k, top-p. `positions` (int32) is the index in its
-    request of the token to draw. A greedy row keeps its largest logit through all of them.
-    What a row does not ask for leaves its logits bit for bit as they were, and a NaN
-    stays a NaN.
+    Stop ids below the minimum length are forbidden first; the sampler's processors follow, in the
+    order of `PROCESSORS`. `positions` (int32) is the index in its request of the token to draw.
     """
     logits = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
-    logits = scale_by_temperature(logits, inputs)
-    return mask_top_k_top_p(logits, inputs.top_k, inputs.top_p) if variant == "full" else logits
+    for name in sorted(sampler.processors, key=list(PROCESSORS).index):
+        logits = PROCESSORS[name](logits, inputs, positions)
+    return logits
 
 
 def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:
@@ -45,21 +65,21 @@ def has_choice(
 ) -> Bool[Array, " n"]:
     """Whether a token can be drawn: no NaN, and something finite is left to allow.
 
-    Of the raw logits: after top-k and top-p a forced token (+inf) stands alone among -inf,
-    like what is left of a row that overflowed.
+    `logits` are the raw ones: after top-k and top-p a forced token (+inf) stands alone among -inf,
+    and so does what is left of a row that overflowed.
     """
     return has_argmax(mask_stop_ids(logits, inputs, positions))
 
 
 def scale_by_temperature(
-    logits: Float[Array, "n vocab"], inputs: SamplingInputs
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """`logits / temperature`; greedy rows are left as they are."""
     return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
 
 
 def mask_top_k_top_p(
-    logits: Float[Array, "n vocab"], top_k: Int[Array, " n"], top_p: Float[Array, " n"]
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
     """`logits` (float32) with -inf outside the `top_k` largest, then outside `top_p`.
 
@@ -67,7 +87,7 @@ def mask_top_k_top_p(
     (Holtzman et al. 2020, nucleus sampling) keeps the shortest run of the likeliest ids
     whose mass, renormalised after top-k, reaches `top_p`; the likeliest always stays.
     """
-    vocab = logits.shape[1]
+    vocab, top_k, top_p = logits.shape[1], inputs.top_k, inputs.top_p
     ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None, :], logits.shape)
     negated, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
     ranks = jnp.arange(vocab, dtype=jnp.int32)[None, :]
@@ -86,3 +106,10 @@ def mask_top_k_top_p(
     cut_id = jnp.take_along_axis(order, last, axis=1)
     is_cut = (logits < cut) | ((logits == cut) & (ids > cut_id))
     return jnp.where(is_cut, -jnp.inf, logits)
+
+
+# In vLLM's order. Their names are what a `Sampler` holds and `SamplingParams.sampler` asks for.
+PROCESSORS: dict[str, LogitsProcessor] = {
+    TEMPERATURE: scale_by_temperature,
+    TOP_K_TOP_P: mask_top_k_top_p,
+}

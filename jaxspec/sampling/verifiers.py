@@ -6,7 +6,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import Variant
+from jaxspec.sampler import Sampler
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
 from jaxspec.speculation import SpeculativeConfig
@@ -24,13 +24,13 @@ class Verifier(Protocol):
         inputs: SamplingInputs,
         positions: Int[Array, "rows emits"],
         *,
-        variant: Variant,
+        sampler: Sampler,
     ) -> Acceptance:
         """Which drafts stand, and the token after them.
 
-        `target_tokens` (int32): the target's own at every place, as plain decoding would have it
-        there, and `logits` (float32) what it was drawn from; None in greedy programs, which make
-        none. `positions` (int32): the index in its request of each token.
+        `target_tokens` (int32) are the target's own, as plain decoding would have them there, and
+        `logits` (float32) what they were drawn from, or None where the `sampler` makes none.
+        `positions` (int32) is the index in its request of each token.
         """
         ...
 
@@ -40,7 +40,7 @@ class ExactVerifier:
     """One-hot drafts stand where the target draws the same token: lossless, token for token."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; no logits are read."""
         return verify_exact(target_tokens, draft_tokens)
@@ -51,13 +51,13 @@ class RejectionVerifier:
     """Drawn drafts stand by rejection sampling: lossless in distribution."""
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; `target_tokens` are read where there is no chance."""
-        if logits is None:
+        if not sampler.draws:
             return verify_exact(target_tokens, draft_tokens)
         return verify_rejection(
-            logits, draft_tokens, draft_logits, inputs, positions, variant=variant
+            logits, draft_tokens, draft_logits, inputs, positions, sampler=sampler
         )
 
 
@@ -68,11 +68,11 @@ class SyntheticVerifier:
     rates: tuple[float, ...]
 
     def __call__(
-        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, variant
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; no logits are read."""
         rates = jnp.asarray(self.rates, jnp.float32)
-        return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seeds, positions)
+        return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seed, positions)
 
 
 def make_verifier(config: SpeculativeConfig | None) -> Verifier:

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import Variant
 from jaxspec.pallas.matmul.scores import argmax_or_none
+from jaxspec.sampler import Sampler
 from jaxspec.sampling.draw import Use, add_noise, draft_distribution, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
@@ -40,7 +40,7 @@ def verify_exact(
     """
     is_equal = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
     num_accepted = _count_leading(is_equal & (draft_tokens != NO_TOKEN))
-    return _emit(draft_tokens, _at_place(target_tokens, num_accepted), num_accepted)
+    return _emit(draft_tokens, _at_index(target_tokens, num_accepted), num_accepted)
 
 
 def verify_rejection(
@@ -50,16 +50,16 @@ def verify_rejection(
     inputs: SamplingInputs,
     positions: Int[Array, "rows emits"],
     *,
-    variant: Variant,
+    sampler: Sampler,
 ) -> Acceptance:
     """Rejection sampling (Leviathan et al. 2023, Algorithm 1) for drafts drawn by `draw_draft`.
 
     A draft `x` stands with probability `min(1, p(x) / q(x))`; in place of the first that falls
     a token is drawn from the excess `max(0, p - q)`. So the output has the distribution of the
     target, `p = softmax(process_logits(logits))`, whatever `q`, that of `draft_logits`.
-    Greedy rows compare exactly, but a greedy program has `verify_exact`. `inputs` has an entry a
-    row; `positions` (int32) is the index in its request of the token at each place, and the drafts
-    were drawn at the same ones.
+    Greedy rows compare exactly; a program in which all rows are greedy has `verify_exact`. `inputs`
+    has an entry a row; `positions` (int32) is the index in its request of each token, and the
+    drafts were drawn at the same ones.
 
     A placeholder (-1) falls, and the token there is drawn from `p` alone. Where the target's
     row holds a NaN or nothing finite, nothing is emitted from there on.
@@ -67,13 +67,13 @@ def verify_rejection(
     rows, emits, vocab = logits.shape
     drafts = emits - 1
     flat = logits.reshape(-1, vocab), inputs.repeat(emits), positions.reshape(-1)
-    target = process_logits(*flat, variant=variant).reshape(rows, emits, vocab)
+    target = process_logits(*flat, sampler=sampler).reshape(rows, emits, vocab)
     is_sound = has_choice(*flat).reshape(rows, emits)
     draft_inputs, draft_positions = inputs.repeat(drafts), positions[:, :drafts].reshape(-1)
     draft = draft_distribution(draft_logits.reshape(-1, vocab), draft_inputs, draft_positions)
     draft = draft.reshape(rows, drafts, vocab)
 
-    u = uniform_noise(draft_inputs.seeds, draft_positions, Use.ACCEPT).reshape(rows, drafts)
+    u = uniform_noise(draft_inputs.seed, draft_positions, Use.ACCEPT).reshape(rows, drafts)
     p = _probability(target[:, :drafts], draft_tokens)
     q = _probability(draft, draft_tokens)
     is_best = draft_tokens == jnp.argmax(target[:, :drafts], axis=2).astype(jnp.int32)
@@ -82,9 +82,9 @@ def verify_rejection(
     is_real = (draft_tokens >= 0) & (draft_tokens < vocab)
     num_accepted = _count_leading(stands & is_real & is_sound[:, :drafts])
 
-    draft_fell = _at_place(jnp.pad(is_real, ((0, 0), (0, 1))), num_accepted)
+    draft_fell = _at_index(jnp.pad(is_real, ((0, 0), (0, 1))), num_accepted)
     scores = _scores_after(target, draft, num_accepted, draft_fell, inputs, positions)
-    token = argmax_or_none(scores, _at_place(is_sound, num_accepted))
+    token = argmax_or_none(scores, _at_index(is_sound, num_accepted))
     return _emit(draft_tokens, token, num_accepted)
 
 
@@ -107,7 +107,7 @@ def verify_synthetic(
         jnp.repeat(seeds, drafts), positions[:, :drafts].reshape(-1), Use.ACCEPT
     ).reshape(rows, drafts)
     num_accepted = _count_leading((u < conditional[None, :]) & (draft_tokens != NO_TOKEN))
-    return _emit(draft_tokens, _at_place(target_tokens, num_accepted), num_accepted)
+    return _emit(draft_tokens, _at_index(target_tokens, num_accepted), num_accepted)
 
 
 def _scores_after(
@@ -120,16 +120,16 @@ def _scores_after(
 ) -> Float[Array, "rows vocab"]:
     """The noisy logits after the drafts that stand: of `p` or, where a draft fell, the excess."""
     last_draft = jnp.minimum(num_accepted, draft.shape[1] - 1)
-    target_logits = _at_place(target, num_accepted)
+    target_logits = _at_index(target, num_accepted)
     p = jax.nn.softmax(target_logits, axis=1)
-    q = jax.nn.softmax(_at_place(draft, last_draft), axis=1)
+    q = jax.nn.softmax(_at_index(draft, last_draft), axis=1)
     excess = jnp.maximum(p - q, 0.0)
     # No excess (p equals q, up to rounding) or a NaN in q: then p is all that is left to draw from.
     from_excess = draft_fell & ~inputs.is_greedy & (excess.sum(axis=1) > 0.0)
     scores = jnp.where(from_excess[:, None], jnp.log(excess), target_logits)
     # From p itself the token is plain sampling's own, noise included.
     use = jnp.where(from_excess, int(Use.RESIDUAL), int(Use.TARGET))
-    return add_noise(scores, inputs, _at_place(positions, num_accepted), use)
+    return add_noise(scores, inputs, _at_index(positions, num_accepted), use)
 
 
 def _probability(
@@ -145,10 +145,10 @@ def _count_leading(stands: Bool[Array, "rows drafts"]) -> Int[Array, " rows"]:
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-def _at_place(values: Array, place: Int[Array, " rows"]) -> Array:
-    """`values[r, place[r]]` of each row `r`."""
-    index = place.reshape(-1, *(1 for _ in values.shape[1:]))
-    return jnp.take_along_axis(values, index, axis=1)[:, 0]
+def _at_index(values: Array, index: Int[Array, " rows"]) -> Array:
+    """`values[r, index[r]]` of each row `r`."""
+    column = index.reshape(-1, *(1 for _ in values.shape[1:]))
+    return jnp.take_along_axis(values, column, axis=1)[:, 0]
 
 
 def _emit(
@@ -157,9 +157,9 @@ def _emit(
     num_accepted: Int[Array, " rows"],
 ) -> Acceptance:
     """The drafts that stand, then `token`, then -1."""
-    # Any value does for the place after the last draft: only `token` can be emitted there.
+    # The value behind the last draft does not matter: only `token` can be emitted there.
     drafts = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
-    place = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None, :]
+    offset = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None, :]
     end = num_accepted[:, None]
-    rest = jnp.where(place == end, token[:, None], NO_TOKEN)
-    return Acceptance(tokens=jnp.where(place < end, drafts, rest), num_accepted=num_accepted)
+    rest = jnp.where(offset == end, token[:, None], NO_TOKEN)
+    return Acceptance(tokens=jnp.where(offset < end, drafts, rest), num_accepted=num_accepted)

@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from jaxspec.config import VARIANTS, Buckets
+from jaxspec.config import Buckets
 from jaxspec.plan import Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
+from jaxspec.sampler import join
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
@@ -137,8 +138,7 @@ class Scheduler:
 
     def _num_steps(self, budget: int) -> int:
         """Several where no prompt waits, a row needs them all even if every draft stands, and there
-        are pages for them: nobody has to go who could stay for one step.
-        """
+        are pages for them: nobody has to go who could stay for one step."""
         several = self.buckets.num_steps(budget)[-1]
         if several == 1:
             return 1
@@ -286,12 +286,12 @@ class Scheduler:
 
     def _dispatch(self, step: NextStep) -> ScheduledStep:
         rows = step.decodes + [request for request, _ in step.prefills]
-        variant = VARIANTS[max(map(VARIANTS.index, {request.variant for request in rows}))]
+        sampler = join(request.sampler for request in rows)
         if len(rows) < len(self.running):
             active = set(rows)
             rows += [request for request in self.running if request not in active]
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        program = Program(*shape, variant, step.num_steps)
+        program = Program(*shape, sampler, step.num_steps)
         packed = pack_step(
             program,
             self.buckets,

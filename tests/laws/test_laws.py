@@ -60,7 +60,7 @@ def harness(fixture, method, drafts, params, **options):
         accuracy=accuracy and accuracy[:drafts],
         continuations=continuations(fixture, requests_of(params)) if accuracy else (),
         vary=method == "oracle-mixed",
-        variants=(params.variant,),
+        samplers=(params.sampler,),
         **options,
     )
 
@@ -111,7 +111,7 @@ def test_speculation_never_changes_output(method, drafts, params):
 @pytest.mark.parametrize(
     "method, drafts, params",
     [("mtp", 0, GREEDY), ("mtp", 3, SAMPLED), *((method, 3, GREEDY) for method in RATES)],
-    ids=lambda value: value.variant if value in (GREEDY, SAMPLED) else str(value),
+    ids=lambda value: str(value.sampler) if value in (GREEDY, SAMPLED) else str(value),
 )
 def test_speculation_never_changes_output_where_states_are_replayed(method, drafts, params):
     """The same, with folds every few tokens, each row's its own."""
@@ -272,7 +272,7 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
             drafts=3,
             accuracy=accuracy,
             continuations=known,
-            variants=("sampled",),
+            samplers=(SAMPLED.sampler,),
             states=states,
         )
         forks, dispatch = [], engine.runner.dispatch
@@ -416,9 +416,9 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
             chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
         ),
     )
-    variants = ("greedy", "sampled", "full")
-    engine = Harness("qwen3_5", drafts=3, variants=variants, num_pages=24)
     kinds = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_k=5)]
+    samplers = [params.sampler for params in kinds]
+    engine = Harness("qwen3_5", drafts=3, samplers=samplers, num_pages=24)
     heard = []
 
     def listen(event, duration, **_):

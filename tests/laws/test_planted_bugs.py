@@ -79,10 +79,10 @@ BUGS = [
 def assert_the_laws_hold():
     """A walk with right and wrong drafts, and one where every draft a request gets is right."""
     params = [dataclasses.replace(GREEDY, max_tokens=14)]
-    mixed = walk_harness((0.7, 0.6, 0.5), variants=("greedy",))
+    mixed = walk_harness((0.7, 0.6, 0.5), samplers=(GREEDY.sampler,))
     random_walk(mixed, 60, seed=1, params=params)
     assert mixed.check() <= 1
-    perfect = walk_harness((1.0, 1.0, 1.0), variants=("greedy",))
+    perfect = walk_harness((1.0, 1.0, 1.0), samplers=(GREEDY.sampler,))
     random_walk(perfect, 60, seed=2, params=params)
     fork_into_the_rows_of_others(perfect, params[0])
     assert perfect.check() <= 1
@@ -123,7 +123,7 @@ REPLAY_BUGS = [
 )
 def test_the_laws_see_of_a_replay(module, name, bug, monkeypatch, fresh_programs):
     monkeypatch.setattr(module, name, bug)
-    engine = walk_harness((0.7, 0.6, 0.5), variants=("greedy",), states=REPLAY)
+    engine = walk_harness((0.7, 0.6, 0.5), samplers=(GREEDY.sampler,), states=REPLAY)
     random_walk(engine, 60, seed=1, params=[dataclasses.replace(GREEDY, max_tokens=14)])
     with pytest.raises(AssertionError):
         engine.check()

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from jaxspec.models.layers.mtp_head import MTPHead
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.proposers import DraftInputs, make_proposer
+from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
@@ -45,7 +46,7 @@ def propose(monkeypatch):
     def next_hidden(embedded, hidden):
         return hidden[:, ::-1] + embedded
 
-    def run(draft_vocab, method="greedy", temperature=0.0, lost=None, variant="sampled"):
+    def run(draft_vocab, method="greedy", temperature=0.0, lost=None, sampler=SAMPLED):
         """`lost`: the row whose hidden state has a NaN."""
         seen, hidden = [], first.copy()
         if lost is not None:
@@ -69,10 +70,9 @@ def propose(monkeypatch):
         monkeypatch.setattr(Qwen3_5, "embed", lambda self, tokens: jnp.asarray(weight)[:, tokens].T)
         config = SpeculativeConfig(draft_vocab=draft_vocab, draft_sample_method=method)
         proposer = make_proposer(config, qwen.vocab_size)
-        ints, floats = jnp.arange(ROWS, dtype=jnp.int32), jnp.zeros(ROWS, jnp.float32)
-        sampling = SamplingInputs(
-            floats + temperature, ints * 0, floats, ints, ints[:, None] * 0 - 1, ints * 0
-        )
+        ints = jnp.arange(ROWS, dtype=jnp.int32)
+        columns = {"seed": ints, "stop_ids": ints[:, None] * 0 - 1, "min_len": ints * 0}
+        columns["temperature"] = jnp.full(ROWS, temperature, jnp.float32)
         inputs = DraftInputs(
             model=SimpleNamespace(page_tables=jnp.zeros((ROWS + 1, 4), jnp.int32)),
             hidden=jnp.asarray(hidden),
@@ -85,9 +85,9 @@ def propose(monkeypatch):
             last_token=ints,
             should_draft=ints != 1,
             proposer_key=ints,
-            sampling=sampling,
+            sampling=SamplingInputs(columns),
             page_size=4,
-            variant=variant,
+            sampler=sampler,
         )
         drafts, _ = proposer.propose(qwen, inputs, None, proposer.init_tables(qwen))
         assert drafts.num_drafts.tolist() == [3, 0, 3, 3, 3]
@@ -115,7 +115,7 @@ def test_a_head_that_fails_drafts_placeholders_in_its_row_alone(propose, vocab, 
 
 
 @pytest.mark.parametrize(
-    "program", [{}, {"method": "probabilistic", "variant": "greedy"}], ids=["drafts", "programs"]
+    "program", [{}, {"method": "probabilistic", "sampler": GREEDY}], ids=["drafts", "programs"]
 )
 def test_greedy_ones_need_no_logits(propose, monkeypatch, program):
     expected, _ = propose(SHUFFLED)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.plan import batch_row_layout
+from jaxspec.row import row_layout
 from jaxspec.runner.batch_state import BatchState
 
 
@@ -13,7 +13,7 @@ def make_rows():
     """A batch state from a dict of fields a row; what a dict leaves out is 0, None an empty row."""
 
     def build(num_drafts, rows):
-        layout = batch_row_layout(num_drafts)
+        layout = row_layout(num_drafts)
         table = np.zeros((len(rows), layout.size), np.int32)
         for index, row in enumerate(rows):
             if row is None:
@@ -22,8 +22,6 @@ def make_rows():
             fields["stop_ids"][...] = -1
             fields["drafts"][...] = -1
             for name, value in row.items():
-                if name in ("temperature", "top_p"):
-                    value = np.float32(value).view(np.int32)
                 if np.ndim(value):
                     fields[name][: len(value)] = value
                 else:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Program, pack_plan, plan_layout
+from jaxspec.plan import Program, pack_plan
 from jaxspec.request import Finish
+from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.remap import update_page_tables
+from jaxspec.sampler import GREEDY
 
 DECODE_ROWS = 3
 jitted_update = jax.jit(update_page_tables)
@@ -30,20 +32,20 @@ def make_buckets(num_drafts=3, page_size=4):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def run(rows, tables, packed, program, buckets):
-    plan = plan_layout(program, buckets).unpack(packed)
+    plan = DevicePlan.unpack(packed, program, buckets)
     return prepare(rows, tables, plan, buckets.page_size, program.decode_rows)
 
 
-def prepare_step(rows, tables, *, num_decode=0, chunks=(), lookahead=(), page_size=4):
+def prepare_step(rows, tables, *, num_decode=0, chunks=(), after_chunks=(), page_size=4):
     """`prepare` on a plan: the first `num_decode` rows decode, each after them gets a chunk."""
     num_drafts = rows.drafts.shape[1]
     buckets = make_buckets(num_drafts, page_size)
-    program = Program(DECODE_ROWS, 12 if chunks else 0, "greedy")
+    program = Program(DECODE_ROWS, 12 if chunks else 0, GREEDY)
     values = {
         "num_decode": num_decode,
         "prefill_tokens": [token for chunk in chunks for token in chunk],
         "prefill_lens": [len(chunk) for chunk in chunks],
-        "lookahead_tokens": list(lookahead) or [-1] * len(chunks),
+        "next_prefill_tokens": list(after_chunks) or [-1] * len(chunks),
     }
     inputs = run(rows, tables, pack_plan(program, buckets, values), program, buckets)
     return jax.tree.map(np.asarray, inputs)
@@ -83,9 +85,9 @@ def test_positions_lengths_and_slots_come_from_the_devices_own_counts(make_rows)
         assert model.positions.tolist()[:8] == [*range(a, a + 4), *range(b, b + 4)]
         live = [kv_slot(2, p) for p in range(a, a + 4)] + [kv_slot(5, b), kv_slot(5, b + 1)]
         assert model.kv_slots.tolist() == live + [-1] * 6
-        assert inputs.num_verified.tolist() == [3, 1, 0]
-        assert inputs.emits.tolist() == [True, True, False]
-        assert inputs.logit_index.tolist() == list(range(12))
+        assert inputs.num_draft_tokens.tolist() == [3, 1, 0]
+        assert inputs.produces_token.tolist() == [True, True, False]
+        assert inputs.logits_indices.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -99,8 +101,8 @@ def test_the_tail_of_a_prompt_is_one_real_token_without_drafts(make_rows, num_dr
     assert inputs.model.tokens[:width].tolist() == [42] + [0] * num_drafts
     assert inputs.model.kv_slots[:width].tolist() == [kv_slot(1, 10)] + [-1] * num_drafts
     assert inputs.model.decode.query_len.tolist() == [1, 0, 0]
-    assert inputs.num_verified.tolist() == [0, 0, 0]
-    assert inputs.emits.tolist() == [True, False, False]
+    assert inputs.num_draft_tokens.tolist() == [0, 0, 0]
+    assert inputs.produces_token.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_drafts_beyond_the_end_of_a_request_are_not_verified(
     row = {"slot": 1, "num_computed": num_computed, "max_len": max_len, "last_token": 1,
            "drafts": [2, 3, 4], "num_drafts": 3}  # fmt: skip
     inputs = prepare_step(all_rows(make_rows, 3, [row]), consecutive_tables(), num_decode=1)
-    assert inputs.num_verified[0] == num_verified
+    assert inputs.num_draft_tokens[0] == num_verified
     assert num_computed + 1 + (1 + num_verified) <= max_len, "tokens there are, and may be made"
     assert inputs.model.decode.query_len[0] == 1 + num_verified
     written = [kv_slot(1, num_computed + place) for place in range(1 + num_verified)]
@@ -127,7 +129,7 @@ def test_a_placeholder_draft_embeds_as_something_and_stays_a_placeholder(make_ro
     inputs = prepare_step(all_rows(make_rows, 3, [row]), consecutive_tables(), num_decode=1)
     assert inputs.model.tokens[:4].tolist() == [7, 8, 0, 9]
     assert inputs.active.drafts[0].tolist() == [8, -1, 9]
-    assert inputs.num_verified[0] == 3
+    assert inputs.num_draft_tokens[0] == 3
 
 
 def test_chunks_of_several_prompts_lie_end_to_end(make_rows):
@@ -140,7 +142,7 @@ def test_chunks_of_several_prompts_lie_end_to_end(make_rows):
     ])  # fmt: skip
     chunks = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
     inputs = prepare_step(
-        rows, consecutive_tables(), num_decode=1, chunks=chunks, lookahead=[-1, 21, -1]
+        rows, consecutive_tables(), num_decode=1, chunks=chunks, after_chunks=[-1, 21, -1]
     )
     model, prefill = inputs.model, inputs.model.prefill
     assert model.tokens[6:].tolist() == [10, 11, 12, 20, 30, 31, 32, 33, 34, 0, 0, 0]
@@ -154,13 +156,13 @@ def test_chunks_of_several_prompts_lie_end_to_end(make_rows):
     assert prefill.num_computed.tolist() == [0, 8, 20]
     assert prefill.state_offset.tolist() == [0, 1, 0]
     # Logits: all of the rectangle, then the last token of each chunk.
-    assert inputs.logit_index.tolist() == [*range(6), 6 + 2, 6 + 3, 6 + 8]
-    assert inputs.emits.tolist() == [True, False, False, True, False, True]
-    assert inputs.num_verified.tolist() == [0] * 6
+    assert inputs.logits_indices.tolist() == [*range(6), 6 + 2, 6 + 3, 6 + 8]
+    assert inputs.produces_token.tolist() == [True, False, False, True, False, True]
+    assert inputs.num_draft_tokens.tolist() == [0] * 6
     assert inputs.index.tolist() == [0, 6, 6, 1, 2, 3]
-    assert inputs.lookahead.tolist() == [-1, 21, -1]
+    assert inputs.next_prefill_token.tolist() == [-1, 21, -1]
     # The index of the token each row makes first: 5 computed and one more are there already.
-    assert inputs.emits_at[[0, 3, 4, 5]].tolist() == [6, 3, 9, 25]
+    assert inputs.first_position[[0, 3, 4, 5]].tolist() == [6, 3, 9, 25]
 
 
 @pytest.mark.parametrize("length", [1, 4, 12])
@@ -170,7 +172,7 @@ def test_a_chunk_emits_only_where_it_ends_its_prompt(make_rows, length):
         inputs = prepare_step(
             all_rows(make_rows, 3, [row]), consecutive_tables(), chunks=[[5] * length]
         )
-        assert inputs.emits.tolist() == [False] * 3 + [length == prefill_len, False, False]
+        assert inputs.produces_token.tolist() == [False] * 3 + [length == prefill_len, False, False]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,8 @@ def test_inert_rows_write_nothing_and_emit_nothing(make_rows, row):
     assert inputs.model.decode.query_len.tolist() == [0, 3, 0]
     written = [kv_slot(1, position) for position in (9, 10, 11)]
     assert inputs.model.kv_slots.tolist() == [-1] * 3 + written + [-1] * 3
-    assert inputs.emits.tolist() == [False, True, False]
-    assert inputs.num_verified.tolist() == [0, 2, 0]
+    assert inputs.produces_token.tolist() == [False, True, False]
+    assert inputs.num_draft_tokens.tolist() == [0, 2, 0]
 
 
 def test_rows_the_plan_does_not_name_are_idle(make_rows):
@@ -208,7 +210,7 @@ def test_rows_the_plan_does_not_name_are_idle(make_rows):
 def test_an_empty_plan_names_no_token(make_rows):
     rows = all_rows(make_rows, 3, [{"slot": 1, "num_computed": 9, "max_len": 40}])
     inputs = prepare_step(rows, consecutive_tables())
-    assert set(inputs.model.kv_slots.tolist()) == {-1} and not inputs.emits.any()
+    assert set(inputs.model.kv_slots.tolist()) == {-1} and not inputs.produces_token.any()
     assert not inputs.active.fields.any()
 
 
@@ -236,10 +238,10 @@ def test_slots_equal_the_table(make_rows, page_size, pages, positions, slots):
 
 def append(make_rows, tables, new_rows, **appends):
     """`update_page_tables` after a plan with these appends."""
-    program, buckets = Program(DECODE_ROWS, 0, "greedy"), make_buckets(0)
+    program, buckets = Program(DECODE_ROWS, 0, GREEDY), make_buckets(0)
     packed = pack_plan(program, buckets, appends)
     new = all_rows(make_rows, 0, new_rows)
-    plan = plan_layout(program, buckets).unpack(jnp.asarray(packed))
+    plan = DevicePlan.unpack(jnp.asarray(packed), program, buckets)
     return np.asarray(jitted_update(tables, new, plan))
 
 

@@ -11,11 +11,12 @@ from flax import nnx
 from jaxspec.config import Buckets
 from jaxspec.models.base import ForwardOutput, Model
 from jaxspec.models.cache import CacheShape, CacheSizes, init_cache
-from jaxspec.plan import Program, StepOutput, pack_plan
+from jaxspec.plan import Program, StepOutput, output_layout, pack_plan
 from jaxspec.proposers import Drafts, Proposer
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.step import StepConfig, make_step
+from jaxspec.sampler import GREEDY
 from jaxspec.sampling import ExactVerifier
 
 VOCAB = 400
@@ -93,16 +94,16 @@ def compiled_step(program):
     return jax.jit(step), proposer
 
 
-def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=()):
+def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chunks=()):
     """One step on these rows: what the proposer heard, the rows after it, the output."""
-    program = Program(NUM_ROWS, 12 if chunks else 0, "greedy")
+    program = Program(NUM_ROWS, 12 if chunks else 0, GREEDY)
     model = SuccessorModel(successors)
     values = {
         "prev_positions": np.arange(NUM_ROWS),
         "num_decode": num_decode,
         "prefill_tokens": [token for chunk in chunks for token in chunk],
         "prefill_lens": [len(chunk) for chunk in chunks],
-        "lookahead_tokens": list(lookahead) or [-1] * len(chunks),
+        "next_prefill_tokens": list(after_chunks) or [-1] * len(chunks),
     }
     sizes = CacheSizes(BUCKETS.num_pages, 4, BUCKETS.num_slots, WIDTH - 1)
     float32 = jnp.dtype("float32")
@@ -117,8 +118,9 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=
     state, output = step(weights, (), state, pack_plan(program, BUCKETS, values))
     jax.effects_barrier()
     fields = state.rows.layout.unpack(np.asarray(state.rows.fields))
-    (output,) = np.asarray(output)
-    return jax.tree.map(np.asarray, proposer.heard), fields, StepOutput.unpack(output)
+    (packed,) = np.asarray(output)
+    output = StepOutput.unpack(packed, output_layout(WIDTH - 1))
+    return jax.tree.map(np.asarray, proposer.heard), fields, output
 
 
 def prompt_row(slot, prefill_len, num_computed=0, **fields):
@@ -154,7 +156,9 @@ def test_the_first_pass_reads_tokens_shifted_by_one_inside_each_prompt(make_rows
 def test_at_an_unfinished_chunks_end_the_next_prompt_token_follows(make_rows):
     """The backup token: never what the model guessed there, nor the prompt's last token."""
     rows = [prompt_row(1, 9), prompt_row(2, 2), prompt_row(3, 40, num_computed=5)]
-    heard, fields, output = run_step(make_rows, rows, NEXT, chunks=CHUNKS, lookahead=[13, -1, 34])
+    heard, fields, output = run_step(
+        make_rows, rows, NEXT, chunks=CHUNKS, after_chunks=[13, -1, 34]
+    )
     shifted = heard.next_tokens[4 * WIDTH : 4 * WIDTH + 9]
     assert shifted.tolist() == [11, 12, 13, 21, 200, 31, 32, 33, 34]
     assert heard.should_draft.tolist() == [False] * 5 + [True, False]
@@ -168,7 +172,7 @@ def test_at_an_unfinished_chunks_end_the_next_prompt_token_follows(make_rows):
 def test_prompts_that_are_not_there_change_no_token(make_rows, after):
     """One chunk where three may be: the padding ends at the same token, and writes nothing."""
     rows = [prompt_row(1, 9)]
-    heard, _, _ = run_step(make_rows, rows, NEXT, chunks=[[10, 11, 12]], lookahead=[after])
+    heard, _, _ = run_step(make_rows, rows, NEXT, chunks=[[10, 11, 12]], after_chunks=[after])
     assert heard.next_tokens[4 * WIDTH :][:3].tolist() == [11, 12, after]
 
 

@@ -13,6 +13,7 @@ from jaxspec.plan import Fork, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
+from jaxspec.sampler import GREEDY
 from jaxspec.sampling import make_verifier
 
 SIZES = Buckets(
@@ -61,23 +62,23 @@ def compiled_by():
 def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by, monkeypatch):
     monkeypatch.setattr(warmup.os, "cpu_count", lambda: 4)
     before = {id(leaf) for leaf in jax.tree.leaves(runner.state)}
-    for program in programs(SIZES, ["greedy"]):
+    for program in programs(SIZES, [GREEDY]):
         runner.lower(program)
     runner.lower_fork()
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
-    seconds = warm_up(runner, ["greedy"])
+    seconds = warm_up(runner, [GREEDY])
     assert list(seconds) == [*NAMES, FORK] and min(seconds.values()) >= 0
     # The copy's program does not depend on the model alone, and another test may have made it.
     assert len(compiled_by) in (3, 4)
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
-    assert all(runner.is_warm(program) for program in programs(SIZES, ["greedy"]))
-    assert warm_up(runner, ["greedy"]) == {}
+    assert all(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
+    assert warm_up(runner, [GREEDY]) == {}
 
 
 def test_outputs_lie_on_the_host_and_stay(runner):
     """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
-    (program, *_) = programs(SIZES, ["greedy"])
-    warm_up(runner, ["greedy"])
+    (program, *_) = programs(SIZES, [GREEDY])
+    warm_up(runner, [GREEDY])
     plan = StepPlan(program, runner._empty_plan(program), ())
     pending = [runner.dispatch(plan) for _ in range(4)]
     assert pending[0]._packed.sharding.memory_kind == "pinned_host"
@@ -87,7 +88,7 @@ def test_outputs_lie_on_the_host_and_stay(runner):
 
 
 def test_a_plan_with_forks_waits_for_their_program(runner):
-    (program, *_) = programs(SIZES, ["greedy"])
+    (program, *_) = programs(SIZES, [GREEDY])
     runner.warm_up(program)
     plan = StepPlan(program, runner._empty_plan(program), (Fork(1, 2, 1, 2, 0),))
     with pytest.raises(RuntimeError, match="Call `warm_up_fork` first"):
@@ -95,10 +96,10 @@ def test_a_plan_with_forks_waits_for_their_program(runner):
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):
-    warm_up(runner, ["greedy"])
+    warm_up(runner, [GREEDY])
     other = make_runner()
     compiled_by.clear()
-    assert list(warm_up(other, ["greedy"])) == [*NAMES, FORK]
+    assert list(warm_up(other, [GREEDY])) == [*NAMES, FORK]
     assert compiled_by == []
 
 
@@ -108,6 +109,6 @@ def test_an_error_ends_the_others_and_warms_nothing(runner, monkeypatch):
 
     monkeypatch.setattr(runner, "lower", fail)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        warm_up(runner, ["greedy"])
-    assert not any(runner.is_warm(program) for program in programs(SIZES, ["greedy"]))
+        warm_up(runner, [GREEDY])
+    assert not any(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
     assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-compile")]

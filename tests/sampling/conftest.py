@@ -16,12 +16,14 @@ def make_inputs():
 
         stops = np.zeros((rows, 0)) if stop_ids is None else np.asarray(stop_ids)
         return SamplingInputs(
-            temperature=column(temperature, np.float32),
-            top_k=column(top_k, np.int32),
-            top_p=column(top_p, np.float32),
-            seeds=column(np.arange(rows) if seeds is None else seeds, np.int32),
-            stop_ids=stops.astype(np.int32),
-            min_len=column(min_len, np.int32),
+            {
+                "temperature": column(temperature, np.float32),
+                "top_k": column(top_k, np.int32),
+                "top_p": column(top_p, np.float32),
+                "seed": column(np.arange(rows) if seeds is None else seeds, np.int32),
+                "stop_ids": stops.astype(np.int32),
+                "min_len": column(min_len, np.int32),
+            }
         )
 
     return build

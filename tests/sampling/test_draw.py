@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.sampler import FULL, SAMPLED
 from jaxspec.sampling import (
     NO_TOKEN,
     Use,
@@ -14,7 +15,7 @@ from jaxspec.sampling import (
 
 VOCAB = 8
 MANY = 20_000
-run = jax.jit(draw, static_argnames=("variant", "use"))
+run = jax.jit(draw, static_argnames=("sampler", "use"))
 run_draft = jax.jit(draw_draft)
 noise = jax.jit(gumbel_noise, static_argnums=3)
 uniform = jax.jit(uniform_noise)
@@ -40,19 +41,19 @@ def test_tokens_follow_the_softmax_of_the_logits(temperature, make_inputs, asser
         (one_seed, positions_of(MANY)),
         (make_inputs(MANY, temperature), jnp.zeros(MANY, jnp.int32)),
     ]:
-        tokens = run(logits, inputs, positions, variant="sampled")
+        tokens = run(logits, inputs, positions, sampler=SAMPLED)
         assert_distributed_as(tokens, softmax(row / temperature))
 
 
 def test_top_k_and_top_p_draw_from_what_they_keep(make_inputs, assert_distributed_as):
     row = np.log([0.05, 0.4, 0.1, 0.3, 0.05, 0.04, 0.03, 0.03]).astype(np.float32)
     inputs = make_inputs(MANY, top_k=3, top_p=0.8)  # after top-k .5, .375, .125
-    tokens = run(np.broadcast_to(row, (MANY, VOCAB)), inputs, positions_of(MANY), variant="full")
+    tokens = run(np.broadcast_to(row, (MANY, VOCAB)), inputs, positions_of(MANY), sampler=FULL)
     assert_distributed_as(tokens, [0, 0.4, 0, 0.3, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-def test_greedy_rows_take_the_likeliest_allowed_token(variant, make_inputs):
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+def test_greedy_rows_take_the_likeliest_allowed_token(sampler, make_inputs):
     logits = np.random.default_rng(1).normal(size=(64, VOCAB)).astype(np.float32)
     logits[0] = [0, 3, 1, 3, 3, 2, 1, 0]  # the lowest of equals
     inputs = make_inputs(
@@ -60,7 +61,7 @@ def test_greedy_rows_take_the_likeliest_allowed_token(variant, make_inputs):
     )
     allowed = logits.copy()
     allowed[:32, 1] = -np.inf
-    tokens = run(logits, inputs, positions_of(64), variant=variant)
+    tokens = run(logits, inputs, positions_of(64), sampler=sampler)
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, allowed.argmax(axis=1))
 
@@ -71,7 +72,7 @@ def test_a_row_draws_the_same_in_any_program_that_serves_it(make_inputs):
     logits = random.normal(size=(rows, vocab)).astype(np.float32) * 3
     temperature = random.choice([0.0, 0.7, 1.3], rows)
     inputs = make_inputs(rows, temperature, stop_ids=np.full((rows, 1), 4), min_len=20)
-    tokens = [run(logits, inputs, positions_of(rows), variant=v) for v in ("sampled", "full")]
+    tokens = [run(logits, inputs, positions_of(rows), sampler=v) for v in (SAMPLED, FULL)]
     np.testing.assert_array_equal(*tokens)
 
 
@@ -80,16 +81,16 @@ def test_a_draw_depends_on_neither_its_row_nor_its_batch(make_inputs):
     random = np.random.default_rng(3)
     logits = random.normal(size=(rows, vocab)).astype(np.float32)
     inputs, positions = make_inputs(rows, 0.9, top_k=40, top_p=0.95), positions_of(rows, 100)
-    tokens = np.asarray(run(logits, inputs, positions, variant="full"))
+    tokens = np.asarray(run(logits, inputs, positions, sampler=FULL))
     order = random.permutation(rows)
     for chosen in (order, order[:5]):
         part = jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], inputs)
-        got = run(logits[chosen], part, positions[chosen], variant="full")
+        got = run(logits[chosen], part, positions[chosen], sampler=FULL)
         np.testing.assert_array_equal(got, tokens[chosen])
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-def test_a_row_without_a_choice_gives_no_token(variant, make_inputs):
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+def test_a_row_without_a_choice_gives_no_token(sampler, make_inputs):
     inf, nan = np.inf, np.nan
     logits = np.zeros((8, VOCAB), np.float32)
     logits[0] = nan
@@ -103,7 +104,7 @@ def test_a_row_without_a_choice_gives_no_token(variant, make_inputs):
     inputs = make_inputs(
         8, [0, 1, 0, 1, 0, 1, 0, 1], top_k=3, top_p=0.9, stop_ids=np.zeros((8, 1)), min_len=1
     )
-    tokens = np.asarray(run(logits, inputs, jnp.zeros(8, jnp.int32), variant=variant))
+    tokens = np.asarray(run(logits, inputs, jnp.zeros(8, jnp.int32), sampler=sampler))
     np.testing.assert_array_equal(tokens[:7], [NO_TOKEN] * 4 + [7, 6, NO_TOKEN])
     assert 1 <= tokens[7] < VOCAB
 
@@ -121,9 +122,9 @@ def test_a_draft_is_drawn_with_noise_of_its_own(make_inputs):
     logits = np.random.default_rng(9).normal(size=(48, 997)).astype(np.float32)
     inputs, positions = make_inputs(48, 0.8), positions_of(48)
     drafts = np.asarray(run_draft(logits, inputs, positions))
-    own = run(logits, inputs, positions, variant="sampled", use=Use.DRAFT)
+    own = run(logits, inputs, positions, sampler=SAMPLED, use=Use.DRAFT)
     np.testing.assert_array_equal(drafts, own)
-    assert (drafts != run(logits, inputs, positions, variant="sampled")).any()
+    assert (drafts != run(logits, inputs, positions, sampler=SAMPLED)).any()
 
 
 def test_noise_of_two_uses_seeds_or_positions_is_independent():

@@ -3,17 +3,20 @@ import numpy as np
 import pytest
 
 from jaxspec.sampling import SamplingInputs
+from jaxspec.sampling_params import SamplingParams
 
 
 def make_inputs(rows: int, stops: int) -> SamplingInputs:
     index = jnp.arange(rows, dtype=jnp.int32)
     return SamplingInputs(
-        temperature=index.astype(jnp.float32),
-        top_k=index + 10,
-        top_p=1.0 / (index + 1).astype(jnp.float32),
-        seeds=index + 20,
-        stop_ids=jnp.arange(rows * stops, dtype=jnp.int32).reshape(rows, stops),
-        min_len=index + 30,
+        {
+            "temperature": index.astype(jnp.float32),
+            "top_k": index + 10,
+            "top_p": 1.0 / (index + 1).astype(jnp.float32),
+            "seed": index + 20,
+            "stop_ids": jnp.arange(rows * stops, dtype=jnp.int32).reshape(rows, stops),
+            "min_len": index + 30,
+        }
     )
 
 
@@ -22,13 +25,21 @@ def make_inputs(rows: int, stops: int) -> SamplingInputs:
 def test_repeat_is_the_order_in_which_rows_of_positions_flatten(n, stops):
     inputs = make_inputs(4, stops)
     repeated = inputs.repeat(n)
-    for name in SamplingInputs.__dataclass_fields__:
+    for name in inputs.columns:
         leaf, got = np.asarray(getattr(inputs, name)), np.asarray(getattr(repeated, name))
         wide = np.broadcast_to(leaf[:, None], (4, n, *leaf.shape[1:]))
         np.testing.assert_array_equal(got, wide.reshape(4 * n, *leaf.shape[1:]))
 
 
 def test_only_a_temperature_too_small_to_divide_by_is_greedy():
-    temperature = jnp.array([0.0, 1e-6, 1e-4, 1.0], jnp.float32)
-    inputs = make_inputs(4, 0).replace(temperature=temperature)
-    np.testing.assert_array_equal(inputs.is_greedy, [True, True, False, False])
+    temperature = [0.0, 1e-6, 1e-4, 1.0]
+    columns = make_inputs(4, 0).columns | {"temperature": jnp.array(temperature, jnp.float32)}
+    is_greedy = SamplingInputs(columns).is_greedy.tolist()
+    assert is_greedy == [True, True, False, False]
+    # The host, which chooses the program, says the same.
+    assert [not SamplingParams(temperature=x).sampler.draws for x in temperature] == is_greedy
+
+
+def test_a_column_that_is_no_sampling_field_is_refused():
+    with pytest.raises(AttributeError, match="'min_p' is no field of jaxspec.row.SAMPLING_FIELDS"):
+        _ = make_inputs(1, 0).min_p

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.sampler import FULL, GREEDY, SAMPLED
 from jaxspec.sampling import (
     NO_TOKEN,
     ExactVerifier,
@@ -50,7 +51,7 @@ def assert_same(result, expected):
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=name)
 def test_a_greedy_program_is_verified_without_logits(verifier, places):
     target, _, drafts, draft_logits, inputs, positions = places()
-    result = verifier(target, None, drafts, draft_logits, inputs, positions, variant="greedy")
+    result = verifier(target, None, drafts, draft_logits, inputs, positions, sampler=GREEDY)
     if verifier is ALWAYS:
         emitted = np.concatenate([drafts, target[:, -1:]], axis=1)
         np.testing.assert_array_equal(result.tokens, emitted)
@@ -59,31 +60,31 @@ def test_a_greedy_program_is_verified_without_logits(verifier, places):
     assert_same(result, verify_exact(target, drafts))
 
 
-@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize("verifier", VERIFIERS[:2], ids=name)
-def test_greedy_rows_are_verified_exactly_whatever_the_variant(verifier, variant, places):
+def test_greedy_rows_are_verified_exactly_whatever_the_sampler(verifier, sampler, places):
     target, logits, drafts, draft_logits, inputs, positions = places()
-    logits = None if variant == "greedy" else logits
-    result = verifier(target, logits, drafts, draft_logits, inputs, positions, variant=variant)
+    logits = logits if sampler.makes_logits else None
+    result = verifier(target, logits, drafts, draft_logits, inputs, positions, sampler=sampler)
     assert_same(result, verify_exact(target, drafts))
 
 
-@pytest.mark.parametrize("variant", ["greedy", "sampled", "full"])
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
 @pytest.mark.parametrize("verifier", [ExactVerifier(), SyntheticVerifier(())], ids=name)
-def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, variant, places):
+def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, sampler, places):
     target, logits, *others = places(num_drafts=0, temperature=0.9)
     target = target.at[3].set(NO_TOKEN)
-    logits = None if variant == "greedy" else logits
-    result = verifier(target, logits, *others, variant=variant)
+    logits = logits if sampler.makes_logits else None
+    result = verifier(target, logits, *others, sampler=sampler)
     np.testing.assert_array_equal(result.tokens, target)
     np.testing.assert_array_equal(result.num_accepted, 0)
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-def test_rejection_decides_on_drawn_drafts_by_the_logits_alone(variant, places):
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+def test_rejection_decides_on_drawn_drafts_by_the_logits_alone(sampler, places):
     target, logits, *others = places(temperature=0.9)
-    result = RejectionVerifier()(target * 0 + 7, logits, *others, variant=variant)
-    assert_same(result, verify_rejection(logits, *others, variant=variant))
+    result = RejectionVerifier()(target * 0 + 7, logits, *others, sampler=sampler)
+    assert_same(result, verify_rejection(logits, *others, sampler=sampler))
 
 
 def test_the_configuration_says_which_one():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.sampler import FULL, SAMPLED
 from jaxspec.sampling import NO_TOKEN, draw, draw_draft
 from jaxspec.sampling.verify import verify_exact, verify_rejection, verify_synthetic
 
@@ -12,7 +13,7 @@ VOCAB = 6
 MANY = 20_000
 ROWS, LARGE = 16, 100  # of the tests that count nothing, so that they share programs
 exact = jax.jit(verify_exact)
-rejection = jax.jit(verify_rejection, static_argnames="variant")
+rejection = jax.jit(verify_rejection, static_argnames="sampler")
 synthetic = jax.jit(verify_synthetic)
 
 
@@ -39,10 +40,10 @@ def at_places(function, logits, inputs, positions):
 draft_places = jax.jit(partial(at_places, draw_draft))
 
 
-@partial(jax.jit, static_argnames="variant")
-def draw_places(logits, inputs, positions, variant="sampled"):
+@partial(jax.jit, static_argnames="sampler")
+def draw_places(logits, inputs, positions, sampler=SAMPLED):
     """The target's own."""
-    return at_places(partial(draw, variant=variant), logits, inputs, positions)
+    return at_places(partial(draw, sampler=sampler), logits, inputs, positions)
 
 
 int32 = partial(np.asarray, dtype=np.int32)
@@ -75,15 +76,15 @@ def test_exact_verification_gives_the_table(drafts, target, emitted):
     assert result.tokens.dtype == result.num_accepted.dtype == result.num_emitted.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-def test_rejection_verifies_greedy_rows_exactly(variant, make_inputs):
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+def test_rejection_verifies_greedy_rows_exactly(sampler, make_inputs):
     cases = [case for case in GREEDY_CASES if len(case[0][0]) == 3 and min(case[1][0]) >= 0]
     drafts, target, emitted = (int32(np.concatenate(part)) for part in zip(*cases, strict=True))
     drafts, target, emitted = (np.resize(x, (ROWS, x.shape[1])) for x in (drafts, target, emitted))
     logits = np.where(np.arange(LARGE) == target[:, :, None], 100, -100).astype(np.float32)
     draft_logits = np.random.default_rng(0).normal(size=(ROWS, 3, LARGE)).astype(np.float32)
     inputs = make_inputs(ROWS, temperature=0.0)
-    result = rejection(logits, drafts, draft_logits, inputs, places(ROWS, 4), variant=variant)
+    result = rejection(logits, drafts, draft_logits, inputs, places(ROWS, 4), sampler=sampler)
     np.testing.assert_array_equal(result.tokens, emitted)
 
 
@@ -121,7 +122,7 @@ def test_sampled_output_keeps_the_targets_distribution(
     inputs, positions = make_inputs(MANY, temperature), places(MANY, num_drafts + 1)
     # Really drawn, with the drafting noise of the same seeds and positions as the test's.
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
-    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
     np.testing.assert_array_equal(num_emitted, result.num_accepted + 1)
     if proposal == "same":
@@ -149,7 +150,7 @@ def test_rejection_with_top_k_and_top_p_keeps_the_targets_distribution(
     inputs, positions = make_inputs(MANY, top_k=3, top_p=0.7), places(MANY, 2)
     draft_logits = spread(draft_row, MANY)
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
-    result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, variant="full")
+    result = rejection(spread(row, MANY), drafts, draft_logits, inputs, positions, sampler=FULL)
     tokens = np.asarray(result.tokens)
     assert_distributed_as(tokens[:, 0], kept[0])
     assert_distributed_as(tokens[tokens[:, 1] >= 0, 1], kept[1])
@@ -178,7 +179,7 @@ def test_many_steps_keep_the_joint_distribution(method, make_inputs, assert_dist
             result = exact(draw_places(logits, inputs, positions), drafts)
         else:
             args = logits, drafts, draft_logits[:, :-1], inputs, positions
-            result = rejection(*args, variant="sampled")
+            result = rejection(*args, sampler=SAMPLED)
         emitted = np.asarray(result.tokens)
         for place in range(num_drafts + 1):
             real = emitted[:, place] != NO_TOKEN
@@ -197,13 +198,13 @@ def test_the_token_after_a_rejection_is_drawn_from_the_excess_alone(vocab, make_
     inputs, positions = make_inputs(8), places(8, 2)
     drafts = np.full((8, 1), 3, np.int32)
     result = rejection(
-        spread(row, 8), drafts, spread(draft_row, 8), inputs, positions, variant="sampled"
+        spread(row, 8), drafts, spread(draft_row, 8), inputs, positions, sampler=SAMPLED
     )
     np.testing.assert_array_equal(result.num_accepted, 0)
     assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
     # The draft's mass covers all of the target's: what is left is rounding, if that.
     same = spread(row[:1], 8)
-    result = rejection(spread(row, 8), drafts, same, inputs, positions, variant="sampled")
+    result = rejection(spread(row, 8), drafts, same, inputs, positions, sampler=SAMPLED)
     np.testing.assert_array_equal(result.num_emitted, 1)
     assert (np.asarray(result.tokens)[:, 0] >= vocab - 2).all()
 
@@ -214,27 +215,27 @@ def test_a_placeholder_falls_and_the_target_alone_decides(make_inputs, assert_di
     draft_logits = logits[:, :-1]
     drafts = draft_places(draft_logits, inputs, positions[:, :-1])
     drafts = np.where(np.arange(3) == 1, NO_TOKEN, drafts)
-    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
     np.testing.assert_array_equal(result.num_emitted, 2)  # equal distributions: the first stands
     np.testing.assert_array_equal(result.tokens[:, 0], drafts[:, 0])
     assert_distributed_as(result.tokens[:, 1], softmax(row[1]))
 
 
-@pytest.mark.parametrize("variant", ["sampled", "full"])
-def test_placeholders_alone_leave_plain_sampling(variant, make_inputs):
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
+def test_placeholders_alone_leave_plain_sampling(sampler, make_inputs):
     logits = np.random.default_rng(4).normal(size=(ROWS, 4, LARGE)).astype(np.float32)
     inputs, positions = make_inputs(ROWS, 0.9, top_k=[0, 5] * 8, top_p=0.9), places(ROWS, 4)
-    plain = draw_places(logits[:, :1], inputs, positions[:, :1], variant)
+    plain = draw_places(logits[:, :1], inputs, positions[:, :1], sampler)
     none = np.full((ROWS, 3), NO_TOKEN, np.int32)
-    result = rejection(logits, none, logits[:, 1:], inputs, positions, variant=variant)
+    result = rejection(logits, none, logits[:, 1:], inputs, positions, sampler=sampler)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)
     np.testing.assert_array_equal(result.num_emitted, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("variant", ["sampled", "full"])
+@pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
 def test_a_nan_in_the_target_ends_the_row_and_in_the_draft_only_the_draft(
-    temperature, variant, make_inputs
+    temperature, sampler, make_inputs
 ):
     row = np.random.default_rng(5).normal(size=(4, LARGE)).astype(np.float32)
     logits, draft_logits = spread(row, ROWS).copy(), spread(row[:-1], ROWS).copy()
@@ -244,7 +245,7 @@ def test_a_nan_in_the_target_ends_the_row_and_in_the_draft_only_the_draft(
     logits[3, 0] = -np.inf
     draft_logits[4:8] = np.nan
     inputs, positions = make_inputs(ROWS, temperature), places(ROWS, 4)
-    result = rejection(logits, drafts, draft_logits, inputs, positions, variant=variant)
+    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=sampler)
     tokens, num_emitted = np.asarray(result.tokens), np.asarray(result.num_emitted)
     assert (num_emitted[:4] <= [0, 1, 2, 0]).all() and (num_emitted[4:] >= 1).all()
     if temperature == 0:  # the drafts are the target's own choice, and q plays no part
@@ -264,16 +265,16 @@ def test_a_rows_acceptance_depends_on_no_other_row(make_inputs):
     inputs, positions = make_inputs(ROWS, random.choice([0.0, 0.7], ROWS)), places(ROWS, 4)
     drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
 
-    def tokens(chosen, variant):
+    def tokens(chosen, sampler):
         part = jax.tree.map(lambda leaf: leaf[chosen], inputs)
         args = logits[chosen], drafts[chosen], draft_logits[chosen], part, positions[chosen]
-        return np.asarray(rejection(*args, variant=variant).tokens)
+        return np.asarray(rejection(*args, sampler=sampler).tokens)
 
-    everything = tokens(np.arange(ROWS), "sampled")
+    everything = tokens(np.arange(ROWS), SAMPLED)
     assert len(np.unique((everything != -1).sum(axis=1))) > 1
     order = random.permutation(ROWS)
-    np.testing.assert_array_equal(tokens(order[:5], "sampled"), everything[order[:5]])
-    np.testing.assert_array_equal(tokens(order, "full"), everything[order])
+    np.testing.assert_array_equal(tokens(order[:5], SAMPLED), everything[order[:5]])
+    np.testing.assert_array_equal(tokens(order, FULL), everything[order])
 
 
 def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(make_inputs):
@@ -281,7 +282,7 @@ def test_stop_ids_are_neither_drafted_nor_emitted_before_the_minimum_length(make
     positions = places(MANY, 4)  # 5, 6, 7, 8
     logits = np.zeros((MANY, 4, VOCAB), np.float32)
     drafts = draft_places(logits[:, 1:], inputs, positions[:, :-1])
-    result = rejection(logits, drafts, logits[:, 1:], inputs, positions, variant="sampled")
+    result = rejection(logits, drafts, logits[:, 1:], inputs, positions, sampler=SAMPLED)
     for tokens in (np.asarray(drafts), np.asarray(result.tokens)):
         assert not (tokens[:, :2] == 2).any()
         assert (tokens[:, 2] == 2).any()
@@ -300,7 +301,7 @@ def test_a_draft_vocabulary_of_stop_ids_alone_drafts_nothing_before_the_minimum_
     draft_logits = np.where(np.arange(LARGE) == 2, logits[:, :-1], -np.inf).astype(np.float32)
     drafts = np.asarray(draft_places(draft_logits, inputs, positions[:, :-1]))
     np.testing.assert_array_equal(drafts, spread([NO_TOKEN, 2, 2], ROWS))
-    result = rejection(logits, drafts, draft_logits, inputs, positions, variant="sampled")
+    result = rejection(logits, drafts, draft_logits, inputs, positions, sampler=SAMPLED)
     plain = draw_places(logits[:, :1], inputs, positions[:, :1])
     np.testing.assert_array_equal(result.num_emitted, 1)
     np.testing.assert_array_equal(result.tokens[:, :1], plain)

@@ -5,6 +5,7 @@ import pytest
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
 from jaxspec.request import Finish
+from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.scheduler import Scheduler
 
 
@@ -443,13 +444,13 @@ def test_the_program_can_do_what_the_most_demanding_row_needs():
         make_group(2, 3, 6, temperature=1.0),
         make_group(3, 3, 4, temperature=1.0, top_p=0.5),
     )
-    variants = []
+    words = []
     while loop.scheduler.has_work:
-        variants.append(loop.turn().plan.program.variant)
-    assert variants == ["full"] * 4 + ["sampled"] * 2
+        words.append(str(loop.turn().plan.program.sampler))
+    assert words == ["full"] * 4 + ["sampled"] * 2
     loop = Loop()
     loop.add(make_group(1, 3, 3, temperature=0.0, top_p=0.5))
-    assert loop.turn().plan.program.variant == "greedy"
+    assert loop.turn().plan.program.sampler == GREEDY
 
 
 def test_statistics_count_the_drafts_that_were_verified():

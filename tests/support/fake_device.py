@@ -6,8 +6,9 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import StepOutput, batch_row_layout, plan_layout
+from jaxspec.plan import StepOutput, plan_layout
 from jaxspec.request import Finish, Request
+from jaxspec.row import row_layout
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
@@ -71,7 +72,7 @@ def true_tokens(request, count):
 
 @dataclasses.dataclass
 class Row:
-    """A row of the batch state, with the fields of `batch_row_layout`."""
+    """A row of the batch state, with the fields of `row_layout`."""
 
     request: Request
     fields: dict
@@ -134,7 +135,7 @@ class FakeDevice:
             self._prefill(
                 num_decode + seq,
                 tokens,
-                values["lookahead_tokens"][seq],
+                values["next_prefill_tokens"][seq],
                 *outputs,
                 plan.program.decode_rows + seq,
                 step.prefills[seq],
@@ -183,7 +184,7 @@ class FakeDevice:
         assert {fork.source_slot for fork in forks} <= present
 
     def _remap(self, values, scheduler):
-        layout = batch_row_layout(self.buckets.num_drafts)
+        layout = row_layout(self.buckets.num_drafts)
         previous, old = values["prev_positions"], self.rows
         kept = previous[previous >= 0]
         assert len(set(kept)) == len(kept), "two rows come from one"
@@ -217,8 +218,7 @@ class FakeDevice:
         assert fields["top_k"] == params.top_k
         assert [i for i in fields["stop_ids"] if i >= 0] == list(request.stop_ids)
         for name in ("temperature", "top_p"):
-            bits = np.int32(fields[name])
-            assert bits.view(np.float32) == np.float32(getattr(params, name))
+            assert fields[name] == np.float32(getattr(params, name))
         assert (fields["state_offset"], fields["finish"], fields["num_drafts"]) == (0, 0, 0)
         assert set(fields["drafts"]) <= {-1}
         assert self.owner.get(request) != request.generation, "new although it was there"
@@ -310,7 +310,7 @@ class FakeDevice:
         output.num_drafts[index], output.num_accepted[index] = len(drafts), accepted
         self._emit(row, targets[: accepted + 1], accepted + 1, output, index)
 
-    def _prefill(self, index, tokens, lookahead, output, place, entry):
+    def _prefill(self, index, tokens, next_prompt_token, output, place, entry):
         row, length = self.rows[index], len(tokens)
         self.log[-1][1].append((row.request.seed, length))
         assert not row.finish
@@ -318,7 +318,7 @@ class FakeDevice:
         assert tokens.tolist() == true_tokens(row.request, end)[row.num_computed :]
         ends_prompt = end == row.fields["prefill_len"]
         assert end <= row.fields["prefill_len"]
-        assert lookahead == (-1 if ends_prompt else true_tokens(row.request, end + 1)[end])
+        assert next_prompt_token == (-1 if ends_prompt else true_tokens(row.request, end + 1)[end])
         assert entry.bound == ends_prompt
         self._compute(row, tokens.tolist())
         emitted = [next_token(row.request.seed, end)] if ends_prompt else []

@@ -69,7 +69,7 @@ class Harness:
         chunk: int | None = None,
         num_pages: int = 400,
         page_size: int = 4,
-        variants=("greedy",),
+        samplers=(GREEDY.sampler,),
         decode_rows=(ROWS,),
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
@@ -118,7 +118,7 @@ class Harness:
             states=states,
             kv_dtype=kv_dtype,
         )
-        warm_up(self.runner, variants)
+        warm_up(self.runner, samplers)
         self.scheduler = Scheduler(self.buckets)
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []

@@ -14,7 +14,7 @@ EVENTS = {"admit": 0.3, "abort": 0.02, "preempt": 0.05, "permute": 0.2, "none": 
 
 
 def walk_harness(
-    accuracy, *, vary=False, drafts=3, variants=("greedy", "sampled"), **options
+    accuracy, *, vary=False, drafts=3, samplers=(GREEDY.sampler, SAMPLED.sampler), **options
 ) -> Harness:
     """An engine whose oracle proposer knows the greedy continuation of every prompt."""
     longest = PARAMS[2]
@@ -24,7 +24,7 @@ def walk_harness(
         accuracy=accuracy,
         continuations=known,
         vary=vary,
-        variants=variants,
+        samplers=samplers,
         **options,
     )
 

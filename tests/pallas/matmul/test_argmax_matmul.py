@@ -10,7 +10,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.matmul.scores import NO_TOKEN
-from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.row import MAX_STOP_IDS
 from jaxspec.weight import Dense
 
 INF, NAN = np.inf, np.nan

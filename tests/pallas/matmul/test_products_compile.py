@@ -15,7 +15,7 @@ from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.plan import MAX_STOP_IDS
+from jaxspec.row import MAX_STOP_IDS
 from jaxspec.weight import Dense
 
 OPTIMIZED = True  # as for a user

@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.proposers import DraftInputs
 from jaxspec.proposers.testing.oracle import OracleProposer
+from jaxspec.sampler import GREEDY
 from jaxspec.sampling import SamplingInputs
 
 SEQUENCE = tuple(range(10, 60))
@@ -24,13 +25,12 @@ def oracle(accuracy=None, vary=False, sequences=(SEQUENCE,), seed=0):
 
 def propose(proposer, num_computed, key=1):
     rows = len(num_computed)
-    ints, floats = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    sampling = SamplingInputs(floats, ints, floats, ints, ints[:, None], ints)
+    ints = jnp.zeros(rows, jnp.int32)
     inputs = DraftInputs(
         model=None, hidden=None, aux_hidden=None, next_tokens=ints, last_index=ints, slots=ints + 1,
         num_computed=jnp.asarray(num_computed, jnp.int32), max_len=ints + 99, last_token=ints,
-        should_draft=ints == 0, proposer_key=ints + key, sampling=sampling, page_size=4,
-        variant="greedy",
+        should_draft=ints == 0, proposer_key=ints + key, sampling=SamplingInputs({}), page_size=4,
+        sampler=GREEDY,
     )  # fmt: skip
     drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))
     assert cache == "cache" and drafts.logits is None

@@ -18,9 +18,10 @@ from jaxspec.pallas import dispatch
 from jaxspec.plan import Program
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.program_cache import kept
+from jaxspec.sampler import GREEDY, SAMPLED
 
 real_folder = program_cache._folder
-FIRST = Program(4, 0, "greedy")
+FIRST = Program(4, 0, GREEDY)
 FEW = {"decode_rows": (4,), "prefill_tokens": (16,), "steps_per_dispatch": 2}
 
 
@@ -260,7 +261,7 @@ def test_sources_edited_while_a_process_runs_are_not_taken_for_those_it_runs(
 
 
 def key(fixture="qwen3_5", program=FIRST, **options):
-    engine = Harness(fixture, variants=(), **{"drafts": 1, "accuracy": None, **options})
+    engine = Harness(fixture, samplers=(), **{"drafts": 1, "accuracy": None, **options})
     runner = engine.runner
     packed = runner._empty_plan(program)
     args = runner._weights, runner._tables, runner._state, packed
@@ -284,7 +285,7 @@ OTHER = [
     {"kv_dtype": jnp.dtype("bfloat16")},
     {"decode_rows": (2, 4)},
     {"program": dataclasses.replace(FIRST, num_steps=2)},
-    {"program": dataclasses.replace(FIRST, variant="sampled")},
+    {"program": dataclasses.replace(FIRST, sampler=SAMPLED)},
 ]
 
 

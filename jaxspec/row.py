@@ -1,0 +1,92 @@
+"""The fields of a batch row, one line each: all that is remembered of a request between steps.
+
+The layout of a packed row, what the host writes when a request enters the batch and the columns of
+`runner.batch_state.BatchState` are made from this table. No JAX here.
+
+A new sampling parameter is three things: its definition in `sampling_params.SamplingParams` (the
+field, its check, and in `sampler` when a request wants its processor); its line in
+`SAMPLING_FIELDS`; and its processor in `sampling/processors.py`. Nothing else names it:
+`tests/sampling/test_new_parameter.py` adds one that way.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxspec.layout import Field, PackedLayout
+from jaxspec.request import Request
+
+MAX_STOP_IDS = 16  # stop token ids a row has room for
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RowField(Field):
+    """A column of the batch state."""
+
+    # Its value when a request enters the batch: a constant where the device alone changes it. -1s
+    # follow a sequence that is shorter than the field.
+    value: Callable[[Request], Any] | int
+
+
+def _seed_bits(request: Request) -> np.int32:
+    return np.uint32(request.seed).view(np.int32)
+
+
+def _min_len(request: Request) -> int:
+    return len(request.prompt) + request.params.min_tokens
+
+
+# What `jaxspec.sampling` reads; greedy rows ignore temperature, top_k and top_p.
+SAMPLING_FIELDS = (
+    RowField("seed", "Key of the request's noise, with the position.", _seed_bits),
+    RowField("temperature", "0: greedy.", lambda r: r.params.temperature, dtype=np.float32),
+    RowField("top_k", "Ids kept; 0 or less: all.", lambda r: min(r.params.top_k, _INT32_MAX)),
+    RowField("top_p", "Probability mass kept; 1: all.", lambda r: r.params.top_p, dtype=np.float32),
+    RowField("stop_ids", "These end it; then -1.", lambda r: r.stop_ids, shape=(MAX_STOP_IDS,)),
+    RowField("min_len", "Tokens, prompt included, before which no stop id may come.", _min_len),
+)
+
+FIELDS = (
+    RowField("slot", "Index into every pool; 0: the row is empty.", lambda r: r.slot),
+    RowField("prefill_len", "Tokens the request entered with.", lambda r: r.prefill_len),
+    RowField("max_len", "Tokens, prompt included, at which it ends.", lambda r: r.max_len),
+    RowField("num_computed", "Tokens that the caches hold.", lambda r: r.num_computed),
+    RowField("last_token", "The first token not computed.", lambda r: r.tokens[r.prefill_len - 1]),
+    RowField("state_offset", "Drafts accepted last: the index of the true candidate state.", 0),
+    RowField("ring_length", "Tokens of the ring that the slot's state lacks.", 0),
+    RowField("finish", "A `Finish`; once set the row emits nothing more.", 0),
+    *SAMPLING_FIELDS,
+    RowField("proposer_key", "Entry of the proposer's tables.", lambda r: r.proposer_key),
+    RowField("num_drafts", "Drafts that were proposed.", 0),
+    RowField("drafts", "To verify next, then -1.", -1, shape=("drafts",)),
+)
+
+
+@functools.cache
+def row_layout(num_drafts: int) -> PackedLayout:
+    """Where each field of a row lies; the rows of a batch state are `[rows, size]`."""
+    return PackedLayout(FIELDS, num_drafts)
+
+
+def write_row(entry: np.ndarray, request: Request, layout: PackedLayout) -> None:
+    """Write all that the device learns of a request that enters into `entry` (int32 `[size]`).
+
+    Raises:
+        ValueError: a sequence is longer than its field.
+    """
+    for field in FIELDS:
+        column = layout.read(entry, field.name)
+        value = field.value(request) if callable(field.value) else field.value
+        if isinstance(value, tuple | list):
+            if len(value) > len(column):
+                raise ValueError(
+                    f"A row has room for {len(column)} {field.name}, got {len(value)}. Give fewer."
+                )
+            column[...] = -1
+            column[: len(value)] = value
+        else:
+            column[...] = value

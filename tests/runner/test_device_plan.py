@@ -1,0 +1,31 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import Buckets
+from jaxspec.plan import Program, pack_plan, plan_layout
+from jaxspec.runner.device_plan import DevicePlan
+from jaxspec.sampler import GREEDY
+
+BUCKETS = Buckets(
+    max_num_seqs=4,
+    max_model_len=64,
+    page_size=4,
+    num_pages=65,
+    num_drafts=3,
+    decode_rows=(4,),
+    prefill_tokens=(8,),
+)
+
+
+@pytest.mark.parametrize("prefill_tokens", [0, 8])
+def test_a_plan_reads_on_the_device_as_it_was_packed(prefill_tokens):
+    program = Program(4, prefill_tokens, GREEDY)
+    random = np.random.default_rng(0)
+    shapes = plan_layout(program, BUCKETS).shapes
+    values = {name: random.integers(0, 99, shape, np.int32) for name, shape in shapes.items()}
+    packed = jnp.asarray(pack_plan(program, BUCKETS, values))
+    plan = DevicePlan.unpack(packed, program, BUCKETS)._asdict()
+    assert list(plan) == list(values)
+    for name, value in values.items():
+        np.testing.assert_array_equal(plan[name], value, err_msg=name)

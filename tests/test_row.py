@@ -1,0 +1,61 @@
+"""The table of a row's fields: what a request that enters brings along, and where it lies."""
+
+import numpy as np
+import pytest
+
+from jaxspec.request import Request
+from jaxspec.row import FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, row_layout, write_row
+from jaxspec.sampling_params import SamplingParams
+
+
+def written(num_drafts=2, stop_ids=(), **params):
+    """The fields of a request that resumes: prompt 5 6 7, output 8, slot 4."""
+    request = Request((5, 6, 7), SamplingParams(max_tokens=9, **params), 2**32 - 1, stop_ids)
+    request.tokens, request.slot, request.prefill_len = [5, 6, 7, 8], 4, 4
+    layout = row_layout(num_drafts)
+    entry = np.full(layout.size, 77, np.int32)
+    write_row(entry, request, layout)
+    return {name: value.tolist() for name, value in layout.unpack(entry).items()}
+
+
+def test_a_row_begins_as_its_request_says():
+    fields = written(stop_ids=(3, 9), temperature=0.5, top_k=2**40, top_p=0.25, min_tokens=2)
+    assert fields == {
+        "slot": 4,
+        "prefill_len": 4,
+        "max_len": 12,
+        "num_computed": 0,
+        "last_token": 8,
+        "state_offset": 0,
+        "ring_length": 0,
+        "finish": 0,
+        "seed": -1,  # the bits of 2**32 - 1
+        "temperature": 0.5,
+        "top_k": 2**31 - 1,
+        "top_p": 0.25,
+        "stop_ids": [3, 9] + [-1] * (MAX_STOP_IDS - 2),
+        "min_len": 5,
+        "proposer_key": 0,
+        "num_drafts": 0,
+        "drafts": [-1, -1],
+    }
+
+
+def test_more_stop_ids_than_there_is_room_for_are_refused():
+    with pytest.raises(ValueError, match="room for 16 stop_ids, got 17"):
+        written(stop_ids=tuple(range(17)))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 8])
+def test_a_row_has_room_for_its_drafts_behind_fields_that_never_move(num_drafts):
+    layout, plain = row_layout(num_drafts), row_layout(0)
+    assert layout.size == plain.size + num_drafts
+    assert {k: v for k, v in layout.slices.items() if k != "drafts"} == {
+        k: v for k, v in plain.slices.items() if k != "drafts"
+    }
+
+
+def test_every_field_has_a_name_of_its_own_and_a_meaning():
+    assert len(row_layout(0).fields) == len(FIELDS)
+    assert all(field.meaning.endswith(".") for field in FIELDS)
+    assert set(SAMPLING_FIELDS) <= set(FIELDS)

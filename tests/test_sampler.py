@@ -1,0 +1,48 @@
+"""Samplers: a lattice, in which a step runs the join of what its rows need."""
+
+import itertools
+
+import pytest
+
+from jaxspec.sampler import FULL, GREEDY, SAMPLED, SAMPLERS, Sampler, closed_under_join, join
+
+A, B, C = (Sampler.of(name) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "z"), list(itertools.product([GREEDY, SAMPLED, FULL, A, A | B], repeat=3))
+)
+def test_the_join_is_that_of_a_lattice(x, y, z):
+    assert x | x == x | GREEDY == x
+    assert x | y == y | x
+    assert (x | y) | z == x | (y | z)
+    assert hash(x | y) == hash(y | x)
+
+
+def test_greedy_sampled_and_full_are_a_chain():
+    assert GREEDY | SAMPLED == SAMPLED and SAMPLED | FULL == FULL
+    assert [sampler.makes_logits for sampler in SAMPLERS.values()] == [False, True, True]
+    assert [sampler.draws for sampler in SAMPLERS.values()] == [False, True, True]
+
+
+def test_a_sampler_that_does_not_draw_may_need_logits():
+    assert A.makes_logits and not A.draws and (A | SAMPLED).draws
+
+
+def test_samplers_go_by_the_words_users_know():
+    assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "full"]
+    assert str(A | B) == "a_and_b"
+    with pytest.raises(ValueError, match="one of .*'greedy', 'sampled', 'full'.*, got 'beam'"):
+        Sampler.named("beam")
+
+
+def test_the_join_of_several_can_do_what_each_can():
+    assert join([]) == GREEDY and join([A, B, A]) == A | B
+
+
+def test_steps_of_any_rows_have_their_join_among_those_that_are_closed():
+    assert closed_under_join([FULL, GREEDY, SAMPLED]) == [GREEDY, SAMPLED, FULL]
+    assert closed_under_join([]) == []
+    closed = closed_under_join([A, B, C])
+    rows = [join(some) for n in (1, 2, 3) for some in itertools.combinations([A, B, C], n)]
+    assert closed == rows  # the ones with the fewest processors first
