@@ -75,6 +75,11 @@ class Program:
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
 
 
+# Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
+# because the copies would cost as much without moves as with all there is room for.
+MOVES = Program(decode_rows=0, prefill_tokens=0, variant="greedy", num_steps=0)
+
+
 @functools.cache
 def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
@@ -85,6 +90,9 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     # draft head; a chunk of prompt adds its own length.
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
+    # A target gets its whole page table: whoever starts on many pages at once, as a hit of a prefix
+    # cache would, needs no more room. Only the number of targets would have to grow.
+    moves = new if program == MOVES else 0
     return PackedLayout(
         prev_positions=(rows,),
         num_decode=(),
@@ -96,6 +104,11 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
         prefill_tokens=(program.prefill_tokens,),
         prefill_lens=(seqs,),
         lookahead_tokens=(seqs,),
+        source_slots=(moves,),
+        target_slots=(moves,),
+        source_pages=(moves,),
+        target_pages=(moves,),
+        target_tables=(moves, buckets.pages_per_seq),
     )
 
 
@@ -153,15 +166,14 @@ class StepOutput:
         return [RowOutput(*row) for row in zip(*fields, strict=True)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Fork:
+class Fork(NamedTuple):
     """A request that starts where another one's prompt ends, on a copy of its state."""
 
     source_slot: int
     target_slot: int
     source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
     target_page: int
-    last_index: int  # where in the page table that page stands
+    target_table: tuple[int, ...]  # all pages of the new request, the shared ones first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +185,6 @@ class StepPlan:
 
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, buckets)`
-    forks: tuple[Fork, ...] = ()  # carried out before the step
 
 
 def pack_plan(program: Program, buckets: Buckets, values: dict[str, Any]) -> np.ndarray:

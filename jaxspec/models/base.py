@@ -6,7 +6,7 @@ import flax.struct
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import OutputHead
 from jaxspec.regions import DecodeRegion, PrefillRegion
@@ -41,7 +41,7 @@ class Asked:
 
 
 class Model(nnx.Module, abc.ABC):
-    """A causal language model over a `HybridCache`. Methods are pure in the cache."""
+    """A causal language model over `Pools`. Methods are pure in the pools."""
 
     config: ModelConfig
     output_head: OutputHead
@@ -67,14 +67,14 @@ class Model(nnx.Module, abc.ABC):
         """Whether the checkpoint carried the tensors of a multi-token-prediction head."""
 
     @abc.abstractmethod
-    def cache_shape(self) -> CacheShape:
-        """Sizes of the keys, values and recurrent states this model keeps."""
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """The pools that this model keeps between steps."""
 
     @abc.abstractmethod
     def hidden(
-        self, inputs: ModelInputs, cache: HybridCache
-    ) -> tuple[Float[Array, "tokens hidden"], HybridCache]:
-        """The trunk's output after its final norm, and the cache with this step written."""
+        self, inputs: ModelInputs, pools: Pools
+    ) -> tuple[Float[Array, "tokens hidden"], Pools]:
+        """The trunk's output after its final norm, and the pools with this step written."""
 
     def logits(
         self, hidden: Float[Array, "n hidden"], head: Float[Array, "hidden ids"] | None = None
@@ -109,9 +109,9 @@ class Model(nnx.Module, abc.ABC):
         next_tokens: Int[Array, " tokens"],
         hidden: Float[Array, "tokens hidden"],
         inputs: ModelInputs,
-        cache: HybridCache,
+        pools: Pools,
         asked: Asked | None = None,
-    ) -> tuple[Float[Array, "asked hidden"], HybridCache]:
+    ) -> tuple[Float[Array, "asked hidden"], Pools]:
         """One pass of the multi-token-prediction head, and its output for `asked` (None: for all).
 
         `next_tokens[i]` is the token at `inputs.positions[i] + 1` and `hidden[i]` the trunk's

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache import CacheOptions, CacheSpec, KVLayers, PagedKV, Pools
 from jaxspec.models.base import Asked, Model, ModelInputs
-from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.linear import Embedding, OutputHead, Placement
@@ -23,7 +23,7 @@ class DecoderLayer(nnx.Module):
     """Attention and a feed-forward layer, each added to its input's residual stream."""
 
     def __init__(self, config: ModelConfig, cache_layer: int, dtype: jnp.dtype):
-        """`cache_layer`: index among the cache's attention layers."""
+        """`cache_layer`: index among the pools' attention layers."""
         self.cache_layer = cache_layer
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, dtype)
@@ -36,17 +36,17 @@ class DecoderLayer(nnx.Module):
         delta: Delta,
         inputs: ModelInputs,
         angles: Rotation,
-        cache: HybridCache,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
-        """The residual stream, what is still to be added to it, and the cache with this step.
+        pools: Pools,
+    ) -> tuple[_Hidden, Delta, Pools]:
+        """The residual stream, what is still to be added to it, and the pools with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
         """
         x, projected = self.input_norm.matmul(x, delta, self.attention.projection)
-        delta, cache = self.attention(projected, inputs, angles, cache, self.cache_layer)
+        delta, pools = self.attention(projected, inputs, angles, pools, self.cache_layer)
         x, delta = self.mlp(x, delta, self.mlp_norm)
-        return x, delta, cache
+        return x, delta, pools
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
@@ -108,37 +108,29 @@ class Qwen3(Model):
         """Qwen3 was published without one."""
         return False
 
-    def cache_shape(self) -> CacheShape:
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """Keys and values of every layer; no recurrent state."""
-        return CacheShape(
-            kv_layers=len(self.layers),
-            kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            state_layers=0,
-            state_shape=(0, 0, 0),
-            state_key_heads=0,
-            conv_dim=0,
-            conv_kernel=0,
-        )
+        layers, config = KVLayers(len(self.layers)), self.config
+        return (PagedKV(layers, config.num_kv_heads, config.head_dim, options.kv_dtype),)
 
-    def hidden(self, inputs: ModelInputs, cache: HybridCache) -> tuple[_Hidden, HybridCache]:
-        """The trunk's output after its final norm, and the cache with this step written."""
+    def hidden(self, inputs: ModelInputs, pools: Pools) -> tuple[_Hidden, Pools]:
+        """The trunk's output after its final norm, and the pools with this step written."""
         angles = rotation(inputs.positions, self.config.rotary_dim, self.config.rope_theta)
         embed = self.output_head.embed if self.embedding is None else self.embedding
         x, delta = embed(inputs.tokens), None
         for layer in self.layers:
-            x, delta, cache = layer(x, delta, inputs, angles, cache)
+            x, delta, pools = layer(x, delta, inputs, angles, pools)
         _, hidden = self.norm.add(x, delta)
-        return hidden, cache
+        return hidden, pools
 
     def draft_hidden(
         self,
         next_tokens: Int[Array, " tokens"],
         hidden: _Hidden,
         inputs: ModelInputs,
-        cache: HybridCache,
+        pools: Pools,
         asked: Asked | None = None,
-    ) -> tuple[_Hidden, HybridCache]:
+    ) -> tuple[_Hidden, Pools]:
         """ValueError: there is no draft head."""
         raise ValueError(
             "Drafting with the model's own head needs one, and Qwen3 was published without. Use "

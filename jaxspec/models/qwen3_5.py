@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache import CacheOptions, CacheSpec, KVLayers, PagedKV, Pools
 from jaxspec.models.base import Asked, Model, ModelInputs
-from jaxspec.models.cache import CacheShape, HybridCache
 from jaxspec.models.config import FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.attention import GatedAttention
-from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNet, recurrent_spec
 from jaxspec.models.layers.linear import Embedding, Linear, OutputHead, Placement
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ class DecoderLayer(nnx.Module):
     """A token mixer and a feed-forward layer, each added to its input's residual stream."""
 
     def __init__(self, config: ModelConfig, kind: str, cache_layer: int, dtype: jnp.dtype):
-        """`cache_layer`: index among the cache's layers of this `kind`."""
+        """`cache_layer`: index among the pools' layers of this `kind`."""
         self.cache_layer = cache_layer
         self.input_norm = _norm(config, dtype)
         mixer = GatedAttention if kind == FULL_ATTENTION else GatedDeltaNet
@@ -42,10 +42,10 @@ class DecoderLayer(nnx.Module):
         delta: Delta,
         inputs: ModelInputs,
         angles: Rotation,
-        cache: HybridCache,
+        pools: Pools,
         asked: Asked | None = None,
-    ) -> tuple[_Hidden, Delta, HybridCache]:
-        """The residual stream, what is still to be added to it, and the cache with this step.
+    ) -> tuple[_Hidden, Delta, Pools]:
+        """The residual stream, what is still to be added to it, and the pools with this step.
 
         It is given the stream so too, with `delta` None before the first layer: the norm that
         follows an addition does it, in one kernel, for few rows with the product that follows it.
@@ -53,10 +53,10 @@ class DecoderLayer(nnx.Module):
         """
         x, projected = self.input_norm.matmul(x, delta, self.mixer.projection)
         some = {} if asked is None else {"asked": asked}
-        delta, cache = self.mixer(projected, inputs, angles, cache, self.cache_layer, **some)
+        delta, pools = self.mixer(projected, inputs, angles, pools, self.cache_layer, **some)
         x = x if asked is None else x[asked.index]
         x, delta = self.mlp(x, delta, self.mlp_norm)
-        return x, delta, cache
+        return x, delta, pools
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
@@ -72,14 +72,13 @@ class DraftHead(nnx.Module):
     It takes the trunk's output after the final norm, and in recursion its own, after `norm`.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
+    def __init__(self, config: ModelConfig, cache_layer: int, dtype: jnp.dtype):
+        """`cache_layer`: its layer of keys and values; `dtype`: of the weights."""
         size = config.hidden_size
         self.embedding_norm = _norm(config, dtype)
         self.hidden_norm = _norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype)
-        # Its keys and values lie behind those of the trunk.
-        self.layer = DecoderLayer(config, FULL_ATTENTION, config.num_full_attention_layers, dtype)
+        self.layer = DecoderLayer(config, FULL_ATTENTION, cache_layer, dtype)
         self.norm = _norm(config, dtype)
 
     def __call__(
@@ -88,18 +87,18 @@ class DraftHead(nnx.Module):
         hidden: _Hidden,
         inputs: ModelInputs,
         angles: Rotation,
-        cache: HybridCache,
+        pools: Pools,
         asked: Asked | None,
-    ) -> tuple[_Hidden, HybridCache]:
-        """What the output head scores of `asked`, and the cache with the head's own layer written.
+    ) -> tuple[_Hidden, Pools]:
+        """What the output head scores of `asked`, and the pools with the head's own layer written.
 
         Of tokens that nobody asked for, keys and values are all that is read later.
         """
         both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
         (x,) = self.fc(both)
-        x, delta, cache = self.layer(x, None, inputs, angles, cache, asked)
+        x, delta, pools = self.layer(x, None, inputs, angles, pools, asked)
         _, hidden = self.norm.add(x, delta)
-        return hidden, cache
+        return hidden, pools
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
@@ -125,7 +124,10 @@ class Qwen3_5(Model):
         self.layers = nnx.List(layers)
         self.norm = _norm(config, dtype)
         self.output_head = OutputHead(config.hidden_size, config.vocab_size, dtype)
-        self.draft_head = DraftHead(config, dtype) if draft_head else None
+        self.kv_layers = KVLayers(config.num_full_attention_layers, draft=int(draft_head))
+        self.draft_head = (
+            DraftHead(config, self.kv_layers.of_draft(), dtype) if draft_head else None
+        )
 
     @classmethod
     def for_tensors(
@@ -175,37 +177,31 @@ class Qwen3_5(Model):
         """Whether the checkpoint carried the tensors of a multi-token-prediction head."""
         return self.draft_head is not None
 
-    def cache_shape(self) -> CacheShape:
-        """The trunk's attention and recurrent layers, and the draft head's attention layer."""
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """Keys and values, the draft head's included, and the recurrent layers' states."""
         config = self.config
-        return CacheShape(
-            kv_layers=config.num_full_attention_layers + self.has_draft_head,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            state_layers=config.num_linear_attention_layers,
-            state_shape=(config.linear_value_heads, config.linear_value_dim, config.linear_key_dim),
-            state_key_heads=config.linear_key_heads,
-            conv_dim=config.conv_dim,
-            conv_kernel=config.conv_kernel,
+        return (
+            PagedKV(self.kv_layers, config.num_kv_heads, config.head_dim, options.kv_dtype),
+            recurrent_spec(config, options),
         )
 
-    def hidden(self, inputs: ModelInputs, cache: HybridCache) -> tuple[_Hidden, HybridCache]:
-        """The trunk's output after its final norm, and the cache with this step written."""
+    def hidden(self, inputs: ModelInputs, pools: Pools) -> tuple[_Hidden, Pools]:
+        """The trunk's output after its final norm, and the pools with this step written."""
         angles = self._angles(inputs)
         x, delta = self._embed(inputs.tokens), None
         for layer in self.layers:
-            x, delta, cache = layer(x, delta, inputs, angles, cache)
+            x, delta, pools = layer(x, delta, inputs, angles, pools)
         _, hidden = self.norm.add(x, delta)
-        return hidden, cache
+        return hidden, pools
 
     def draft_hidden(
         self,
         next_tokens: Int[Array, " tokens"],
         hidden: _Hidden,
         inputs: ModelInputs,
-        cache: HybridCache,
+        pools: Pools,
         asked: Asked | None = None,
-    ) -> tuple[_Hidden, HybridCache]:
+    ) -> tuple[_Hidden, Pools]:
         """One pass of the multi-token-prediction head; ValueError if the checkpoint has none."""
         if self.draft_head is None:
             raise ValueError(
@@ -213,7 +209,7 @@ class Qwen3_5(Model):
                 "this one has none. Use another speculative method, or a checkpoint that kept them."
             )
         embedded = self._embed(next_tokens)
-        return self.draft_head(embedded, hidden, inputs, self._angles(inputs), cache, asked)
+        return self.draft_head(embedded, hidden, inputs, self._angles(inputs), pools, asked)
 
     def _embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
         return self.output_head.embed(tokens) if self.embedding is None else self.embedding(tokens)

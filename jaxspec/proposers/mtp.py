@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache import Pools
 from jaxspec.models.base import Asked, Model, ModelInputs
-from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.regions import DecodeRegion
@@ -53,22 +53,22 @@ class MTPProposer(Proposer):
         self,
         model: Model,
         inputs: DraftInputs,
-        cache: HybridCache,
+        pools: Pools,
         tables: tuple[Array, Array] | tuple[()],
-    ) -> tuple[Drafts, HybridCache]:
+    ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
         ids, head = tables or (None, None)
         last = Asked(inputs.last_index, _one_token_inputs(inputs, 0))
-        hidden, cache = model.draft_hidden(
-            inputs.next_tokens, inputs.hidden, inputs.model, cache, last
+        hidden, pools = model.draft_hidden(
+            inputs.next_tokens, inputs.hidden, inputs.model, pools, last
         )
         # In a greedy program no row asks for the distribution of its drafts.
         draws = self.is_probabilistic and inputs.variant != "greedy"
         tokens, logits = [], []
         for draft in range(self.num_drafts):
             if draft:
-                hidden, cache = model.draft_hidden(
-                    tokens[-1], hidden, _one_token_inputs(inputs, draft), cache
+                hidden, pools = model.draft_hidden(
+                    tokens[-1], hidden, _one_token_inputs(inputs, draft), pools
                 )
             if draws:
                 scores = model.logits(hidden, head)
@@ -84,7 +84,7 @@ class MTPProposer(Proposer):
             num_drafts=jnp.where(inputs.wants, self.num_drafts, 0),
             logits=jnp.stack(logits, axis=1) if draws else None,
         )
-        return drafts, cache
+        return drafts, pools
 
 
 def _best(

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.cache import HybridCache
+from jaxspec.cache import Pools
 from jaxspec.plan import PackedLayout, batch_row_layout
 
 _WITHOUT_DRAFTS = batch_row_layout(0).size
@@ -103,7 +103,7 @@ class EngineState:
 
     rows: BatchState
     page_tables: Int[Array, "slots pages"]  # page 0 is the null page
-    cache: HybridCache
+    pools: Pools
     draft_logits: Float[Array, "slots drafts vocab"] | None  # of probabilistic drafts
 
 

@@ -42,7 +42,7 @@ def verify(
 
     `hidden` is the trunk's output at `inputs.logit_index`. Chunk ends are rows without drafts: they
     take the target's token, as plain decoding does. Whether a row emits at all is `inputs.emits`,
-    see `cut_at_end`.
+    see `truncate_at_stop`.
     """
     width, num_rows = inputs.model.width, inputs.model.decode.slots.shape[0]
     sampling = sampling_inputs(inputs.active)

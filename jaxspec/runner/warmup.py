@@ -10,20 +10,21 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.config import Buckets, Variant
-from jaxspec.plan import Program
+from jaxspec.plan import MOVES, Program
 from jaxspec.runner.model_runner import ModelRunner
 
 _Job = tuple[str, Callable[[], jax.stages.Lowered], Callable[[], None]]  # words, lower, run
 
 
 def programs(buckets: Buckets, variants: Iterable[Variant]) -> list[Program]:
-    """Every program that steps of these sampling variants can need."""
-    return [
+    """Every program that plans of these sampling variants can need; one row moves nothing."""
+    steps = [
         Program(rows, tokens, variant, num_steps)
         for variant in variants
         for rows, tokens in buckets.shapes()
         for num_steps in buckets.num_steps(tokens)
     ]
+    return [*steps, MOVES] if buckets.max_num_seqs > 1 else steps
 
 
 def warm_up(
@@ -55,7 +56,7 @@ def warm_up(
 
 def _jobs(runner: ModelRunner, variants: Iterable[Variant]) -> list[_Job]:
     missing = [p for p in programs(runner.buckets, variants) if not runner.is_warm(p)]
-    jobs: list[_Job] = [
+    return [
         (
             _words(program),
             functools.partial(runner.lower, program),
@@ -63,9 +64,6 @@ def _jobs(runner: ModelRunner, variants: Iterable[Variant]) -> list[_Job]:
         )
         for program in missing
     ]
-    if missing and not runner.is_fork_warm:
-        jobs.append(("copies of a prompt's state", runner.lower_fork, runner.warm_up_fork))
-    return jobs
 
 
 def _compile(jobs: list[_Job], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
@@ -92,6 +90,8 @@ def _timed(lowered: jax.stages.Lowered, before: float) -> float:
 
 def _words(program: Program) -> str:
     """A program as a person would name it: "8 rows, 64 prompt tokens, greedy"."""
+    if program == MOVES:
+        return "copies of a prompt's state"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""

@@ -1,11 +1,12 @@
 """Writes a step's decisions into the packed plan."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import MAX_STOP_IDS, Program, batch_row_layout, pack_plan
+from jaxspec.plan import MAX_STOP_IDS, Fork, Program, batch_row_layout, pack_plan
 from jaxspec.request import Request
 
 
@@ -16,12 +17,13 @@ def pack_step(
     rows: Sequence[Request],
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
-    grown: Iterable[Request],
+    grown: Iterable[Request] = (),
+    forks: Sequence[Fork] = (),
 ) -> np.ndarray:
     """The packed plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
 
     Rows the device has are found by where the last plan put them (`Request.row`). `grown` were
-    given pages, which are marked as known there.
+    given pages since the device last heard of theirs (`Request.num_pages_sent`).
 
     Raises:
         ValueError: two rows have the same slot, or come from the same row: both would write there.
@@ -46,6 +48,7 @@ def pack_step(
             "prefill_lens": [n for _, n in prefills],
             "lookahead_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
             **_appends(grown),
+            **_moves(forks, buckets.pages_per_seq),
         },
     )
 
@@ -70,8 +73,20 @@ def _appends(grown: Iterable[Request]) -> dict[str, list[int]]:
             slots.append(request.slot)
             indices.append(index)
             pages.append(request.pages[index])
-        request.num_pages_sent = len(request.pages)
     return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
+
+
+def _moves(forks: Sequence[Fork], pages_per_seq: int) -> dict[str, Any]:
+    tables = np.zeros((len(forks), pages_per_seq), np.int32)
+    for table, fork in zip(tables, forks, strict=True):
+        table[: len(fork.target_table)] = fork.target_table
+    return {
+        "source_slots": [fork.source_slot for fork in forks],
+        "target_slots": [fork.target_slot for fork in forks],
+        "source_pages": [fork.source_page for fork in forks],
+        "target_pages": [fork.target_page for fork in forks],
+        "target_tables": tables,
+    }
 
 
 def _write_row(entry: np.ndarray, request: Request, buckets: Buckets) -> None:

@@ -107,7 +107,7 @@ def test_a_checkpoint_without_draft_tensors_has_no_draft_head(folder):
     edit(folder, drop)  # config.json still says mtp_num_hidden_layers: 1
     model = load_model(folder, jnp.float32)
     assert not model.has_draft_head
-    assert model.cache_shape().kv_layers == 1
+    assert model.kv_layers.total == 1
     with pytest.raises(ValueError, match="needs a checkpoint with `mtp"):
         model.draft_hidden(None, None, None, None)
 

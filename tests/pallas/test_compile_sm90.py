@@ -24,8 +24,8 @@ from benchmarks.measure.shapes import (
     GdnShape,
     Mamba2Shape,
 )
+from jaxspec.cache import CacheOptions, PoolSizes, Replay, allocate
 from jaxspec.models.base import ModelInputs
-from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.models.config import parse_config
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas import dispatch
@@ -675,13 +675,14 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
     model = nnx.eval_shape(lambda: Qwen3_5.for_config(config, jnp.dtype("bfloat16")))
     (layer, *_) = (x for x in model.layers[1:] if type(x.mixer).__name__ == kind)
     graph, params = nnx.split(layer)
-    sizes = CacheSizes(64, 16, 3, width - 1, ring_rows(width, 4))
-    dtypes = map(jnp.dtype, ("bfloat16", "float32"))
-    cache = jax.eval_shape(lambda: init_cache(model.cache_shape(), sizes, *dtypes))
+    dtype, state_dtype = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    options = CacheOptions(dtype, dtype, state_dtype, Replay(window=32))
+    sizes = PoolSizes(num_pages=64, page_size=16, num_slots=3, width=width)
+    pools = jax.eval_shape(lambda: allocate(model.cache_specs(options), sizes))
 
-    def step(params, x, delta, decode, per_token, tables, angles, cache):
+    def step(params, x, delta, decode, per_token, tables, angles, pools):
         inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
-        return nnx.merge(graph, params)(x, delta, inputs, angles, cache)
+        return nnx.merge(graph, params)(x, delta, inputs, angles, pools)
 
     tokens = rows * width
     operands = (
@@ -692,7 +693,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
         array(tokens, dtype=jnp.int32),
         array(3, 16, dtype=jnp.int32),
         (array(tokens, config.rotary_dim // 2),) * 2,
-        cache,
+        pools,
     )
     program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="jit\(step\)/jit\(_?(\w+?)(?:_kernel)?\)'

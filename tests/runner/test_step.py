@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.cache import Snapshot
 from jaxspec.config import Buckets
 from jaxspec.models.base import Model
-from jaxspec.models.cache import CacheShape, CacheSizes, init_cache
 from jaxspec.plan import Program, StepOutput, pack_plan
 from jaxspec.proposers import Drafts, Proposer
 from jaxspec.request import Finish
@@ -35,11 +35,11 @@ class SuccessorModel(Model):
     max_position_embeddings = 64
     has_draft_head = False
 
-    def cache_shape(self):
-        return CacheShape(0, 1, 1, 0, (1, 1, 1), 1, 1, 1)
+    def cache_specs(self, options):
+        return ()
 
-    def hidden(self, inputs, cache):
-        return self.table[...][inputs.tokens][:, None], cache
+    def hidden(self, inputs, pools):
+        return self.table[...][inputs.tokens][:, None], pools
 
     def logits(self, hidden, head=None):
         raise NotImplementedError("a greedy step makes none")
@@ -50,7 +50,7 @@ class SuccessorModel(Model):
     def output_columns(self, ids):
         raise NotImplementedError
 
-    def draft_hidden(self, next_tokens, hidden, inputs, cache):
+    def draft_hidden(self, next_tokens, hidden, inputs, pools):
         raise NotImplementedError
 
 
@@ -67,11 +67,11 @@ class Listener(Proposer):
     def from_config(cls, config, vocab_size):
         return cls()
 
-    def propose(self, model, inputs, cache, tables):
+    def propose(self, model, inputs, pools, tables):
         jax.debug.callback(self.hear, inputs)
         rows = inputs.slots.shape[0]
         tokens = jnp.tile(jnp.array([[7, 8]], jnp.int32), (rows, 1))
-        return Drafts(tokens, jnp.where(inputs.wants, 2, 0), None), cache
+        return Drafts(tokens, jnp.where(inputs.wants, 2, 0), None), pools
 
 
 NUM_ROWS = 4
@@ -92,8 +92,8 @@ def compiled_step(program):
     """The step, and the proposer that listens to it."""
     graph, weights = nnx.split(SuccessorModel({}))
     tree, proposer = jax.tree.structure(weights), Listener()
-    step = make_step(StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier()), program)
-    return jax.jit(step), proposer
+    config = StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier(), (), Snapshot())
+    return jax.jit(make_step(config, program)), proposer
 
 
 def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=()):
@@ -107,12 +107,10 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), lookahead=
         "prefill_lens": [len(chunk) for chunk in chunks],
         "lookahead_tokens": list(lookahead) or [-1] * len(chunks),
     }
-    sizes = CacheSizes(BUCKETS.num_pages, 4, BUCKETS.num_slots, WIDTH - 1)
-    float32 = jnp.dtype("float32")
     state = EngineState(
         rows=make_rows(WIDTH - 1, [*rows, *[None] * (NUM_ROWS - len(rows))]),
         page_tables=np.arange(5 * 16, dtype=np.int32).reshape(5, 16),
-        cache=init_cache(model.cache_shape(), sizes, float32, float32),
+        pools={},
         draft_logits=None,
     )
     weights = jax.tree.leaves(nnx.state(model))

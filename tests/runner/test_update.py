@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache import Replay, Snapshot
 from jaxspec.request import Finish
-from jaxspec.runner.update import cut_at_end, update
+from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.sampling import Acceptance
 
 NONE = -1
+SNAPSHOT = Snapshot()
 
 
 def acceptance_of(tokens, num_accepted=None):
@@ -21,21 +23,21 @@ def acceptance_of(tokens, num_accepted=None):
     return Acceptance(tokens=tokens, num_accepted=np.asarray(num_accepted, np.int32))
 
 
-@functools.partial(jax.jit, static_argnames="ring_rows")
-def cut_and_update(acceptance, rows, lens, emits, ring_rows):
+@functools.partial(jax.jit, static_argnames="states")
+def cut_and_update(acceptance, rows, lens, emits, states):
     """The two as the step joins them."""
     num_decode = rows.num_rows - lens.shape[0]
     first = rows.num_computed + jnp.pad(lens - 1, (num_decode, 0)) + 1
-    cut, finish = cut_at_end(acceptance, rows, first, emits)
-    return cut, cut.num_emitted, update(rows, cut, finish, lens, ring_rows)
+    cut, finish = truncate_at_stop(acceptance, rows, first, emits)
+    return cut, cut.num_emitted, update(rows, cut, finish, lens, states)
 
 
-def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, ring_rows=0):
+def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, states=SNAPSHOT):
     """What is emitted, and the fields of the rows after it."""
     emits = np.ones(len(tokens), bool) if emits is None else np.asarray(emits)
     lens = np.asarray(prefill_lens, np.int32)
     acceptance = acceptance_of(tokens, num_accepted)
-    cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, ring_rows)
+    cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, states)
     after = SimpleNamespace(fields=after.fields, **after.layout.unpack(np.asarray(after.fields)))
     return SimpleNamespace(tokens=np.asarray(cut.tokens), num_emitted=num_emitted), after
 
@@ -117,7 +119,7 @@ def test_the_ring_keeps_what_stands(make_rows):
     rows = make_rows(2, fields)
     tokens = [[5, NONE, NONE], [5, 6, 7], [5, 6, NONE], [NONE] * 3, [NONE] * 3]
     emits = [True, True, True, False, False]
-    _, after = step(rows, tokens, [4], emits, ring_rows=8)
+    _, after = step(rows, tokens, [4], emits, states=Replay(window=5))
     assert np.asarray(after.ring_length).tolist() == [1, 5, 2, 5, 0]
     _, after = step(rows, tokens, [4], emits)
     assert np.asarray(after.ring_length).tolist() == [0, 2, 3, 5, 2]  # not replayed: not looked at

@@ -1,6 +1,5 @@
 """Attention over the paged cache: Qwen3's, and Qwen3.5's with an output gate."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxspec.cache import Pools
 from jaxspec.models.base import Asked, ModelInputs
-from jaxspec.models.cache import HybridCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear, Placement, declare
 from jaxspec.models.layers.rope import Rotation
@@ -83,12 +82,12 @@ class Attention(nnx.Module):
         return self.qkv
 
     def __call__(
-        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, cache: HybridCache,
+        self, projected: _Projected, inputs: ModelInputs, angles: Rotation, pools: Pools,
         layer: int, asked: Asked | None = None,
-    ) -> tuple[Delta, HybridCache]:  # fmt: skip
+    ) -> tuple[Delta, Pools]:  # fmt: skip
         """What is to be added to the residual stream, given what `projection` makes of it.
 
-        `layer` is the index among the cache's attention layers. `asked`: of which tokens; of all
+        `layer` is the index among the pool's layers. `asked`: of which tokens; of all
         others keys and values are written, and no more.
         """
         config = self.config
@@ -96,7 +95,7 @@ class Attention(nnx.Module):
             projected,
             self.norms[...],
             angles,
-            cache.kv,
+            pools["kv"],
             layer,
             inputs.kv_slots,
             heads=config.num_heads,
@@ -109,7 +108,7 @@ class Attention(nnx.Module):
         gate = OutputGate(projected) if self.gated else None
         attended = attend(queries, kv, layer, inputs, gate)
         delta = self.out.delta(attended.reshape(projected.shape[0], -1))
-        return delta, dataclasses.replace(cache, kv=kv)
+        return delta, pools | {"kv": kv}
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""

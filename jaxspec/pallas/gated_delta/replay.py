@@ -23,6 +23,7 @@ class GdnRing:
     k: Float[Array, "layers slots ring key_heads key_dim"]
     u: Float[Array, "layers slots ring value_heads value_dim"]
     g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
+    window: int = flax.struct.field(pytree_node=False, default=0)
 
 
 def gdn_replay(

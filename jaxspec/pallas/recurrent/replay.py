@@ -123,10 +123,10 @@ def asked_rows(
 
 
 def next_ring_length(
-    ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, rows: int
+    ring_length: Int[Array, "..."], kept: Int[Array, "..."], width: int, window: int
 ) -> Int[Array, "..."]:
     """`ring_length` after a step of `width` tokens of which `kept` stand."""
-    return jnp.where(must_fold(ring_length, width, rows), 0, ring_length) + kept
+    return jnp.where(must_fold(ring_length, width, window + width), 0, ring_length) + kept
 
 
 def as_kept(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
