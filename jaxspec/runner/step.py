@@ -97,11 +97,16 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
     ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
         plan = plan_layout(MOVES, config.buckets).unpack(packed)
         state = _place_rows(config, state, plan)
-        fields = {field.name: plan[field.name] for field in dataclasses.fields(Moves)}
+        copies = Moves(
+            source_slots=plan["source_slots"],
+            target_slots=plan["target_slots"],
+            source_pages=plan["source_pages"],
+            target_pages=plan["target_pages"],
+        )
         state = dataclasses.replace(
             state,
             page_tables=write_page_tables(state.page_tables, plan),
-            pools=copy(config.specs, state.pools, Moves(**fields)),
+            pools=copy(config.specs, state.pools, copies),
         )
         return state, jnp.zeros((0, 0, output_layout(config.buckets.num_drafts).size), jnp.int32)
 

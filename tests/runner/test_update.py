@@ -39,7 +39,8 @@ def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, states=SN
     acceptance = acceptance_of(tokens, num_accepted)
     cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, states)
     after = SimpleNamespace(fields=after.fields, **after.layout.unpack(np.asarray(after.fields)))
-    return SimpleNamespace(tokens=np.asarray(cut.tokens), num_emitted=num_emitted), after
+    tokens, num_accepted = np.asarray(cut.tokens), np.asarray(cut.num_accepted)
+    return SimpleNamespace(tokens=tokens, num_emitted=num_emitted, num_accepted=num_accepted), after
 
 
 def test_counts_and_next_tokens_equal_the_table(make_rows):
@@ -164,6 +165,8 @@ def test_a_row_is_cut_at_its_first_end(make_rows, tokens, fields, kept, finish):
     assert int(after.finish[0]) == finish
     assert int(after.last_token[0]) == tokens[kept - 1]
     assert int(after.num_computed[0]) == 10 + kept
+    # The last token is computed by nobody, a stop no less than the target's own.
+    assert int(cut.num_accepted[0]) == int(after.state_offset[0]) == kept - 1
 
 
 def cut_oracle(tokens, index, stop_ids, min_len, max_len):

@@ -316,8 +316,9 @@ class FakeDevice:
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == targets[accepted]:
             accepted += 1
-        output.num_drafts[index], output.num_accepted[index] = len(drafts), accepted
+        output.num_drafts[index] = len(drafts)
         self._emit(row, targets[: accepted + 1], accepted + 1, output, index)
+        output.num_accepted[index] = np.count_nonzero(output.tokens[index] != -1) - 1
 
     def _prefill(self, index, tokens, lookahead, output, place, entry):
         row, length = self.rows[index], len(tokens)
