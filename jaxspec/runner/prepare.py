@@ -48,7 +48,9 @@ def prepare(
     active = rows.take(index)
     prefill_rows = active.take(num_decode_rows + seq)
 
-    decode, columns = _decode_region(active.take(decode_row))
+    decode_rows = active.take(decode_row)
+    num_verified = _num_verified(decode_rows)
+    decode, columns = _decode_region(decode_rows, num_verified)
     prefill, num_decode_tokens = None, columns.tokens.shape[0]
     logit_index = jnp.arange(num_decode_tokens)
     if plan["prefill_tokens"].shape[0]:
@@ -72,7 +74,7 @@ def prepare(
             width=num_decode_tokens // num_decode_rows,
         ),
         logit_index=logit_index,
-        num_verified=jnp.pad(jnp.maximum(decode.query_len - 1, 0), (0, num_seqs)),
+        num_verified=_joined(num_verified, jnp.zeros((num_seqs,), jnp.int32)),
         emits=_joined(decode.query_len > 0, (lens > 0) & (end >= prefill_rows.prefill_len)),
         emits_at=_joined(decode.num_computed + 1, end),
         lookahead=plan["lookahead_tokens"],
@@ -93,14 +95,20 @@ def _joined(decode: Array, prefill: Array) -> Array:
     return jnp.concatenate([decode, prefill])
 
 
-def _decode_region(rows: BatchState) -> tuple[DecodeRegion, TokenColumns]:
-    """The rectangle: each row's last token, then its drafts.
+def _num_verified(rows: BatchState) -> Int[Array, " rows"]:
+    """How many of its drafts each row verifies.
 
-    A draft beyond the request's end is not verified: with c tokens computed and at most m in all,
-    draft j would be followed by token c + 2 + j, so j <= m - 3 - c.
+    A draft beyond the request's end is not: with c tokens computed and at most m in all, draft j
+    would be followed by token c + 2 + j, so j <= m - 3 - c.
     """
     room = jnp.maximum(rows.max_len - 2 - rows.num_computed, 0)
-    num_verified = jnp.minimum(rows.num_drafts, room)
+    return jnp.where(rows.is_live, jnp.minimum(rows.num_drafts, room), 0)
+
+
+def _decode_region(
+    rows: BatchState, num_verified: Int[Array, " rows"]
+) -> tuple[DecodeRegion, TokenColumns]:
+    """The rectangle: each row's last token, then its drafts."""
     # A `where`, not the bare column: XLA would hand a kernel a slice of the rows, and a sliced
     # operand becomes a graph nested in the step's CUDA graph.
     region = DecodeRegion(
