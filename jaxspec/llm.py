@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from jaxspec.cache import kv_dtype_of
 from jaxspec.config import Buckets, StateConfig
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.inputs import Intake, Prompt, params_of
 from jaxspec.models import dtype_of, load_model, resolve_folder
-from jaxspec.models.cache import kv_dtype_of
 from jaxspec.outputs import Delta, RequestOutput, Sample
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer

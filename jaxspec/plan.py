@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.config import Buckets
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.row import row_layout
-from jaxspec.sampler import Sampler
+from jaxspec.sampler import GREEDY, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Program:
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
 
 
+# Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
+# because the copies would cost as much without moves as with all there is room for.
+MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
+
+
 @functools.cache
 def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
@@ -36,6 +41,10 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
     # draft head; a chunk of prompt adds its own length.
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
+    # A target gets its whole page table: whoever starts on many pages at once, as a hit of a prefix
+    # cache would, needs no more room. Only the number of targets would have to grow.
+    moves = new if program == MOVES else 0
+    tables = moves, buckets.pages_per_seq
     chunks = (program.prefill_tokens,)
     return PackedLayout(
         [
@@ -49,6 +58,11 @@ def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
             Field("prefill_tokens", "Chunks of prompts, end to end.", shape=chunks),
             Field("prefill_lens", "Tokens of each chunk; 0: none.", shape=(seqs,)),
             Field("next_prefill_tokens", "What follows it; -1: the step's own.", shape=(seqs,)),
+            Field("source_slots", "Slots that are copied.", shape=(moves,)),
+            Field("target_slots", "Where to; 0: nowhere.", shape=(moves,)),
+            Field("source_pages", "Pages that are copied.", shape=(moves,)),
+            Field("target_pages", "Where to; 0: nowhere.", shape=(moves,)),
+            Field("target_tables", "All pages of each target slot.", shape=tables),
         ]
     )
 
@@ -113,15 +127,14 @@ def output_layout(num_drafts: int) -> PackedLayout:
     return PackedLayout(fields, num_drafts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fork:
+class Fork(NamedTuple):
     """A request that starts where another one's prompt ends, on a copy of its state."""
 
     source_slot: int
     target_slot: int
     source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
     target_page: int
-    last_index: int  # of that page in the page table
+    target_table: tuple[int, ...]  # all pages of the new request, the shared ones first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +146,6 @@ class StepPlan:
 
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, buckets)`
-    forks: tuple[Fork, ...] = ()  # carried out before the step
 
 
 def pack_plan(program: Program, buckets: Buckets, values: dict[str, Any]) -> np.ndarray:

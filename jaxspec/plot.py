@@ -6,6 +6,7 @@ Each function draws on `ax`, or on a new figure, and returns the axes.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.cache import HOLDERS
 from jaxspec.engine import StepTimes
 from jaxspec.outputs import RequestOutput
 from jaxspec.request import RequestMetrics
@@ -26,12 +27,9 @@ _STAGES = {  # of the timeline: colour, and what it is
     "collect": ("#8a4fa3", "host: collect"),
     "device": ("#3a9d5d", "device: run"),
 }
-_POOLS = {  # of the memory map, in words
+_HOLDERS = {  # of the memory map, in words
+    **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in HOLDERS.items()},
     "weights": "weights",
-    "kv": "keys and values\n(pages)",
-    "conv": "convolution inputs\n(slots)",
-    "states": "recurrent states\n(slots x candidates)",
-    "ring": "tokens to replay\n(slots x ring)",
     "page_tables": "page tables\n(slots)",
     "rows": "batch state\n(rows)",
     "draft_logits": "draft logits\n(slots)",
@@ -166,7 +164,7 @@ def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     bars = ax.barh(range(len(pools)), [size / 1e6 for size in pools.values()], color="#3b6fb6")
     labels = [f"{_megabytes(size)}, {size / total:.1%}" for size in pools.values()]
     ax.bar_label(bars, labels, padding=3, fontsize=8)
-    ax.set_yticks(range(len(pools)), [_POOLS.get(name) or name for name in pools], fontsize=8)
+    ax.set_yticks(range(len(pools)), [_HOLDERS.get(name) or name for name in pools], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel(f"megabytes on the device, {_megabytes(total)} in all")
     ax.margins(x=0.2)
@@ -192,6 +190,7 @@ def _bar(
 
 def _step_name(number: int, step: StepTimes) -> str:
     several = f" ({step.program.num_steps} steps)" if step.program.num_steps > 1 else ""
+    several = several if step.program.num_steps else " (copies)"
     return f"step {number}" + (" (prompt)" if step.program.prefill_tokens else several)
 
 

@@ -343,9 +343,10 @@ def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     metrics = drafted.metrics()
     assert metrics["num_steps"] > before and metrics["plan_time"] > 0
     assert metrics["compile_seconds"]["4 rows, 64 prompt tokens, greedy"] > 0
-    state = drafted._runner.state
+    pools = drafted._runner.state.pools
     memory = metrics["memory_bytes"]
-    assert memory["kv"] == state.cache.kv.nbytes and memory["states"] == state.cache.states.nbytes
+    assert memory["kv"] == pools["kv"].nbytes
+    assert memory["states"] == pools["recurrent"].states.nbytes
     assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
 
 

@@ -3,6 +3,7 @@ import pytest
 
 from jaxspec.config import Buckets
 from jaxspec.plan import (
+    MOVES,
     Program,
     RowOutput,
     StepOutput,
@@ -64,6 +65,21 @@ def test_a_list_longer_than_its_field_is_refused(program, name):
     pack_plan(program, BUCKETS, {name: [7] * room})
     with pytest.raises(ValueError, match=rf"room for \({room},\) in {name}, {room + 1} came"):
         pack_plan(program, BUCKETS, {name: [7] * (room + 1)})
+
+
+MOVED = ["source_slots", "target_slots", "source_pages", "target_pages", "target_tables"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_moves_have_a_program_of_their_own(program):
+    """A hot program has no field for them; the other has a whole page table for each target."""
+    sizes = {name: np.prod(shape) for name, shape in plan_layout(program, BUCKETS).shapes.items()}
+    assert not any(sizes[name] for name in MOVED)
+    shapes = plan_layout(MOVES, BUCKETS).shapes
+    assert shapes["target_tables"] == (BUCKETS.max_new_rows, BUCKETS.pages_per_seq)
+    assert {shapes[name] for name in MOVED[:-1]} == {(BUCKETS.max_new_rows,)}
+    computes = ("append_slots", "prefill_tokens", "prefill_lens", "lookahead_tokens")
+    assert {shapes[name] for name in computes} == {(0,)}
 
 
 def test_every_plan_is_a_fresh_array():

@@ -1,14 +1,14 @@
 """What every model offers: `Model`, and the `DraftHead` it may have."""
 
 import abc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
 from jaxspec.models.config import Fields, ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.parameters import Placement
@@ -31,13 +31,13 @@ class DraftHead(Protocol):
 
     @property
     def layers(self) -> tuple[DecoderLayer, ...]:
-        """The head's own decoder layers, whose keys and values the model's cache holds."""
+        """The head's own decoder layers, whose keys and values the model's pools hold."""
         ...
 
     def __call__(
-        self, embedded: _Hidden, hidden: _Hidden, inputs: ModelInputs, cache: HybridCache, /
-    ) -> tuple[_Hidden, HybridCache]:
-        """One pass: the head's output for all tokens, and the cache with its layers written."""
+        self, embedded: _Hidden, hidden: _Hidden, inputs: ModelInputs, pools: Pools, /
+    ) -> tuple[_Hidden, Pools]:
+        """One pass: the head's output for all tokens, and the pools with its layers written."""
         ...
 
     def select(
@@ -45,10 +45,10 @@ class DraftHead(Protocol):
         embedded: _Hidden,
         hidden: _Hidden,
         inputs: ModelInputs,
-        cache: HybridCache,
+        pools: Pools,
         selection: Selection,
         /,
-    ) -> tuple[Float[Array, "selected hidden"], HybridCache]:
+    ) -> tuple[Float[Array, "selected hidden"], Pools]:
         """The same pass, but with the output of the selected tokens alone."""
         ...
 
@@ -58,7 +58,7 @@ class DraftHead(Protocol):
 
 
 class Model(nnx.Module, abc.ABC):
-    """A causal language model over a `HybridCache`. Methods are pure in the cache.
+    """A causal language model over `Pools`. Methods are pure in them.
 
     A family says how its config.json is read and how its tensors are called; the trunk is the same
     for all of them.
@@ -113,22 +113,26 @@ class Model(nnx.Module, abc.ABC):
         """Whether the checkpoint carried the tensors of a draft head."""
         return self.draft_head is not None
 
-    def cache_shape(self) -> CacheShape:
-        """Sizes of the keys, values and recurrent states that all layers keep."""
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """The pools that the layers keep: the trunk's layers first, then the draft head's.
+
+        A layer's index in its pool is the number of layers before it that share the pool.
+        """
         head_layers = () if self.draft_head is None else self.draft_head.layers
-        return _sum_layers(layer.mixer.cache_shape for layer in (*self.trunk.layers, *head_layers))
+        layers = (*self.trunk.layers, *head_layers)
+        return merged(layer.mixer.cache_spec(options) for layer in layers)
 
     def forward(
-        self, inputs: ModelInputs, cache: HybridCache, taps: tuple[int, ...] = ()
-    ) -> tuple[ForwardOutput, HybridCache]:
-        """The trunk's output for every token, and the cache with this step written.
+        self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
+    ) -> tuple[ForwardOutput, Pools]:
+        """The trunk's output for every token, and the pools with this step written.
 
         `taps`: indices of layers; the output then has the residual stream before each of them.
 
         Raises:
             ValueError: a tap is no layer's index.
         """
-        return self.trunk.forward(inputs, cache, taps)
+        return self.trunk.forward(inputs, pools, taps)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> _Hidden:
         """The embeddings of `tokens`; ids out of range are clamped."""
@@ -167,18 +171,3 @@ class Model(nnx.Module, abc.ABC):
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()
-
-
-def _sum_layers(shapes: Iterable[CacheShape]) -> CacheShape:
-    """The cache of several layers, given what each keeps: those that keep a kind keep it alike."""
-    shapes = tuple(shapes)
-    return CacheShape(
-        kv_layers=sum(shape.kv_layers for shape in shapes),
-        kv_heads=max(shape.kv_heads for shape in shapes),
-        head_dim=max(shape.head_dim for shape in shapes),
-        state_layers=sum(shape.state_layers for shape in shapes),
-        state_shape=max(shape.state_shape for shape in shapes),
-        state_key_heads=max(shape.state_key_heads for shape in shapes),
-        conv_dim=max(shape.conv_dim for shape in shapes),
-        conv_kernel=max(shape.conv_kernel for shape in shapes),
-    )

@@ -7,8 +7,8 @@ from typing import Any
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.cache import Pools
 from jaxspec.models.base import Model, ModelInputs
-from jaxspec.models.cache import HybridCache
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
 
@@ -56,9 +56,9 @@ class Proposer(abc.ABC):
 
     @abc.abstractmethod
     def propose(
-        self, model: Model, inputs: DraftInputs, cache: HybridCache, tables: Any
-    ) -> tuple[Drafts, HybridCache]:
-        """Drafts for every row, and the cache with the drafter's own keys and values written."""
+        self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
+    ) -> tuple[Drafts, Pools]:
+        """Drafts for every row, and the pools with the drafter's own keys and values written."""
 
     def init_tables(self, model: Model) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.

@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache import Pools
 from jaxspec.models.base import DraftHead, Model, ModelInputs, Selection
-from jaxspec.models.cache import HybridCache
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.regions import DecodeRegion
@@ -61,15 +61,15 @@ class MTPProposer(Proposer):
         self,
         model: Model,
         inputs: DraftInputs,
-        cache: HybridCache,
+        pools: Pools,
         tables: tuple[Array, Weight] | tuple[()],
-    ) -> tuple[Drafts, HybridCache]:
+    ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
         head = _head_of(model)
         ids, columns = tables or (None, None)
         last_tokens = Selection(inputs.last_index, _one_token_inputs(inputs, 0))
-        hidden, cache = head.select(
-            model.embed(inputs.next_tokens), inputs.hidden, inputs.model, cache, last_tokens
+        hidden, pools = head.select(
+            model.embed(inputs.next_tokens), inputs.hidden, inputs.model, pools, last_tokens
         )
         # A program that draws no token does not read the distribution of its drafts.
         draws = self.is_probabilistic and inputs.sampler.draws
@@ -77,7 +77,7 @@ class MTPProposer(Proposer):
         for draft in range(self.num_drafts):
             if draft:
                 row_inputs = _one_token_inputs(inputs, draft)
-                hidden, cache = head(model.embed(tokens[-1]), hidden, row_inputs, cache)
+                hidden, pools = head(model.embed(tokens[-1]), hidden, row_inputs, pools)
             if draws:
                 scores = model.logits(hidden, columns)
                 if ids is not None:
@@ -92,7 +92,7 @@ class MTPProposer(Proposer):
             num_drafts=jnp.where(inputs.should_draft, self.num_drafts, 0),
             logits=jnp.stack(logits, axis=1) if draws else None,
         )
-        return drafts, cache
+        return drafts, pools
 
 
 def _head_of(model: Model) -> DraftHead:

@@ -4,8 +4,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.cache import Pools
 from jaxspec.layout import PackedLayout
-from jaxspec.models.cache import HybridCache
 from jaxspec.row import row_layout
 
 
@@ -73,7 +73,7 @@ class EngineState:
 
     rows: BatchState
     page_tables: Int[Array, "slots pages"]  # page 0 is the null page
-    cache: HybridCache
+    pools: Pools
     draft_logits: Float[Array, "slots drafts vocab"] | None  # of probabilistic drafts
 
 

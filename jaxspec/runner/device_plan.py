@@ -21,6 +21,16 @@ class DevicePlan(NamedTuple):
     prefill_tokens: Int[Array, " prefill_tokens"]
     prefill_lens: Int[Array, " seqs"]
     next_prefill_tokens: Int[Array, " seqs"]
+    source_slots: Int[Array, " moves"]
+    target_slots: Int[Array, " moves"]
+    source_pages: Int[Array, " moves"]
+    target_pages: Int[Array, " moves"]
+    target_tables: Int[Array, "moves pages"]
+    source_slots: Int[Array, " moves"]
+    target_slots: Int[Array, " moves"]
+    source_pages: Int[Array, " moves"]
+    target_pages: Int[Array, " moves"]
+    target_tables: Int[Array, "moves pages"]
 
     @staticmethod
     def unpack(packed: Int[Array, " plan"], program: Program, buckets: Buckets) -> "DevicePlan":

@@ -1,12 +1,13 @@
 """Memory: what holds how much of the device's, and how many pages fit beside the rest."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from jaxspec import device
+from jaxspec.cache import HOLDERS, CacheSpec, holders
 from jaxspec.config import Buckets
 from jaxspec.runner.batch_state import EngineState
 
@@ -43,9 +44,11 @@ class MemoryBudget:
         return int(self.device_bytes * self.utilization) - self.others_bytes
 
 
-def bytes_held(weights: Any, tables: Any, state: EngineState) -> dict[str, int]:
+def bytes_held(
+    weights: Any, tables: Any, state: EngineState, specs: Iterable[CacheSpec]
+) -> dict[str, int]:
     """Bytes by what holds them, of arrays or of their shapes and dtypes."""
-    held = {"weights": weights, **vars(state.cache), "page_tables": state.page_tables}
+    held = {"weights": weights, **holders(specs, state.pools), "page_tables": state.page_tables}
     held |= {"rows": state.rows, "draft_logits": state.draft_logits, "proposer_tables": tables}
     return {
         name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
@@ -63,14 +66,18 @@ def fit(
     Raises:
         ValueError: the pages that the user asked for do not fit, or not even those of one sample.
     """
-    held = held_with(buckets)
-    page = held["kv"] // buckets.num_pages
-    room = budget.max_bytes - (sum(held.values()) - held["kv"])
-    fitting = buckets.num_pages if room >= held["kv"] else room // max(page, 1)
-    least = buckets.num_pages if budget.fixed_pages else 1 + buckets.pages_per_seq
-    if fitting < least:
-        too_big = dataclasses.replace(buckets, num_pages=least)
-        raise ValueError(_refusal(too_big, budget, held | {"kv": page * least}))
+
+    def total(num_pages: int) -> int:
+        return sum(held_with(dataclasses.replace(buckets, num_pages=num_pages)).values())
+
+    held = total(buckets.num_pages)
+    page = total(buckets.num_pages + 1) - held
+    without_pages = held - buckets.num_pages * page
+    fitting = min(buckets.num_pages, (budget.max_bytes - without_pages) // max(page, 1))
+    needed = buckets.num_pages if budget.fixed_pages else 1 + buckets.pages_per_seq
+    if fitting < needed:
+        too_big = dataclasses.replace(buckets, num_pages=needed)
+        raise ValueError(_refusal(too_big, budget, held_with(too_big)))
     return dataclasses.replace(buckets, num_pages=fitting)
 
 
@@ -91,16 +98,16 @@ def _refusal(buckets: Buckets, budget: MemoryBudget, held: dict[str, int]) -> st
 
 def memory_map(held: dict[str, int], buckets: Buckets) -> str:
     """A line for each holder of `bytes_held` that holds something, the biggest first, and a sum."""
-    counts = {
-        "kv": f"{buckets.num_pages} pages of {buckets.page_size} tokens",
-        "states": f"{buckets.num_slots} slots",
-        "total": "",
+    units = {
+        "pages": f"{buckets.num_pages} pages of {buckets.page_size} tokens",
+        "slots": f"{buckets.num_slots} slots",
     }
-    holders = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
+    counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
+    sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))
     lines = [
         f"  {name:<{width}}{_human(size):>11}  {counts.get(name, '')}".rstrip()
-        for name, size in [*holders, ("total", sum(held.values()))]
+        for name, size in [*sizes, ("total", sum(held.values()))]
     ]
     return "\n".join(lines)
 

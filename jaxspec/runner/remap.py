@@ -36,12 +36,17 @@ def scatter_new_rows(index: Int[Array, " new"], entries: BatchState, num_rows: i
 def update_page_tables(
     page_tables: Int[Array, "slots pages"], new_rows: BatchState, plan: DevicePlan
 ) -> Int[Array, "slots pages"]:
-    """The tables with the slots of new requests emptied and this plan's pages appended.
-
-    A request that enters with tokens computed (forked) keeps the table that was copied for it.
-    """
+    """The tables with the slots of new requests emptied and this plan's pages appended."""
     num_slots = page_tables.shape[0]
-    reset = jnp.where((new_rows.slot > 0) & (new_rows.num_computed == 0), new_rows.slot, num_slots)
+    reset = jnp.where(new_rows.slot > 0, new_rows.slot, num_slots)
     page_tables = page_tables.at[reset].set(0, mode="drop")
     slots = jnp.where(plan.append_slots > 0, plan.append_slots, num_slots)
     return page_tables.at[slots, plan.append_indices].set(plan.append_pages, mode="drop")
+
+
+def write_page_tables(
+    page_tables: Int[Array, "slots pages"], plan: DevicePlan
+) -> Int[Array, "slots pages"]:
+    """The tables with the whole rows that a plan of moves brings for its target slots."""
+    slots = jnp.where(plan.target_slots > 0, plan.target_slots, page_tables.shape[0])
+    return page_tables.at[slots].set(plan.target_tables, mode="drop")

@@ -1,6 +1,6 @@
 """The step: from plan to output, as one program. Read this file first.
 
-remap -> prepare -> forward -> verify -> update -> draft, all but the first as often as asked
+remap -> prepare -> forward -> verify -> update -> draft, all but the first `num_steps` times
 """
 
 import dataclasses
@@ -13,17 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from jaxspec.cache import CacheSpec, Moves, StatePolicy, copy
 from jaxspec.config import Buckets
 from jaxspec.models.base import Model
-from jaxspec.plan import Program, output_layout
+from jaxspec.plan import MOVES, Program, output_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.output import pack_output
 from jaxspec.runner.prepare import prepare
-from jaxspec.runner.remap import remap, scatter_new_rows, update_page_tables
-from jaxspec.runner.update import cut_at_end, update
+from jaxspec.runner.remap import (
+    remap,
+    scatter_new_rows,
+    update_page_tables,
+    write_page_tables,
+)
+from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import Verifier
 
@@ -37,6 +43,8 @@ class StepConfig:
     weights: Any  # PyTreeDef of the model's `nnx.State`; a step gets the leaves
     proposer: Proposer | None  # None: plain decoding, K = 0
     verifier: Verifier
+    specs: tuple[CacheSpec, ...]  # of the state's pools
+    states: StatePolicy
     matmul_precision: str | None = None  # None: JAX's default
 
 
@@ -52,6 +60,8 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
     donated. The output is int32 `[steps, decode rows + seqs, output_layout(K).size]`, on the host.
     """
+    if program == MOVES:
+        return _make_moves(config)
 
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
@@ -75,6 +85,34 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     shape = f"{program.decode_rows}_{program.prefill_tokens}"
     step.__name__ = f"step_{shape}_{program.sampler}{times}"
     return step
+
+
+def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
+    """The program of plans that copy slots and pages; like a step's, but nothing is computed.
+
+    It is a program of its own so that no other pays: in XLA a copy of no slots moves as many bytes
+    as one of all that there is room for, 0.8 GB for 8 slots of a 9B model.
+    """
+
+    def moves(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
+        plan = DevicePlan.unpack(packed, MOVES, config.buckets)
+        state = _place_rows(config, state, plan)
+        copies = Moves(
+            source_slots=plan.source_slots,
+            target_slots=plan.target_slots,
+            source_pages=plan.source_pages,
+            target_pages=plan.target_pages,
+        )
+        state = dataclasses.replace(
+            state,
+            page_tables=write_page_tables(state.page_tables, plan),
+            pools=copy(config.specs, state.pools, copies),
+        )
+        return state, jnp.zeros((0, 0, output_layout(config.buckets.num_drafts).size), jnp.int32)
+
+    return moves
 
 
 def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
@@ -101,35 +139,33 @@ def _one_step(
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
 
     taps = () if config.proposer is None else config.proposer.taps
-    output, cache = model.forward(inputs.model, state.cache, taps)
+    output, pools = model.forward(inputs.model, state.pools, taps)
     # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
     acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.sampler)
-    acceptance, finish = cut_at_end(
+    acceptance, finish = truncate_at_stop(
         acceptance, inputs.active, inputs.first_position, inputs.produces_token
     )
-    window = state.cache.ring_window
-    active = update(inputs.active, acceptance, finish, plan.prefill_lens, window)
+    active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.sampler)
-        drafts, cache = config.proposer.propose(model, proposer_inputs, cache, tables)
+        drafts, pools = config.proposer.propose(model, proposer_inputs, pools, tables)
         active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
         if draft_logits is not None and drafts.logits is not None:
             slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
             draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
 
-    num_accepted = jnp.minimum(acceptance.num_accepted, acceptance.num_emitted)
     output = pack_output(
         output_layout(config.buckets.num_drafts),
         tokens=acceptance.tokens,
         num_drafts=inputs.num_draft_tokens,
-        num_accepted=num_accepted,
+        num_accepted=acceptance.num_accepted,
         finish=finish,
     )
     state = dataclasses.replace(
-        state, rows=state.rows.put(inputs.index, active), cache=cache, draft_logits=draft_logits
+        state, rows=state.rows.put(inputs.index, active), pools=pools, draft_logits=draft_logits
     )
     return state, output

@@ -5,13 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.pallas.recurrent.replay import next_ring_length
+from jaxspec.cache import StatePolicy
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.sampling import NO_TOKEN, Acceptance
 
 
-def cut_at_end(
+def truncate_at_stop(
     acceptance: Acceptance,
     rows: BatchState,
     first_index: Int[Array, " rows"],
@@ -22,8 +22,13 @@ def cut_at_end(
     `first_index` is the index in its request of the row's first emitted token, `emits` whether the
     step makes tokens for it. A row ends at a stop id or at its length limit, whichever comes first;
     with an error where verification had no token to give (NaN logits).
+
+    The counts are true afterwards. Where a stop is the second of three drafts that stand, two
+    tokens are emitted and one draft is accepted: the stop itself is the row's newest token, which
+    nothing has computed.
     """
-    tokens = jnp.where((emits & rows.is_live)[:, None], acceptance.tokens, NO_TOKEN)
+    may_emit = emits & rows.is_live
+    tokens = jnp.where(may_emit[:, None], acceptance.tokens, NO_TOKEN)
     place = jnp.arange(tokens.shape[1])[None, :]
     index = first_index[:, None] + place
     stops = (tokens[:, :, None] == rows.stop_ids[:, None, :]) & (tokens != NO_TOKEN)[:, :, None]
@@ -31,15 +36,18 @@ def cut_at_end(
     is_last = index == rows.max_len[:, None] - 1
     ends = is_stop | is_last
     after_end = jnp.cumsum(ends, axis=1) - ends.astype(jnp.int32) > 0
-    cut = dataclasses.replace(acceptance, tokens=jnp.where(after_end, NO_TOKEN, tokens))
-    real = cut.tokens != NO_TOKEN
-    failed = emits & rows.is_live & (cut.num_emitted <= acceptance.num_accepted)
+    tokens = jnp.where(after_end, NO_TOKEN, tokens)
+    real = tokens != NO_TOKEN
+    # The target's own token behind the drafts that stand is missing. A stop before it wins below.
+    failed = may_emit & (acceptance.num_emitted <= acceptance.num_accepted)
     finish = jnp.select(
         [jnp.any(is_stop & real, axis=1), jnp.any(is_last & real, axis=1), failed],
         [jnp.int32(Finish.STOP), jnp.int32(Finish.LENGTH), jnp.int32(Finish.ERROR)],
         rows.finish,
     )
-    return cut, finish
+    num_emitted = jnp.sum(real, axis=1, dtype=jnp.int32)
+    num_accepted = jnp.minimum(acceptance.num_accepted, jnp.maximum(num_emitted - 1, 0))
+    return dataclasses.replace(acceptance, tokens=tokens, num_accepted=num_accepted), finish
 
 
 def update(
@@ -47,13 +55,13 @@ def update(
     acceptance: Acceptance,
     finish: Int[Array, " rows"],
     prefill_lens: Int[Array, " seqs"],
-    ring_window: int,
+    states: StatePolicy,
 ) -> BatchState:
     """The active rows after a step; the last `seqs` of them took a chunk of prompt.
 
     A verify makes the input token and the accepted drafts valid: as many as it emitted. A chunk
-    makes all its tokens valid and leaves its state in candidate 0, with nothing in the ring. A row
-    for which nothing was computed keeps every field. `ring_window` is 0 where nothing is replayed.
+    makes all its tokens valid. Where the true state then is, the policy says. A row for which
+    nothing was computed keeps every field.
     """
     num_decode = rows.num_rows - prefill_lens.shape[0]
     is_chunk = jnp.arange(rows.num_rows) >= num_decode
@@ -63,17 +71,13 @@ def update(
     newest = jnp.take_along_axis(
         acceptance.tokens, jnp.maximum(num_emitted - 1, 0)[:, None], axis=1
     )[:, 0]
-    ring_length = rows.ring_length
-    if ring_window:
-        width = acceptance.tokens.shape[1]
-        after_verify = next_ring_length(ring_length, num_emitted, width, ring_window)
-        ring_length = jnp.where(is_chunk, 0, after_verify)
+    state_fields = {
+        name: jnp.where(gained > 0, value, getattr(rows, name))
+        for name, value in states.after(rows, acceptance, is_chunk).items()
+    }
     return rows.with_fields(
         num_computed=rows.num_computed + gained,
         last_token=jnp.where(num_emitted > 0, newest, rows.last_token),
-        state_offset=jnp.where(
-            gained > 0, jnp.where(is_chunk, 0, acceptance.num_accepted), rows.state_offset
-        ),
-        ring_length=jnp.where(gained > 0, ring_length, rows.ring_length),
         finish=finish,
+        **state_fields,
     )

@@ -37,7 +37,7 @@ def verify(
 
     `hidden` is the trunk's output at `inputs.logits_indices`. The end of a chunk is a row without
     drafts: it takes the target's token, as plain decoding does. Rows that produce no token in this
-    step (`inputs.produces_token`) get one all the same, which `cut_at_end` drops.
+    step (`inputs.produces_token`) get one all the same, which `truncate_at_stop` drops.
     """
     places = inputs.places
     decode, ends = places.split_rows(sampling_inputs(inputs.active))

@@ -11,7 +11,7 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Program
+from jaxspec.plan import MOVES, Program
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import Sampler, closed_under_join
 
@@ -25,16 +25,17 @@ class CompileJob(NamedTuple):
 
 
 def programs(buckets: Buckets, samplers: Iterable[Sampler]) -> list[Program]:
-    """Every program that steps can need whose rows need these samplers.
+    """Every program that plans can need whose rows need these samplers; one row moves nothing.
 
     A step runs the join of what its rows need, so these are programs of every join.
     """
-    return [
+    steps = [
         Program(rows, tokens, sampler, num_steps)
         for sampler in closed_under_join(samplers)
         for rows, tokens in buckets.shapes()
         for num_steps in buckets.num_steps(tokens)
     ]
+    return [*steps, MOVES] if buckets.max_num_seqs > 1 else steps
 
 
 def warm_up(
@@ -66,7 +67,7 @@ def warm_up(
 
 def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:
     missing = [p for p in programs(runner.buckets, samplers) if not runner.is_warm(p)]
-    jobs = [
+    return [
         CompileJob(
             _label(program),
             functools.partial(runner.lower, program),
@@ -74,10 +75,6 @@ def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:
         )
         for program in missing
     ]
-    if missing and not runner.is_fork_warm:
-        label = "copies of a prompt's state"
-        jobs.append(CompileJob(label, runner.lower_fork, runner.warm_up_fork))
-    return jobs
 
 
 def _compile(jobs: list[CompileJob], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
@@ -105,6 +102,8 @@ def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
 
 def _label(program: Program) -> str:
     """A program as a person would name it: "8 rows, 64 prompt tokens, greedy"."""
+    if program == MOVES:
+        return "copies of a prompt's state"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""

@@ -1,11 +1,12 @@
 """Writes a step's decisions into the packed plan."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Program, pack_plan
+from jaxspec.plan import Fork, Program, pack_plan
 from jaxspec.request import Request
 from jaxspec.row import row_layout, write_row
 
@@ -17,12 +18,14 @@ def pack_step(
     rows: Sequence[Request],
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
-    grown: Iterable[Request],
+    grown: Iterable[Request] = (),
+    forks: Sequence[Fork] = (),
 ) -> np.ndarray:
     """The packed plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
 
     The device finds a row that it has by its index in the last plan (`Request.row`). The pages that
-    `grown` were given go into the plan, and count as sent from then on.
+    `grown` were given since the device last heard of theirs (`Request.num_pages_sent`) go into the
+    plan.
 
     Raises:
         ValueError: two rows have the same slot, or come from the same row: both would write there.
@@ -47,7 +50,8 @@ def pack_step(
             "prefill_tokens": np.array([t for chunk in chunks for t in chunk], np.int32),
             "prefill_lens": [n for _, n in prefills],
             "next_prefill_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
-            **_send_new_pages(grown),
+            **_unsent_pages(grown),
+            **_moves(forks, buckets.pages_per_seq),
         },
     )
 
@@ -65,13 +69,25 @@ def _token_after(request: Request, end: int) -> int:
     return request.tokens[end] if end < request.prefill_len else -1
 
 
-def _send_new_pages(grown: Iterable[Request]) -> dict[str, list[int]]:
-    """The pages that the device does not know of; from now on they count as sent."""
+def _unsent_pages(grown: Iterable[Request]) -> dict[str, list[int]]:
+    """The pages that the device does not know of."""
     slots, indices, pages = [], [], []
     for request in grown:
         for index in range(request.num_pages_sent, len(request.pages)):
             slots.append(request.slot)
             indices.append(index)
             pages.append(request.pages[index])
-        request.num_pages_sent = len(request.pages)
     return {"append_slots": slots, "append_indices": indices, "append_pages": pages}
+
+
+def _moves(forks: Sequence[Fork], pages_per_seq: int) -> dict[str, Any]:
+    tables = np.zeros((len(forks), pages_per_seq), np.int32)
+    for table, fork in zip(tables, forks, strict=True):
+        table[: len(fork.target_table)] = fork.target_table
+    return {
+        "source_slots": [fork.source_slot for fork in forks],
+        "target_slots": [fork.target_slot for fork in forks],
+        "source_pages": [fork.source_page for fork in forks],
+        "target_pages": [fork.target_page for fork in forks],
+        "target_tables": tables,
+    }

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxspec.plan import Fork, StepPlan
+from jaxspec.plan import StepPlan
 from jaxspec.request import Request
 
 
@@ -15,8 +15,6 @@ class NextStep:
     num_steps: int  # that the dispatch makes
     decodes: list[Request] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
-    # Children, each with its generation and its fork.
-    forks: list[tuple[Request, int, Fork]] = dataclasses.field(default_factory=list)
     grown: list[Request] = dataclasses.field(default_factory=list)  # given pages
     num_new: int = 0  # rows that enter
 
@@ -31,7 +29,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
-    """A plan, and whose rows its output will hold."""
+    """A plan, and whose rows its output will hold; nobody's, if it only moves."""
 
     plan: StepPlan
     decodes: tuple[Entry, ...]  # in output order; prefills follow after the decode bucket

@@ -7,12 +7,13 @@ The bound sizes page reservations and dispatches: positions, counts and slots ar
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Fork, Program, StepOutput, StepPlan
+from jaxspec.plan import MOVES, Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import join
+from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
@@ -29,7 +30,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission; the last is preempted first
         self.num_preemptions = 0
         self._free_slots = list(range(buckets.num_slots - 1, 0, -1))
-        self._followers: dict[Request, list[Request]] = {}  # samples that wait to fork off a leader
+        self._followers = Followers()
 
     @property
     def has_work(self) -> bool:
@@ -61,8 +62,7 @@ class Scheduler:
         """Queue checked requests; samples of one prompt name their first as `leader`."""
         for request in requests:
             self.waiting.append(request)
-            if request.leader is not None and len(request.prompt) > 1:
-                self._followers.setdefault(request.leader, []).append(request)
+            self._followers.add(request)
 
     def end(self, request: Request, finish: Finish) -> None:
         """Take a request out for good; what is in flight for it will be ignored."""
@@ -73,27 +73,29 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
-        self._followers.pop(request, None)
-        if request.leader is not None:
-            self._forget_follower(request)
+        self._followers.dismiss(request)
+        self._followers.release(request)
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
             return None  # whoever does need it waits less for the host than for the step
+        forked = self._fork() if self._followers else None
+        if forked is not None:
+            return forked
         budget = self._prompt_budget()
         step = NextStep(budget, self._num_steps(budget))
         index = 0
-        while index < len(self.running):  # followers join at the end, victims leave from there
-            request = self.running[index]
-            if not (self._followers and self._fork_followers(request, step)):
-                self._advance(request, step)
+        while index < len(self.running):  # victims leave from the end
+            self._advance(self.running[index], step)
             index += 1
         self._admit(step)
         return self._dispatch(step) if step.decodes or step.prefills else None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
         """Record a dispatch's results, keyed by request and generation."""
+        if not (step.decodes or step.prefills):
+            return []
         progress = []
         program, given = step.plan.program, output.by_row()
         rows = list(enumerate(step.decodes))
@@ -169,9 +171,7 @@ class Scheduler:
             self._advance_prefill(request, step)
 
     def _advance_prefill(self, request: Request, step: NextStep) -> None:
-        end = request.prefill_len
-        if self._followers.get(request) and end == len(request.prompt):
-            end -= 1  # stop where the other samples fork off: they draw their own next token
+        end = self._followers.prefill_end(request)
         longest = self.buckets.long_prefill_token_threshold or step.budget
         length = min(end - request.num_computed, step.budget, longest)
         if length < 1 or len(step.prefills) == self.buckets.max_prefill_seqs:
@@ -183,38 +183,31 @@ class Scheduler:
             step.prefills.append((request, length))
             step.budget -= length
 
-    def _fork_followers(self, leader: Request, step: NextStep) -> bool:
-        """Let followers off a leader that stands before its last prompt token.
+    def _fork(self) -> ScheduledStep | None:
+        """A dispatch in which samples enter on copies of their leader's state; None: none can.
 
-        True: some must still come and there are rows for them, so the leader has to wait.
+        Leaders whose followers are more than may enter at once wait for the next dispatch.
         """
-        followers = self._followers.get(leader)
-        if not followers or leader.num_computed != len(leader.prompt) - 1:
-            return False
-        while followers and self._free_slots and step.num_new < self.buckets.max_new_rows:
-            child, tail = followers[0], len(leader.prompt) - 1
-            shared, partial = divmod(tail, self.buckets.page_size)
-            if self.pages.num_free < bool(partial):
-                break
-            followers.pop(0)
-            self.waiting.remove(child)
-            self._enter(child, step, num_computed=tail)
-            self.pages.share(leader.pages[:shared])
-            child.pages = leader.pages[:shared] + self.pages.allocate(int(bool(partial)))
-            pages = (leader.pages[shared], child.pages[shared]) if partial else (0, 0)
-            child.num_pages_sent = len(child.pages)  # the fork tells the device
-            fork = Fork(leader.slot, child.slot, *pages, shared)
-            step.forks.append((child, child.generation, fork))
-            step.budget -= self.buckets.width
-        if followers and self._free_slots and step.num_new == self.buckets.max_new_rows:
-            return True
-        del self._followers[leader]  # the rest, if any, will run their own prefill
-        return False
+        step, forks = NextStep(budget=0, num_steps=0), list[Fork]()
+        for leader in self._followers.ready(self.running):
+            followers = self._followers.of(leader)
+            own_pages = num_own_pages(leader, self.buckets.page_size)
+            while followers and self._has_row(step) and own_pages <= self.pages.num_free:
+                child = followers[0]
+                self.waiting.remove(child)
+                self._enter(child, step, num_computed=len(leader.prompt) - 1)
+                forks.append(fork(leader, child, self.pages, self.buckets.page_size))
+            if not (followers and self._free_slots and step.num_new == self.buckets.max_new_rows):
+                self._followers.dismiss(leader)
+        return ScheduledStep(self._plan(MOVES, step, forks), (), ()) if forks else None
+
+    def _has_row(self, step: NextStep) -> bool:
+        return bool(self._free_slots) and step.num_new < self.buckets.max_new_rows
 
     def _admit(self, step: NextStep) -> None:
         reserved = 0
         for request in list(self.waiting):
-            if self._follows(request):
+            if self._followers.waits(request, self.running):
                 reserved += 1  # a row is kept for it until its leader reaches the fork
                 continue
             rows_full = (
@@ -229,19 +222,10 @@ class Scheduler:
             self._enter(request, step, num_computed=0)
             self._advance_prefill(request, step)
 
-    def _follows(self, request: Request) -> bool:
-        leader = request.leader
-        return leader in self.running and request in self._followers.get(leader, ())
-
-    def _forget_follower(self, request: Request) -> None:
-        followers = self._followers.get(request.leader, []) if request.leader else []
-        if request in followers:
-            followers.remove(request)
-
     # Rows, slots and pages.
 
     def _enter(self, request: Request, step: NextStep, num_computed: int) -> None:
-        self._forget_follower(request)
+        self._followers.release(request)
         request.generation += 1
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
@@ -285,13 +269,21 @@ class Scheduler:
     # Writing the plan.
 
     def _dispatch(self, step: NextStep) -> ScheduledStep:
+        requests = step.decodes + [request for request, _ in step.prefills]
+        sampler = join(request.sampler for request in requests)
+        shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
+        return ScheduledStep(
+            self._plan(Program(*shape, sampler, step.num_steps), step),
+            tuple(self._decode_entry(request, step.num_steps) for request in step.decodes),
+            tuple(self._prefill_entry(request, length) for request, length in step.prefills),
+        )
+
+    def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
+        """Pack a plan of every running request; from then on the device knows its row and pages."""
         rows = step.decodes + [request for request, _ in step.prefills]
-        sampler = join(request.sampler for request in rows)
         if len(rows) < len(self.running):
             active = set(rows)
             rows += [request for request in self.running if request not in active]
-        shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        program = Program(*shape, sampler, step.num_steps)
         packed = pack_step(
             program,
             self.buckets,
@@ -299,16 +291,11 @@ class Scheduler:
             num_decode=len(step.decodes),
             prefills=step.prefills,
             grown=step.grown,
+            forks=forks,
         )
         for row, request in enumerate(rows):
-            request.row = row
-        # A child that had to go again before the plan was done does not fork.
-        forks = tuple(f for r, g, f in step.forks if r in self.running and r.generation == g)
-        return ScheduledStep(
-            StepPlan(program, packed, forks),
-            tuple(self._decode_entry(request, step.num_steps) for request in step.decodes),
-            tuple(self._prefill_entry(request, length) for request, length in step.prefills),
-        )
+            request.row, request.num_pages_sent = row, len(request.pages)
+        return StepPlan(program, packed)
 
     def _decode_entry(self, request: Request, num_steps: int) -> Entry:
         """Count a row's verifies as in flight, or its last prompt token, which has no drafts."""

@@ -30,6 +30,7 @@ from safetensors import safe_open
 
 from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.plan import plan_layout
 from jaxspec.regions import DecodeRegion
 from jaxspec.request import Finish
 from jaxspec.runner import model_runner
@@ -277,8 +278,9 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
         )
         forks, dispatch = [], engine.runner.dispatch
 
-        def spy(plan, dispatch=dispatch, forks=forks):
-            forks.extend(plan.forks)
+        def spy(plan, dispatch=dispatch, forks=forks, buckets=engine.buckets):
+            values = plan_layout(plan.program, buckets).unpack(plan.packed)
+            forks.extend(zip(values["target_tables"], values["source_pages"], strict=True))
             return dispatch(plan)
 
         engine.runner.dispatch = spy
@@ -286,7 +288,8 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
         engine.add(prompt, params, 5)
         engine.add(PROMPTS[1], SAMPLED, 2)
         engine.run()
-        assert len(forks) == 2 and all(f.last_index == 2 and f.source_page for f in forks)
+        forks = [(np.count_nonzero(table), page) for table, page in forks if table.any()]
+        assert len(forks) == 2 and all(pages == 3 and page for pages, page in forks)
         for request in engine.requests:
             request.params = single
         assert engine.check() <= 1
@@ -313,16 +316,14 @@ def test_preemption_changes_no_token(states):
 
 def true_states(state, row):
     """A row's recurrent states, of every layer, as the next step would start from them."""
-    cache, rows = state.cache, state.rows
+    pool, rows = state.pools["recurrent"], state.rows
     slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
-    if cache.ring is None:
-        return np.asarray(cache.states[:, slot, offset])
+    if pool.ring is None:
+        return np.asarray(pool.states[:, slot, offset])
     fields = rows.slot, rows.num_computed, rows.num_drafts, rows.state_offset, rows.ring_length
     region = DecodeRegion(*(x[row : row + 1] for x in fields))
-    layers = range(cache.states.shape[0])
-    return np.stack(
-        [replayed_states(cache.states, cache.ring, layer, region)[0] for layer in layers]
-    )
+    layers = range(pool.states.shape[0])
+    return np.stack([replayed_states(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
 @POLICIES
@@ -333,7 +334,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(states):
     histories = []
     for engine in (plain, drafted):
         engine.add(PROMPTS[2], GREEDY, 2)
-        history = {}
+        history, (_, spec) = {}, engine.runner._specs
         while engine.engine.has_work:
             engine.step()
             state = engine.runner.state
@@ -341,14 +342,39 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(states):
             for row in range(ROWS):
                 slot, computed = int(rows.slot[row]), int(rows.num_computed[row])
                 if slot and not rows.finish[row]:
-                    conv, kernel = state.cache.conv, engine.runner._shape.conv_kernel
-                    read = past_rows(jnp.array([computed]), kernel - 1, conv.shape[2])[0]
+                    conv, taps = state.pools["recurrent"].conv, spec.conv.taps
+                    read = past_rows(jnp.array([computed]), taps - 1, conv.shape[2])[0]
                     history[computed] = true_states(state, row), np.asarray(conv[:, slot, read])
         histories.append(history)
     shared = sorted(set(histories[0]) & set(histories[1]))
     assert len(shared) >= 4 and len(shared) < len(histories[0])
     for length in shared:
         chex.assert_trees_all_close(histories[0][length], histories[1][length], atol=2e-5)
+
+
+@POLICIES
+def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(states):
+    """What was accepted behind the stop is no part of the row: its state stands at its counts."""
+    plain = Harness("qwen3_5")
+    plain.add(PROMPTS[2], GREEDY, 2)
+    history = {}
+    while plain.engine.has_work:
+        plain.step()
+        state = plain.runner.state
+        if int(state.rows.slot[0]):
+            history[int(state.rows.num_computed[0])] = true_states(state, 0)
+    output = plain.requests[0].output
+    stops = [stop for i, stop in enumerate(output) if stop not in output[:i]][1:]
+    engine, num_inside = harness("qwen3_5", "oracle-always", 3, GREEDY, states=states), 0
+    for stop in stops:
+        (request,) = engine.add(PROMPTS[2], GREEDY, 2, stop_ids=(stop,))
+        engine.run()
+        state = engine.runner.state
+        computed = int(state.rows.num_computed[0])
+        assert request.finish is Finish.STOP and computed == len(request.tokens) - 1
+        chex.assert_trees_all_close(true_states(state, 0), history[computed], atol=2e-5)
+        num_inside += len(request.output) % 4 != 1  # a prompt gives one token, each verify 4
+    assert num_inside >= 3
 
 
 @POLICIES
@@ -359,9 +385,9 @@ def test_a_reused_slot_and_padding_leave_no_trace(states):
     fresh = engine.run().requests[0].output
     state = engine.runner.state
     poisoned = jax.tree.map(
-        lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.cache
+        lambda x: x if x.dtype == np.int32 else np.full(x.shape, 77.0, x.dtype), state.pools
     )
-    engine.runner._state = state.replace(cache=poisoned)
+    engine.runner._state = state.replace(pools=poisoned)
     run_with_arrivals(engine, SAMPLED, 9)
     engine.add(PROMPTS[3], SAMPLED, 3)
     assert engine.run().requests[-1].output == fresh
@@ -376,8 +402,9 @@ def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(states):
     for _ in range(5):
         engine.step()
     state = engine.runner.state
-    poison = state.cache.states.at[:, victim.slot].set(np.nan)
-    engine.runner._state = state.replace(cache=state.cache.replace(states=poison))
+    pool = state.pools["recurrent"]
+    poison = pool.replace(states=pool.states.at[:, victim.slot].set(np.nan))
+    engine.runner._state = state.replace(pools=state.pools | {"recurrent": poison})
     engine.run()
     assert victim.finish is Finish.ERROR
     assert all(0 <= token < engine.vocab_size for token in victim.output)

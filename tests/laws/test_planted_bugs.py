@@ -36,21 +36,21 @@ def stale_drafts_on_a_reused_row(state, prev_positions, new_rows):
     )
 
 
-def optimistic_length_for_the_next_token(rows, acceptance, finish, prefill_lens, ring_window):
-    after = real_update(rows, acceptance, finish, prefill_lens, ring_window)
+def optimistic_length_for_the_next_token(rows, acceptance, finish, prefill_lens, states):
+    after = real_update(rows, acceptance, finish, prefill_lens, states)
     place = jnp.clip(rows.num_drafts, 0, acceptance.tokens.shape[1] - 1)
     token = jnp.take_along_axis(acceptance.tokens, place[:, None], axis=1)[:, 0]
     emitted = acceptance.num_emitted > 0
     return after.with_fields(last_token=jnp.where(emitted, token, after.last_token))
 
 
-def state_slot_off_by_one(rows, acceptance, finish, prefill_lens, ring_window):
-    after = real_update(rows, acceptance, finish, prefill_lens, ring_window)
+def state_slot_off_by_one(rows, acceptance, finish, prefill_lens, states):
+    after = real_update(rows, acceptance, finish, prefill_lens, states)
     return after.with_fields(state_offset=jnp.maximum(after.state_offset - 1, 0))
 
 
-def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, ring_window):
-    after = real_update(rows, acceptance, finish, prefill_lens, ring_window)
+def ring_counts_a_rejected_draft(rows, acceptance, finish, prefill_lens, states):
+    after = real_update(rows, acceptance, finish, prefill_lens, states)
     rejects = (acceptance.num_emitted > 0) & (acceptance.num_accepted < rows.num_drafts)
     return after.with_fields(ring_length=after.ring_length + rejects.astype(jnp.int32))
 

@@ -10,34 +10,35 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxspec.cache import CacheOptions, PoolSizes, Snapshot, allocate
 from jaxspec.models.base import ModelInputs, Selection
-from jaxspec.models.cache import CacheSizes, init_cache
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 BUCKET = 96  # tokens of the prefill region
 ROWS, WIDTH = 2, 4  # of the decode rectangle
-SIZES = CacheSizes(num_pages=16, page_size=8, num_slots=3, num_drafts=WIDTH - 1)
+SIZES = PoolSizes(num_pages=16, page_size=8, num_slots=3, width=WIDTH)
+OPTIONS = CacheOptions(*[jnp.dtype("float32")] * 3, Snapshot())
 GARBAGE = 10**6  # what padding's indices hold
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _trunk(graph, params, inputs, cache):
+def _trunk(graph, params, inputs, pools):
     model = nnx.merge(graph, params)
-    output, cache = model.forward(inputs, cache)
-    return output.hidden, model.logits(output.hidden), cache
+    output, pools = model.forward(inputs, pools)
+    return output.hidden, model.logits(output.hidden), pools
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _head(graph, params, next_tokens, hidden, inputs, cache, selection):
+def _head(graph, params, next_tokens, hidden, inputs, pools, selection):
     model = nnx.merge(graph, params)
-    operands = model.embed(next_tokens), hidden, inputs, cache
+    operands = model.embed(next_tokens), hidden, inputs, pools
     if selection is None:
-        hidden, cache = model.draft_head(*operands)
+        hidden, pools = model.draft_head(*operands)
     else:
-        hidden, cache = model.draft_head.select(*operands, selection)
-    return hidden, model.logits(hidden), cache
+        hidden, pools = model.draft_head.select(*operands, selection)
+    return hidden, model.logits(hidden), pools
 
 
 _slot_mapping = jax.jit(slot_mapping, static_argnames="page_size")
@@ -52,7 +53,7 @@ class SingleRequest:
 
     def __init__(self, model):
         self.graph, self.params = nnx.split(model)
-        self.cache = init_cache(model.cache_shape(), SIZES, jnp.float32, jnp.float32)
+        self.pools = allocate(model.cache_specs(OPTIONS), SIZES)
         self.pages = np.zeros((SIZES.num_slots, 14), np.int32)
         self.pages[2] = np.random.default_rng(0).permutation(np.arange(1, 15))
         self.width, self.num_computed, self.state_offset = WIDTH, 0, 0
@@ -103,7 +104,7 @@ class SingleRequest:
         """Hidden states and logits of `tokens`; all of them, or `accepted` drafts, then count."""
         count = len(tokens)
         inputs, place = self._inputs(tokens, count, prefill=prefill)
-        hidden, logits, self.cache = _trunk(self.graph, self.params, inputs, self.cache)
+        hidden, logits, self.pools = _trunk(self.graph, self.params, inputs, self.pools)
         kept = count if accepted is None else 1 + accepted
         self.num_computed += kept
         self.state_offset = 0 if prefill else kept - 1
@@ -129,8 +130,8 @@ class SingleRequest:
             index = _int32(0, place[-1])  # of row 0 anything, it is padding
             row, place = self._inputs(0, 1, prefill=False)
             selection, self.width = Selection(index, row), width
-        operands = jnp.asarray(tokens), jnp.asarray(states), inputs, self.cache, selection
-        out, logits, self.cache = _head(self.graph, self.params, *operands)
+        operands = jnp.asarray(tokens), jnp.asarray(states), inputs, self.pools, selection
+        out, logits, self.pools = _head(self.graph, self.params, *operands)
         return np.asarray(out)[place], np.asarray(logits)[place]
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model
 
 
@@ -48,4 +49,5 @@ def test_the_greedy_token_is_that_of_the_logits(model):
 
 def test_qwen3_has_no_draft_head(model):
     assert model.draft_head is None and not model.has_draft_head
-    assert model.cache_shape().state_layers == 0
+    (kv,) = model.cache_specs(CacheOptions(*[jnp.dtype("float32")] * 3, Snapshot()))
+    assert kv.layers == len(model.trunk.layers)

@@ -123,7 +123,7 @@ def test_the_draft_head_does_the_same_for_a_selected_token(loaded, single_reques
         out, logits = request.draft(
             tokens[9:12], hidden[8:11], 8, prefill=prefill, only_last=only_last
         )
-        seen.append((out[-1:], logits[-1:], request.cache.kv))
+        seen.append((out[-1:], logits[-1:], request.pools["kv"]))
         assert len(out) == (1 if only_last else 3)
     for of_all, of_last in zip(*seen, strict=True):
         assert_close(of_last, of_all, 1e-5)

@@ -17,6 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model, resolve_folder
 from jaxspec.models.weights import Checkpoint
 
@@ -107,7 +108,8 @@ def test_a_checkpoint_without_draft_tensors_has_no_draft_head(folder):
     edit(folder, drop)  # config.json still says mtp_num_hidden_layers: 1
     model = load_model(folder, jnp.float32)
     assert not model.has_draft_head
-    assert model.cache_shape().kv_layers == 1
+    options = CacheOptions(*[jnp.dtype("float32")] * 3, Snapshot())
+    assert {spec.name: spec.layers for spec in model.cache_specs(options)}["kv"] == 1
 
 
 def test_an_absent_output_head_is_missing_unless_tied(folder):

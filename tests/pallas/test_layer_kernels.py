@@ -15,7 +15,7 @@ from sm90 import array, compile_for
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec.models import parse_config
 from jaxspec.models.base import ModelInputs
-from jaxspec.models.cache import CacheSizes, init_cache
+from jaxspec.cache import CacheOptions, PoolSizes, Replay, allocate
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas.recurrent.replay import default_window
@@ -50,13 +50,13 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
     model = nnx.eval_shape(lambda: Qwen3_5(config, jnp.dtype("bfloat16")))
     (layer, *_) = (x for x in model.trunk.layers[1:] if type(x.mixer).__name__ == kind)
     graph, params = nnx.split(layer)
-    sizes = CacheSizes(64, 16, 3, width - 1, default_window(4))
-    dtypes = map(jnp.dtype, ("bfloat16", "float32"))
-    cache = jax.eval_shape(lambda: init_cache(model.cache_shape(), sizes, *dtypes))
+    dtypes = map(jnp.dtype, ("bfloat16", "bfloat16", "float32"))
+    specs = model.cache_specs(CacheOptions(*dtypes, Replay(default_window(4))))
+    pools = jax.eval_shape(lambda: allocate(specs, PoolSizes(64, 16, 3, width)))
 
-    def step(params, x, delta, decode, per_token, tables, angles, cache):
+    def step(params, x, delta, decode, per_token, tables, angles, pools):
         inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
-        return nnx.merge(graph, params)(x, delta, LayerInputs(inputs, angles), cache)
+        return nnx.merge(graph, params)(x, delta, LayerInputs(inputs, angles), pools)
 
     tokens = rows * width
     operands = (
@@ -67,7 +67,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
         array(tokens, dtype=jnp.int32),
         array(3, 16, dtype=jnp.int32),
         (array(tokens, config.rope.rotary_dim // 2),) * 2,
-        cache,
+        pools,
     )
     program = compile_for(h200, monkeypatch, step, operands, donated=7).as_text()
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="jit\(step\)/jit\(_?(\w+?)(?:_kernel)?\)'

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Program, pack_plan
+from jaxspec.plan import MOVES, Program, pack_plan, plan_layout
 from jaxspec.request import Finish
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import prepare
-from jaxspec.runner.remap import update_page_tables
+from jaxspec.runner.remap import update_page_tables, write_page_tables
 from jaxspec.sampler import GREEDY
 
 DECODE_ROWS = 3
@@ -261,19 +261,14 @@ def test_a_slot_given_to_a_new_request_begins_with_its_own_pages_only(make_rows)
     np.testing.assert_array_equal(after, expected)
 
 
-def test_a_forked_row_keeps_the_table_that_was_copied_for_it(make_rows):
-    before = consecutive_tables()
-    after = append(
-        make_rows,
-        before,
-        [{"slot": 3, "num_computed": 7}],
-        append_slots=[3],
-        append_indices=[2],
-        append_pages=[88],
-    )
+def test_a_plan_of_moves_brings_whole_tables_and_its_padding_none():
+    before, buckets = consecutive_tables(), make_buckets(0)
+    tables = np.arange(100, 132, dtype=np.int32).reshape(2, 16)
+    packed = pack_plan(MOVES, buckets, {"target_slots": [3, 5], "target_tables": tables})
+    plan = plan_layout(MOVES, buckets).unpack(jnp.asarray(packed))
     expected = np.array(before)
-    expected[3, 2] = 88
-    np.testing.assert_array_equal(after, expected)
+    expected[[3, 5]] = tables
+    np.testing.assert_array_equal(write_page_tables(before, plan), expected)
 
 
 def test_without_new_rows_and_appends_the_tables_stay(make_rows):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec.cache import Snapshot
 from jaxspec.config import Buckets
 from jaxspec.models.base import ForwardOutput, Model
-from jaxspec.models.cache import CacheShape, CacheSizes, init_cache
 from jaxspec.plan import Program, StepOutput, output_layout, pack_plan
 from jaxspec.proposers import Drafts, Proposer
 from jaxspec.request import Finish
@@ -35,8 +35,8 @@ class SuccessorModel(Model):
     vocab_size = VOCAB
     max_position_embeddings = 64
 
-    def cache_shape(self):
-        return CacheShape(0, 1, 1, 0, (1, 1, 1), 1, 1, 1)
+    def cache_specs(self, options):
+        return ()
 
     @staticmethod
     def parse_config(fields):
@@ -65,11 +65,11 @@ class Listener(Proposer):
     def hear(self, inputs):
         self.heard = inputs
 
-    def propose(self, model, inputs, cache, tables):
+    def propose(self, model, inputs, pools, tables):
         jax.debug.callback(self.hear, inputs)
         rows = inputs.slots.shape[0]
         tokens = jnp.tile(jnp.array([[7, 8]], jnp.int32), (rows, 1))
-        return Drafts(tokens, jnp.where(inputs.should_draft, 2, 0), None), cache
+        return Drafts(tokens, jnp.where(inputs.should_draft, 2, 0), None), pools
 
 
 NUM_ROWS = 4
@@ -90,8 +90,8 @@ def compiled_step(program):
     """The step, and the proposer that listens to it."""
     graph, weights = nnx.split(SuccessorModel({}))
     tree, proposer = jax.tree.structure(weights), Listener()
-    step = make_step(StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier()), program)
-    return jax.jit(step), proposer
+    config = StepConfig(BUCKETS, graph, tree, proposer, ExactVerifier(), (), Snapshot())
+    return jax.jit(make_step(config, program)), proposer
 
 
 def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chunks=()):
@@ -105,12 +105,10 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chun
         "prefill_lens": [len(chunk) for chunk in chunks],
         "next_prefill_tokens": list(after_chunks) or [-1] * len(chunks),
     }
-    sizes = CacheSizes(BUCKETS.num_pages, 4, BUCKETS.num_slots, WIDTH - 1)
-    float32 = jnp.dtype("float32")
     state = EngineState(
         rows=make_rows(WIDTH - 1, [*rows, *[None] * (NUM_ROWS - len(rows))]),
         page_tables=np.arange(5 * 16, dtype=np.int32).reshape(5, 16),
-        cache=init_cache(model.cache_shape(), sizes, float32, float32),
+        pools={},
         draft_logits=None,
     )
     weights = jax.tree.leaves(nnx.state(model))

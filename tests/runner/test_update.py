@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache import Replay, Snapshot
 from jaxspec.request import Finish
-from jaxspec.runner.update import cut_at_end, update
+from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.sampling import Acceptance
 
 NONE = -1
+SNAPSHOT = Snapshot()
 
 
 def acceptance_of(tokens, num_accepted=None):
@@ -21,23 +23,24 @@ def acceptance_of(tokens, num_accepted=None):
     return Acceptance(tokens=tokens, num_accepted=np.asarray(num_accepted, np.int32))
 
 
-@functools.partial(jax.jit, static_argnames="ring_window")
-def cut_and_update(acceptance, rows, lens, emits, ring_window):
+@functools.partial(jax.jit, static_argnames="states")
+def cut_and_update(acceptance, rows, lens, emits, states):
     """The two as the step joins them."""
     num_decode = rows.num_rows - lens.shape[0]
     first = rows.num_computed + jnp.pad(lens - 1, (num_decode, 0)) + 1
-    cut, finish = cut_at_end(acceptance, rows, first, emits)
-    return cut, cut.num_emitted, update(rows, cut, finish, lens, ring_window)
+    cut, finish = truncate_at_stop(acceptance, rows, first, emits)
+    return cut, cut.num_emitted, update(rows, cut, finish, lens, states)
 
 
-def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, ring_window=0):
+def step(rows, tokens, prefill_lens=(), emits=None, num_accepted=None, states=SNAPSHOT):
     """What is emitted, and the fields of the rows after it."""
     emits = np.ones(len(tokens), bool) if emits is None else np.asarray(emits)
     lens = np.asarray(prefill_lens, np.int32)
     acceptance = acceptance_of(tokens, num_accepted)
-    cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, ring_window)
+    cut, num_emitted, after = cut_and_update(acceptance, rows, lens, emits, states)
     after = SimpleNamespace(fields=after.fields, **after.layout.unpack(np.asarray(after.fields)))
-    return SimpleNamespace(tokens=np.asarray(cut.tokens), num_emitted=num_emitted), after
+    tokens, num_accepted = np.asarray(cut.tokens), np.asarray(cut.num_accepted)
+    return SimpleNamespace(tokens=tokens, num_emitted=num_emitted, num_accepted=num_accepted), after
 
 
 def test_counts_and_next_tokens_equal_the_table(make_rows):
@@ -117,7 +120,7 @@ def test_the_ring_keeps_what_stands(make_rows):
     rows = make_rows(2, fields)
     tokens = [[5, NONE, NONE], [5, 6, 7], [5, 6, NONE], [NONE] * 3, [NONE] * 3]
     emits = [True, True, True, False, False]
-    _, after = step(rows, tokens, [4], emits, ring_window=5)
+    _, after = step(rows, tokens, [4], emits, states=Replay(window=5))
     assert np.asarray(after.ring_length).tolist() == [1, 5, 2, 5, 0]
     _, after = step(rows, tokens, [4], emits)
     assert np.asarray(after.ring_length).tolist() == [0, 2, 3, 5, 2]  # not replayed: not looked at
@@ -162,6 +165,8 @@ def test_a_row_is_cut_at_its_first_end(make_rows, tokens, fields, kept, finish):
     assert int(after.finish[0]) == finish
     assert int(after.last_token[0]) == tokens[kept - 1]
     assert int(after.num_computed[0]) == 10 + kept
+    # The last token is computed by nobody, a stop no less than the target's own.
+    assert int(cut.num_accepted[0]) == int(after.state_offset[0]) == kept - 1
 
 
 def cut_oracle(tokens, index, stop_ids, min_len, max_len):

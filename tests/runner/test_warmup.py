@@ -1,5 +1,6 @@
 """Warm-up: what is lowered here and compiled on another thread is what a step then runs."""
 
+import dataclasses
 import threading
 
 import jax
@@ -9,11 +10,11 @@ import pytest
 from harness import SNAPSHOT, model
 
 from jaxspec.config import Buckets
-from jaxspec.plan import Fork, StepPlan
+from jaxspec.plan import MOVES, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
-from jaxspec.sampler import GREEDY
+from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.sampling import make_verifier
 
 SIZES = Buckets(
@@ -64,12 +65,10 @@ def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by
     before = {id(leaf) for leaf in jax.tree.leaves(runner.state)}
     for program in programs(SIZES, [GREEDY]):
         runner.lower(program)
-    runner.lower_fork()
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
     seconds = warm_up(runner, [GREEDY])
     assert list(seconds) == [*NAMES, FORK] and min(seconds.values()) >= 0
-    # The copy's program does not depend on the model alone, and another test may have made it.
-    assert len(compiled_by) in (3, 4)
+    assert len(compiled_by) == 4
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
     assert all(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
     assert warm_up(runner, [GREEDY]) == {}
@@ -79,7 +78,7 @@ def test_outputs_lie_on_the_host_and_stay(runner):
     """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
     (program, *_) = programs(SIZES, [GREEDY])
     warm_up(runner, [GREEDY])
-    plan = StepPlan(program, runner._empty_plan(program), ())
+    plan = StepPlan(program, runner._empty_plan(program))
     pending = [runner.dispatch(plan) for _ in range(4)]
     assert pending[0]._packed.sharding.memory_kind == "pinned_host"
     first = np.array(pending[0]._packed)
@@ -87,12 +86,10 @@ def test_outputs_lie_on_the_host_and_stay(runner):
     assert len({x._packed.unsafe_buffer_pointer() for x in pending}) == 4
 
 
-def test_a_plan_with_forks_waits_for_their_program(runner):
-    (program, *_) = programs(SIZES, [GREEDY])
-    runner.warm_up(program)
-    plan = StepPlan(program, runner._empty_plan(program), (Fork(1, 2, 1, 2, 0),))
-    with pytest.raises(RuntimeError, match="Call `warm_up_fork` first"):
-        runner.dispatch(plan)
+def test_one_program_moves_for_all_samplers_and_none_where_one_row_has_no_samples():
+    assert programs(SIZES, [GREEDY, SAMPLED]).count(MOVES) == 1
+    alone = dataclasses.replace(SIZES, max_num_seqs=1, decode_rows=(1,))
+    assert MOVES not in programs(alone, [GREEDY])
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):

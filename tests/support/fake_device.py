@@ -111,10 +111,9 @@ class FakeDevice:
         """Carry out a plan that `scheduler` just gave."""
         plan = step.plan
         values = plan_layout(plan.program, self.buckets).unpack(plan.packed)
-        self._fork(plan.forks)
         self._remap(values, scheduler)
-        self._check_forks(values, plan.forks)
         self._update_tables(values)
+        self._move(values)
         self._check_order(values, step)
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
@@ -143,6 +142,8 @@ class FakeDevice:
         for row in filter(None, self.rows):
             assert row.finish or row.num_computed < row.request.tokens_bound, "not a bound"
         self.uncollected.append(step)
+        if not outputs:
+            return StepOutput(*[np.zeros(0, np.int32)] * 4)  # nobody reads it
         return StepOutput(*map(np.stack, zip(*(vars(x).values() for x in outputs), strict=True)))
 
     def collected(self, step):
@@ -161,27 +162,37 @@ class FakeDevice:
 
     # Rows.
 
-    def _fork(self, forks):
-        for fork in forks:
-            self.num_forks += 1
-            table, last = self.tables[fork.source_slot].copy(), fork.last_index
-            table[last:] = 0
-            assert (fork.source_page > 0) == (fork.target_page > 0)
-            if fork.target_page:
-                self.num_copied_pages += 1
-                assert self.tables[fork.source_slot][last] == fork.source_page
-                self.pages[fork.target_page] = self.pages[fork.source_page]
-                table[last] = fork.target_page
-            self.tables[fork.target_slot] = table
-            self.states[fork.target_slot] = self.states[fork.source_slot]
+    def _move(self, values):
+        """Copies; and a row enters with tokens computed if and only if something is copied to it.
 
-    def _check_forks(self, values, forks):
-        """A row enters with tokens computed if and only if it forks, from a row that stays."""
+        The source is a row that stays, and has all that the new one is to start from.
+        """
         new = [self.rows[index] for index in values["new_row_index"] if index >= 0]
-        targets = [row.fields["slot"] for row in new if row.fields["num_computed"]]
-        assert sorted(fork.target_slot for fork in forks) == sorted(targets)
-        present = {row.fields["slot"] for row in self.rows if row is not None}
-        assert {fork.source_slot for fork in forks} <= present
+        present = {row.fields["slot"]: row for row in self.rows if row is not None}
+        begun = [row.fields["slot"] for row in new if row.fields["num_computed"]]
+        assert sorted(begun) == sorted(slot for slot in values["target_slots"] if slot)
+        for source, target, source_page, target_page, table in zip(
+            values["source_slots"],
+            values["target_slots"],
+            values["source_pages"],
+            values["target_pages"],
+            values["target_tables"],
+            strict=True,
+        ):
+            if not target:
+                continue
+            self.num_forks += 1
+            row = present[target]
+            assert row.num_computed == len(row.request.prompt) - 1 == present[source].num_computed
+            self.states[target] = self.states[source]
+            self.tables[target] = table
+            own = table[table > 0][row.num_computed // self.buckets.page_size :].tolist()
+            assert own == [target_page] * int(target_page > 0), "shared pages, then the partial one"
+            assert (source_page > 0) == (target_page > 0)
+            if target_page:
+                self.num_copied_pages += 1
+                assert self.tables[source][np.count_nonzero(table) - 1] == source_page
+                self.pages[target_page] = self.pages[source_page]
 
     def _remap(self, values, scheduler):
         layout = row_layout(self.buckets.num_drafts)
@@ -225,11 +236,9 @@ class FakeDevice:
         assert not self.num_uncollected(request), "admitted again before its outputs arrived"
         slot = fields["slot"]
         assert 0 < slot < self.buckets.num_slots
-        if fields["num_computed"]:
-            assert fields["num_computed"] == len(request.prompt) - 1 and request.leader
-        else:
-            self.tables[slot] = 0
-            self.states[slot] = ()
+        assert not fields["num_computed"] or request.leader
+        self.tables[slot] = 0
+        self.states[slot] = ()
         self.owner[request] = request.generation
         if request.generation == 1:
             self.admitted.append(request)
@@ -307,8 +316,9 @@ class FakeDevice:
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == targets[accepted]:
             accepted += 1
-        output.num_drafts[index], output.num_accepted[index] = len(drafts), accepted
+        output.num_drafts[index] = len(drafts)
         self._emit(row, targets[: accepted + 1], accepted + 1, output, index)
+        output.num_accepted[index] = np.count_nonzero(output.tokens[index] != -1) - 1
 
     def _prefill(self, index, tokens, next_prompt_token, output, place, entry):
         row, length = self.rows[index], len(tokens)

@@ -1,6 +1,5 @@
 """Attention over the paged cache: Qwen3's, and Qwen3.5's with an output gate."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import flax.struct
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.cache import CacheOptions, PagedKV, Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
@@ -26,7 +25,7 @@ _Heads = Float[Array, "tokens heads head_dim"]
 
 @flax.struct.dataclass
 class AttentionTokens:
-    """What attention reads of each token whose keys and values are already in the cache."""
+    """What attention reads of each token whose keys and values are already in their pages."""
 
     queries: _Heads  # normalised and rotated
     gate: OutputGate | None
@@ -57,65 +56,55 @@ class Attention(nnx.Module):
         """Queries (with gates), keys and values."""
         return self.qkv
 
-    @property
-    def cache_shape(self) -> CacheShape:
+    def cache_spec(self, options: CacheOptions) -> PagedKV:
         """Keys and values of a layer."""
-        return CacheShape(
-            kv_layers=1,
-            kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            state_layers=0,
-            state_shape=(0, 0, 0),
-            state_key_heads=0,
-            conv_dim=0,
-            conv_kernel=0,
-        )
+        return PagedKV(1, self.config.num_kv_heads, self.config.head_dim, options.kv_dtype)
 
     def prepare(
         self,
         projected: Float[Array, "tokens columns"],
         inputs: LayerInputs,
-        cache: HybridCache,
+        pools: Pools,
         layer: int,
-    ) -> tuple[AttentionTokens, HybridCache]:
-        """Queries and gate; the cache has the keys and values of all tokens then."""
+    ) -> tuple[AttentionTokens, Pools]:
+        """Queries and gate; the pages have the keys and values of all tokens then."""
         config = self.config
         queries, kv = attention_inputs(
             projected,
             QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms),
             inputs.rotation,
-            cache.kv,
+            pools["kv"],
             layer,
             inputs.step.kv_slots,
             heads=config.num_heads,
             gated=config.gated_attention,
         )
         gate = OutputGate(projected) if config.gated_attention else None
-        return AttentionTokens(queries, gate), dataclasses.replace(cache, kv=kv)
+        return AttentionTokens(queries, gate), pools | {"kv": kv}
 
     def decode(
-        self, tokens: AttentionTokens, inputs: ModelInputs, cache: HybridCache, layer: int
-    ) -> tuple[_Heads, HybridCache]:
-        """Each row's tokens over the row's pages; the cache is as it was."""
+        self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[_Heads, Pools]:
+        """Each row's tokens over the row's pages; the pools are as they were."""
         queries, rows = tokens.queries, inputs.decode
         heads = paged_attention(
             queries.reshape(rows.slots.shape[0], inputs.width, *queries.shape[1:]),
-            cache.kv,
+            pools["kv"],
             layer,
             inputs.page_tables,
             rows,
             tokens.gate,
         )
-        return heads.reshape(queries.shape), cache
+        return heads.reshape(queries.shape), pools
 
     def prefill(
-        self, tokens: AttentionTokens, inputs: ModelInputs, cache: HybridCache, layer: int
-    ) -> tuple[_Heads, HybridCache]:
-        """Each chunk's tokens over its sequence's pages; the cache is as it was."""
+        self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[_Heads, Pools]:
+        """Each chunk's tokens over its sequence's pages; the pools are as they were."""
         chunks = inputs.prefill
         assert chunks is not None
-        heads = prefill_attention(tokens.queries, cache.kv, layer, inputs.page_tables, chunks)
-        return heads if tokens.gate is None else tokens.gate(heads), cache
+        heads = prefill_attention(tokens.queries, pools["kv"], layer, inputs.page_tables, chunks)
+        return heads if tokens.gate is None else tokens.gate(heads), pools
 
     def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:
         """The heads themselves: `decode` has gated them."""

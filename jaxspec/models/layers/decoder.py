@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.cache import HybridCache
+from jaxspec.cache import Pools
 from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
@@ -45,56 +45,54 @@ class DecoderLayer(nnx.Module):
         )
 
     def __call__(
-        self, stream: Stream, pending: Pending, inputs: LayerInputs, cache: HybridCache
-    ) -> tuple[Stream, Pending, HybridCache]:
-        """The stream, what is still to be added to it, and the cache with this step written.
+        self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
+    ) -> tuple[Stream, Pending, Pools]:
+        """The stream, what is still to be added to it, and the pools with this step written.
 
         `pending` is None before the first layer. The norm that follows an addition does it: in one
         kernel, which for few rows also does the product that follows the norm.
         """
-        stream, tokens, cache = self._prepare(stream, pending, inputs, cache)
-        pending, cache = self._mix(tokens, inputs.step, cache)
+        stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
+        pending, pools = self._mix(tokens, inputs.step, pools)
         stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
-        return stream, pending, cache
+        return stream, pending, pools
 
     def select(
         self,
         stream: Stream,
         pending: Pending,
         inputs: LayerInputs,
-        cache: HybridCache,
+        pools: Pools,
         selection: Selection,
-    ) -> tuple[Stream, Pending, HybridCache]:
+    ) -> tuple[Stream, Pending, Pools]:
         """As `__call__`, but the stream goes on with the selected tokens alone.
 
         The mixer prepares all tokens, which must be all that the cache keeps of them: true of
         attention, and of no recurrent mixer.
         """
-        stream, tokens, cache = self._prepare(stream, pending, inputs, cache)
+        stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
         stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
-        pending, cache = self._mix(tokens, selection.inputs, cache)
+        pending, pools = self._mix(tokens, selection.inputs, pools)
         stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
-        return stream, pending, cache
+        return stream, pending, pools
 
     def _prepare(
-        self, stream: Stream, pending: Pending, inputs: LayerInputs, cache: HybridCache
-    ) -> tuple[Stream, Any, HybridCache]:
+        self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
+    ) -> tuple[Stream, Any, Pools]:
         stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
-        tokens, cache = self.mixer.prepare(projected, inputs, cache, self.cache_layer)
-        return stream, tokens, cache
+        tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
+        return stream, tokens, pools
 
-    def _mix(
-        self, tokens: Any, inputs: ModelInputs, cache: HybridCache
-    ) -> tuple[Pending, HybridCache]:
+    def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
         """Each region by its own operation, and one output projection for both."""
         split = inputs.num_decode_tokens
         rectangle = jax.tree.map(lambda x: x[:split], tokens)
-        heads, cache = self.mixer.decode(rectangle, inputs, cache, self.cache_layer)
+        heads, pools = self.mixer.decode(rectangle, inputs, pools, self.cache_layer)
         if inputs.prefill is not None:
             flat = jax.tree.map(lambda x: x[split:], tokens)
-            chunks, cache = self.mixer.prefill(flat, inputs, cache, self.cache_layer)
+            chunks, pools = self.mixer.prefill(flat, inputs, pools, self.cache_layer)
             heads = jnp.concatenate([self.mixer.finish(heads, rectangle), chunks])
-        return self.mixer.output(heads, tokens), cache
+        return self.mixer.output(heads, tokens), pools
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.cache import CacheOptions, Conv, PerSlot, Pools, Recurrent, RecurrentPool, Ring
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
@@ -21,6 +21,7 @@ from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.replay import GdnRing
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
@@ -85,75 +86,76 @@ class GatedDeltaNet(nnx.Module):
         """Channels of the convolution, output gate z, b and a."""
         return self.in_proj
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        """A layer's state and inputs of its convolution."""
-        sizes = self.sizes
-        return CacheShape(
-            kv_layers=0,
-            kv_heads=0,
-            head_dim=0,
-            state_layers=1,
-            state_shape=(sizes.value_heads, sizes.value_dim, sizes.key_dim),
-            state_key_heads=sizes.key_heads,
-            conv_dim=sizes.conv_dim,
-            conv_kernel=sizes.conv_kernel,
+    def cache_spec(self, options: CacheOptions) -> Recurrent:
+        """A layer's state, inputs of its convolution, and what a token adds to the state."""
+        sizes, dtype = self.sizes, options.state_dtype
+        factors = (
+            PerSlot((sizes.key_heads, sizes.key_dim), dtype),  # k
+            PerSlot((sizes.value_heads, sizes.value_dim), dtype),  # u
+            PerSlot((sizes.value_heads,), jnp.dtype("float32")),  # g
+        )
+        return Recurrent(
+            layers=1,
+            conv=Conv(sizes.conv_kernel, sizes.conv_dim, options.dtype),
+            state=PerSlot((sizes.value_heads, sizes.value_dim, sizes.key_dim), dtype),
+            ring=Ring(GdnRing, factors),
+            policy=options.states,
         )
 
     def prepare(
-        self, projected: _Projected, inputs: LayerInputs, cache: HybridCache, layer: int
-    ) -> tuple[_Projected, HybridCache]:
+        self, projected: _Projected, inputs: LayerInputs, pools: Pools, layer: int
+    ) -> tuple[_Projected, Pools]:
         """The projection as it is: each region's operation begins with the convolution."""
-        return projected, cache
+        return projected, pools
 
     def decode(
-        self, projected: _Projected, inputs: ModelInputs, cache: HybridCache, layer: int
-    ) -> tuple[Heads, HybridCache]:
-        """The rectangle's heads, by the policy that the cache was made for."""
-        policy = self.step if cache.ring is None else self.replay
-        return policy(projected, inputs.decode, cache, layer)
+        self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[Heads, Pools]:
+        """The rectangle's heads, computed as the state policy says: by `step` or by `replay`."""
+        pool = pools["recurrent"]
+        heads, pool = pool.policy.decode(self, projected, pool, inputs.decode, layer)
+        return heads, pools | {"recurrent": pool}
 
     def step(
-        self, projected: _Projected, rows: DecodeRegion, cache: HybridCache, layer: int
-    ) -> tuple[Heads, HybridCache]:
+        self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+    ) -> tuple[Heads, RecurrentPool]:
         """The rectangle's heads under the snapshot policy: the state after each token is kept."""
         projected = _rectangle(projected, rows)
-        tokens, conv = gdn_inputs(projected, self._params, cache.conv, layer, rows)
-        heads, states = gdn_step(tokens, cache.states, layer, rows)
-        return _flat(heads), dataclasses.replace(cache, conv=conv, states=states)
+        tokens, conv = gdn_inputs(projected, self._params, pool.conv, layer, rows)
+        heads, states = gdn_step(tokens, pool.states, layer, rows)
+        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states)
 
     def replay(
-        self, projected: _Projected, rows: DecodeRegion, cache: HybridCache, layer: int
-    ) -> tuple[Heads, HybridCache]:
+        self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
+    ) -> tuple[Heads, RecurrentPool]:
         """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
-        assert cache.ring is not None
         heads, conv, states, ring = gdn_conv_replay(
             _rectangle(projected, rows),
             self._params,
-            cache.conv,
-            cache.states,
-            cache.ring,
+            pool.conv,
+            pool.states,
+            pool.ring,
             layer,
             rows,
             self._gated_norm(projected),
         )
-        return _flat(heads), dataclasses.replace(cache, conv=conv, states=states, ring=ring)
+        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
 
     def prefill(
-        self, projected: _Projected, inputs: ModelInputs, cache: HybridCache, layer: int
-    ) -> tuple[_Finished, HybridCache]:
+        self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
+    ) -> tuple[_Finished, Pools]:
         """The chunks' normed heads; convolution and state of each sequence stand at its end."""
-        chunks = inputs.prefill
+        chunks, pool = inputs.prefill, pools["recurrent"]
         assert chunks is not None
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
-        y, conv = conv_prefill(mixed, self.conv[...], cache.conv, layer, chunks)
+        y, conv = conv_prefill(mixed, self.conv[...], pool.conv, layer, chunks)
         q, k, v = split_qkv(y, self._heads)
         v = v.astype(mixed.dtype)  # its dtype before the convolution: 16-bit products are quick
         tokens = GdnTokens(q, k, v, g, beta)
-        heads, states = gdn_prefill(tokens, cache.states, layer, chunks)
-        cache = dataclasses.replace(cache, conv=conv, states=states)
-        return self.finish(heads, projected), cache
+        heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
+        pool = dataclasses.replace(pool, conv=conv, states=states)
+        return self.finish(heads, projected), pools | {"recurrent": pool}
 
     def finish(self, heads: Heads, projected: _Projected) -> _Finished:
         """The heads normed and gated, unless `replay`'s kernel has done it."""

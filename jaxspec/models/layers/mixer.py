@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import flax.struct
 from jaxtyping import Array, Float
 
-from jaxspec.models.cache import CacheShape, HybridCache
+from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
@@ -42,7 +42,7 @@ class Mixer(Protocol[Tokens]):
 
     `DecoderLayer` multiplies the normed stream with `projection`, has the mixer `prepare` all
     tokens of the step, cuts them into decode rectangle and prefill region, and joins the heads of
-    both for `output`. `layer` is the mixer's index among the layers of its kind in the cache.
+    both for `output`. `layer` is the mixer's index in its pool.
     """
 
     @property
@@ -50,31 +50,30 @@ class Mixer(Protocol[Tokens]):
         """The matrix that the normed stream is multiplied with first, all columns side by side."""
         ...
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        """What one layer keeps between steps."""
+    def cache_spec(self, options: CacheOptions) -> CacheSpec:
+        """The pool that one layer needs; layers whose pools have one name share it."""
         ...
 
     def prepare(
         self,
         projected: Float[Array, "tokens columns"],
         inputs: LayerInputs,
-        cache: HybridCache,
+        pools: Pools,
         layer: int,
         /,
-    ) -> tuple[Tokens, HybridCache]:
+    ) -> tuple[Tokens, Pools]:
         """What the regions read of each token; work on all tokens at once belongs here."""
         ...
 
     def decode(
-        self, tokens: Tokens, inputs: ModelInputs, cache: HybridCache, layer: int, /
-    ) -> tuple[Array, HybridCache]:
+        self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
+    ) -> tuple[Array, Pools]:
         """The heads of the decode rectangle's tokens, `inputs.decode`."""
         ...
 
     def prefill(
-        self, tokens: Tokens, inputs: ModelInputs, cache: HybridCache, layer: int, /
-    ) -> tuple[Array, HybridCache]:
+        self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
+    ) -> tuple[Array, Pools]:
         """The finished heads of the prefill region's tokens, `inputs.prefill`."""
         ...
 

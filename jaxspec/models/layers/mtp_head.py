@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.models.cache import HybridCache
+from jaxspec.cache import Pools
 from jaxspec.models.config import FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
 from jaxspec.models.layers.linear import Linear
@@ -42,29 +42,29 @@ class MTPHead(nnx.Module):
         return (self.layer,)
 
     def __call__(
-        self, embedded: Stream, hidden: Stream, inputs: ModelInputs, cache: HybridCache
-    ) -> tuple[Stream, HybridCache]:
+        self, embedded: Stream, hidden: Stream, inputs: ModelInputs, pools: Pools
+    ) -> tuple[Stream, Pools]:
         """See `DraftHead`."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
-        stream, pending, cache = self.layer(
-            self._combine(embedded, hidden), None, layer_inputs, cache
+        stream, pending, pools = self.layer(
+            self._combine(embedded, hidden), None, layer_inputs, pools
         )
-        return self._normed(stream, pending), cache
+        return self._normed(stream, pending), pools
 
     def select(
         self,
         embedded: Stream,
         hidden: Stream,
         inputs: ModelInputs,
-        cache: HybridCache,
+        pools: Pools,
         selection: Selection,
-    ) -> tuple[Float[Array, "selected hidden"], HybridCache]:
+    ) -> tuple[Float[Array, "selected hidden"], Pools]:
         """See `DraftHead`. Of the other tokens, keys and values are all that is read later."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
-        stream, pending, cache = self.layer.select(
-            self._combine(embedded, hidden), None, layer_inputs, cache, selection
+        stream, pending, pools = self.layer.select(
+            self._combine(embedded, hidden), None, layer_inputs, pools, selection
         )
-        return self._normed(stream, pending), cache
+        return self._normed(stream, pending), pools
 
     def _combine(self, embedded: Stream, hidden: Stream) -> Stream:
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]

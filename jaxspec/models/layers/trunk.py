@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxspec.models.cache import HybridCache
+from jaxspec.cache import Pools
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.decoder import DecoderLayer, residual_norm
 from jaxspec.models.layers.linear import Embedding, LMHead
@@ -41,8 +41,8 @@ class Trunk(nnx.Module):
         return self.lm_head.embed(tokens) if self.embedding is None else self.embedding(tokens)
 
     def forward(
-        self, inputs: ModelInputs, cache: HybridCache, taps: tuple[int, ...] = ()
-    ) -> tuple[ForwardOutput, HybridCache]:
+        self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
+    ) -> tuple[ForwardOutput, Pools]:
         """See `Model.forward`."""
         if wrong := [tap for tap in taps if not 0 <= tap < len(self.layers)]:
             raise ValueError(
@@ -54,10 +54,10 @@ class Trunk(nnx.Module):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 tapped[index] = residual.add(stream, pending)
-            stream, pending, cache = layer(stream, pending, layer_inputs, cache)
+            stream, pending, pools = layer(stream, pending, layer_inputs, pools)
         _, hidden = self.norm.add(stream, pending)
         aux_hidden = jnp.concatenate([tapped[tap] for tap in taps], axis=1) if taps else None
-        return ForwardOutput(hidden, aux_hidden), cache
+        return ForwardOutput(hidden, aux_hidden), pools
 
     def checkpoint(self) -> Iterator[Placement]:
         """The published tensors."""

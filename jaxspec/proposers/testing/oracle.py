@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxspec.cache import Pools
 from jaxspec.models.base import Model
-from jaxspec.models.cache import HybridCache
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import Use, uniform_noise
 
@@ -64,9 +64,9 @@ class OracleProposer(Proposer):
         self,
         model: Model,
         inputs: DraftInputs,
-        cache: HybridCache,
+        pools: Pools,
         tables: tuple[Array, Array, Array],
-    ) -> tuple[Drafts, HybridCache]:
+    ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
         sequences, accuracy, seed = tables
         draft = jnp.arange(self.num_drafts)[None, :]
@@ -84,4 +84,4 @@ class OracleProposer(Proposer):
             num_drafts = jnp.floor(draw * (self.num_drafts + 1)).astype(jnp.int32)
             is_hole = jnp.floor(draw * 64).astype(jnp.int32) % 8 == 0
             tokens = jnp.where(is_hole[:, None] & (draft == 1), -1, tokens)
-        return Drafts(tokens, jnp.where(inputs.should_draft, num_drafts, 0), None), cache
+        return Drafts(tokens, jnp.where(inputs.should_draft, num_drafts, 0), None), pools

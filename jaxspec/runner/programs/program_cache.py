@@ -204,6 +204,8 @@ def _plain(x: Any) -> Any:
     """`x` in numbers, words and tuples: no address, and no more than a program depends on."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
+    if isinstance(x, np.dtype):
+        return "dtype", x.name
     if isinstance(x, type | types.FunctionType):
         if str(x.__module__).partition(".")[0] not in _COVERED:
             raise _UnknownError(x)

@@ -1,0 +1,45 @@
+"""What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
+
+from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
+from jaxspec.cache.policy import Recurrence, Replay, Snapshot, StatePolicy, state_policy
+from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
+from jaxspec.cache.specs import (
+    CacheOptions,
+    CacheSpec,
+    Holder,
+    Moves,
+    Pools,
+    PoolSizes,
+    allocate,
+    copy,
+    holders,
+    merged,
+)
+
+HOLDERS: dict[str, Holder] = {**PagedKV.labels, **Recurrent.labels}  # every kind's, for people
+
+__all__ = [
+    "HOLDERS",
+    "CacheOptions",
+    "CacheSpec",
+    "Conv",
+    "Holder",
+    "Moves",
+    "PagedKV",
+    "PerSlot",
+    "PoolSizes",
+    "Pools",
+    "Recurrence",
+    "Recurrent",
+    "RecurrentPool",
+    "Replay",
+    "Ring",
+    "Snapshot",
+    "StatePolicy",
+    "allocate",
+    "copy",
+    "holders",
+    "kv_dtype_of",
+    "merged",
+    "state_policy",
+]

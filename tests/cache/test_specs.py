@@ -1,0 +1,81 @@
+"""All pools together: allocated, moved and told of by what each spec says of its own."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import model
+
+from jaxspec.cache import (
+    HOLDERS,
+    CacheOptions,
+    Moves,
+    PoolSizes,
+    Replay,
+    Snapshot,
+    allocate,
+    copy,
+    holders,
+)
+
+SIZES = PoolSizes(num_pages=6, page_size=2, num_slots=5, width=4)
+FLOAT32 = jnp.dtype("float32")
+POLICIES = pytest.mark.parametrize("policy", [Snapshot(), Replay(window=7)])
+
+
+def specs_of(fixture, policy):
+    return model(fixture).cache_specs(CacheOptions(FLOAT32, FLOAT32, FLOAT32, policy))
+
+
+@POLICIES
+@pytest.mark.parametrize("fixture", ["qwen3", "qwen3_5"])
+def test_the_parts_that_people_are_told_of_are_all_there_is(fixture, policy):
+    specs = specs_of(fixture, policy)
+    pools = jax.eval_shape(lambda: allocate(specs, SIZES))
+    parts = holders(specs, pools)
+    assert set(parts) <= set(HOLDERS)
+    assert len(jax.tree.leaves(parts)) == len(jax.tree.leaves(pools))
+
+
+@POLICIES
+def test_a_mesh_would_cut_axes_of_heads(policy):
+    """Every axis named divides by the heads of its part; a family's factors have theirs alike."""
+    specs = specs_of("qwen3_5", policy)
+    config = model("qwen3_5").config
+    heads = {config.num_kv_heads, config.linear_key_heads, config.linear_value_heads}
+    for spec in specs:
+        parts = spec.holders(spec.allocate(SIZES))
+        assert spec.partition().keys() == parts.keys()
+        for name, axis in spec.partition().items():
+            sizes = {leaf.shape[axis] for leaf in jax.tree.leaves(parts[name])}
+            assert sizes <= heads | {config.conv_dim}
+
+
+@POLICIES
+def test_equal_specs_are_one_program(policy):
+    """A program is compiled for its specs: they are compared, and hashed, by what they say."""
+    first, second = specs_of("qwen3_5", policy), specs_of("qwen3_5", policy)
+    assert first == second and hash(first) == hash(second)
+    assert first != specs_of("qwen3_5", Replay(window=8))
+
+
+@POLICIES
+def test_moves_copy_slots_and_pages_and_padding_copies_nothing(policy):
+    specs, rng = specs_of("qwen3_5", policy), np.random.default_rng(0)
+    pools = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), allocate(specs, SIZES)
+    )
+    kv, pool = np.array(pools["kv"]), pools["recurrent"]
+    conv, states = np.array(pool.conv), np.array(pool.states)
+    for source, target, source_page, target_page in [(1, 3, 2, 5), (1, 4, 0, 0)]:
+        states[:, target], conv[:, target] = states[:, source], conv[:, source]
+        if target_page:
+            kv[:, :, target_page] = kv[:, :, source_page]
+    index = ([1, 1, 0], [3, 4, 0], [2, 0, 0], [5, 0, 0])
+    moved = copy(specs, pools, Moves(*[jnp.array(x, jnp.int32) for x in index]))
+    np.testing.assert_array_equal(moved["kv"], kv)
+    np.testing.assert_array_equal(moved["recurrent"].conv, conv)
+    np.testing.assert_array_equal(moved["recurrent"].states, states)
+    # Behind a chunk of prompt a ring is empty: nothing of it is needed.
+    chex.assert_trees_all_equal(moved["recurrent"].ring, pool.ring)
