@@ -58,7 +58,7 @@ class MTPHead(nnx.Module):
         cache: HybridCache,
         selection: Selection,
     ) -> tuple[Float[Array, "selected hidden"], HybridCache]:
-        """See `DraftHead`. Of the other tokens, keys and values are all that is read later."""
+        """See `DraftHead`. The other tokens leave keys and values for later passes."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
         stream, pending, cache = self.layer.select(
             self._combine(embedded, hidden), None, layer_inputs, cache, selection
