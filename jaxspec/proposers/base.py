@@ -64,9 +64,6 @@ class Proposer(abc.ABC):
         """A pytree of read-only device arrays that `propose` gets back each step.
 
         Called once, when the engine is made, with the loaded `model`.
-
-        Raises:
-            ValueError: the model lacks what the proposer drafts with.
         """
         return ()
 

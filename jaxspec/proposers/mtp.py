@@ -47,11 +47,7 @@ class MTPProposer(Proposer):
         """The ids and their columns of the output head, gathered once.
 
         In each step the gather would cost what it saves.
-
-        Raises:
-            ValueError: the model has no draft head.
         """
-        _head_of(model)
         if self.vocab_ids is None:
             return ()
         ids = jnp.asarray(self.vocab_ids, jnp.int32)
@@ -64,7 +60,7 @@ class MTPProposer(Proposer):
         pools: Pools,
         tables: tuple[Array, Weight] | tuple[()],
     ) -> tuple[Drafts, Pools]:
-        """See `Proposer.propose`."""
+        """See `Proposer.propose`. ValueError if the model has no draft head."""
         head = _head_of(model)
         ids, columns = tables or (None, None)
         last_tokens = Selection(inputs.last_index, _one_token_inputs(inputs, 0))

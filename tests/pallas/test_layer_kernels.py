@@ -13,9 +13,9 @@ from flax import nnx
 from sm90 import array, compile_for
 
 from benchmarks.measure.model_shapes import SHAPES
+from jaxspec.cache import CacheOptions, PoolSizes, Replay, allocate
 from jaxspec.models import parse_config
 from jaxspec.models.base import ModelInputs
-from jaxspec.cache import CacheOptions, PoolSizes, Replay, allocate
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.pallas.recurrent.replay import default_window

@@ -59,7 +59,7 @@ class MTPHead(nnx.Module):
         pools: Pools,
         selection: Selection,
     ) -> tuple[Float[Array, "selected hidden"], Pools]:
-        """See `DraftHead`. Of the other tokens, keys and values are all that is read later."""
+        """See `DraftHead`. The other tokens leave keys and values for later passes."""
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
         stream, pending, pools = self.layer.select(
             self._combine(embedded, hidden), None, layer_inputs, pools, selection
