@@ -103,12 +103,13 @@ def _store_totals(refs, block):
 
     The first block also stores the sums in `total`.
     """
-    is_first = None if refs.total is None else block == 0
+    written = None if refs.total is None else (block == 0, refs.total)
     count, features = refs.stream.shape
     for row, sum_ in enumerate(_totals(refs.stream, refs.pending)):
         access.store(refs.rows.at[row], sum_)
-        if refs.total is not None:
-            pl.when(is_first)(lambda to=refs.total.at[row], x=sum_: access.store(to, x))
+        if written is not None:
+            is_first, total = written
+            pl.when(is_first)(lambda to=total.at[row], x=sum_: access.store(to, x))
     layout = layouts.vectors(features // device.THREADS)
     zeros = plgpu.layout_cast(jnp.zeros(features, refs.stream.dtype), layout)
     for row in range(count, MAX_ROWS):
