@@ -11,6 +11,7 @@ from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import ExactVerifier, RejectionVerifier, SamplingInputs, draw
+from jaxspec.weight import Dense
 
 VOCAB, WIDTH, STOP = 32, 3, 9
 NUM_DECODE = 3  # rows; the others end their prompt
@@ -28,7 +29,7 @@ class ScoresModel:
 
     def greedy_tokens(self, hidden, forbidden):
         assert not self.has_logits
-        return argmax_matmul(hidden, jnp.eye(VOCAB), forbidden)
+        return argmax_matmul(hidden, Dense(jnp.eye(VOCAB)), forbidden)
 
 
 def run(rows, scores, emits_at, variant, verifier, num_verified=WIDTH - 1):
