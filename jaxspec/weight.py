@@ -1,6 +1,6 @@
 """How the weight of a linear layer is held: `Linear` keeps it, and every product takes it whole.
 
-An op chooses its kernel by `type(weight)`, as it does by the number of rows. The choice is made
+An op may choose its kernel by `type(weight)`, as it does by the number of rows. The choice is made
 while a program is traced, so the program has the weight's arrays alone.
 """
 

@@ -12,6 +12,7 @@ from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import verify
 from jaxspec.sampler import FULL, GREEDY, SAMPLED
 from jaxspec.sampling import ExactVerifier, RejectionVerifier, SamplingInputs, draw
+from jaxspec.weight import Dense
 
 VOCAB, WIDTH, STOP = 32, 3, 9
 NUM_DECODE = 3  # rows; the others end their prompt
@@ -29,7 +30,7 @@ class ScoresModel:
 
     def greedy_tokens(self, hidden, forbidden):
         assert not self.has_logits
-        return argmax_matmul(hidden, jnp.eye(VOCAB), forbidden)
+        return argmax_matmul(hidden, Dense(jnp.eye(VOCAB)), forbidden)
 
 
 def run(rows, scores, first_position, sampler, verifier, num_drafts=WIDTH - 1):

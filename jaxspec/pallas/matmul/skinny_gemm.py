@@ -5,9 +5,8 @@ its kernels take much of its time. Some kernels therefore do what comes before t
 
 * `norm_matmul` adds to the residual stream, norms the sum and multiplies. Each of its blocks norms
   all rows, so it is one kernel for one or two rows, and two kernels for more;
-* `split_matmul` is split-K: it puts out partial sums over parts of the features, and the addition
-to
-  the residual stream sums them up;
+* `split_matmul` is split-K: it puts out partial sums over parts of the features, which the addition
+  to the residual stream sums up;
 * `gated_matmul` first gates the features of a feed-forward layer;
 * `gated_norm_matmul` first norms and gates the heads of Gated DeltaNet.
 
