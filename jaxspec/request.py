@@ -50,6 +50,13 @@ class RequestMetrics:
         sums = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
         self.accepted_per_position = [before + count for before, count in sums]
 
+    def record_tokens(self, count: int, now: float) -> None:
+        """Count tokens that came at the time `now`."""
+        if count:
+            self.first_token_time = self.first_token_time or now
+            self.last_token_time = now
+            self.num_tokens += count
+
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":
         """Counts of `parts` added up; times from the first arrival to the last token."""
@@ -98,7 +105,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # stop_token_ids and, unless ignored, the model's own
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
-    tokens: list[int] = dataclasses.field(default_factory=list)  # prompt, then what was emitted
+    tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     finish: Finish = Finish.RUNNING
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
@@ -125,6 +132,11 @@ class Request:
     def output(self) -> list[int]:
         """Tokens emitted so far."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were emitted so far."""
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def is_prefilling(self) -> bool:

@@ -2,9 +2,11 @@
 
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,8 @@ def test_one_stop_string_is_a_list_of_one():
     ("changes", "variant"),
     [
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "greedy"),
+        ({"temperature": 9e-6}, "greedy"),
+        ({"temperature": 1.1e-5}, "sampled"),
         ({}, "sampled"),
         ({"top_k": 0}, "sampled"),
         ({"top_k": 1}, "full"),
@@ -72,3 +76,13 @@ def test_one_stop_string_is_a_list_of_one():
 )
 def test_the_variant_is_the_least_that_can_serve_the_request(changes, variant):
     assert SamplingParams(**changes).variant == variant
+
+
+@pytest.mark.parametrize("steps", [-3, -1, 0, 1, 3])
+def test_host_and_device_agree_on_what_is_greedy(steps):
+    """Around the bound by float32's own steps, and by a tenth of one, which float32 rounds away."""
+    bound = np.float32(GREEDY_BELOW)
+    for fraction in (0.0, 0.1, -0.1):
+        temperature = float(bound) + (steps + fraction) * float(np.spacing(bound))
+        on_device = bool(jnp.float32(temperature) < GREEDY_BELOW)  # as sampling/params.py asks
+        assert SamplingParams(temperature=temperature).is_greedy == on_device

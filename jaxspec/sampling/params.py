@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.sampling_params import GREEDY_BELOW
+
 NO_TOKEN = -1
 """No token: padding, a placeholder draft, or a row whose logits leave nothing to draw."""
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow to ties at infinity."""
 
 
 @flax.struct.dataclass
