@@ -93,10 +93,9 @@ class Buckets:
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
-        **others: Any,
+        **sizes: Any,
     ) -> "Buckets":
-        """None is: all the pages that may be needed; 512 tokens a step, or twice a full verify in
-        full 64s; 1, 4, 16, ... rows; 64 tokens of prompt, and the whole budget."""
+        """The sizes that are given, and for each that is None what `EngineConfig` says of it."""
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
@@ -116,7 +115,7 @@ class Buckets:
             decode_rows=tuple(decode_rows),
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
-            **others,
+            **sizes,
         )
 
     @property
@@ -184,9 +183,11 @@ class StateConfig:
     """How recurrent states survive a verify.
 
     `policy`: "snapshot" keeps the state after each token of a step, "replay" one checkpoint and a
-    ring of what each token since then added: the same tokens, with drafts from less memory.
-    `dtype`: of what is kept; 16 bits round (snapshots each token, replay where it folds), so tokens
-    may differ. `window`: tokens of the ring between steps; None: 32 in float32, 16 in 16 bits.
+    ring of what each token since then added. Both give the same tokens; with drafts, replay takes
+    less memory.
+    `dtype`: the dtype of what is kept. 16 bits round, a snapshot at each token and a replay where
+    it folds the ring, so tokens may differ.
+    `window`: tokens of the ring between steps; None: 32 in float32, 16 in 16 bits.
     """
 
     policy: Literal["snapshot", "replay"] = "snapshot"
@@ -197,7 +198,7 @@ class StateConfig:
     def resolve(policy: str, dtype: str, *, has_kernels: bool) -> "StateConfig":
         """The states that the user's words ask for; "auto": replay where the device runs kernels.
 
-        There a replay is as fast with one row and up to 3 times as fast with 64
+        There it is about as fast with one row, and nearly 3 times as fast with 64 rows and 3 drafts
         (benchmarks/results/kernels_h200.json, `gdn_conv_replay` against `gdn_step`).
         """
         if policy == "auto":

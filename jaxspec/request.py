@@ -97,7 +97,10 @@ class RequestMetrics:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sample of one prompt. The scheduler alone changes it once it is queued."""
+    """One sample of one prompt. The scheduler alone changes it once it is queued.
+
+    So `tokens` and `finish` are the only record of what came and of why it ended.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -116,9 +119,9 @@ class Request:
     row: int = -1  # where the last plan put it; -1: the device has no row of it
     slot: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
-    num_pages_sent: int = 0  # of those, how many the device's page table holds
+    num_pages_sent: int = 0  # how many of `pages` the device's page table holds
     prefill_len: int = 0  # tokens it entered with: the prompt, on resumption the output too
-    num_computed: int = 0  # of those, how many are dispatched; exact, for prefill has no drafts
+    num_computed: int = 0  # how many of these are dispatched; exact, for prefill has no drafts
     in_flight: int = 0  # uncollected steps that emit for it: each gives a token, or it has ended
     in_flight_bound: int = 0  # the most those steps can give
 

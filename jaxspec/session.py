@@ -142,9 +142,10 @@ class Session:
         while self._aborted and self._turn.acquire(blocking=False):
             try:
                 self._let_in()
-                for sample in self._aborted.popleft():
-                    if self._samples.pop(sample.request, None):
-                        self.scheduler.end(sample.request, Finish.ABORT)
+                while self._aborted:  # another thread may have ended them since
+                    for sample in self._aborted.popleft():
+                        if self._samples.pop(sample.request, None):
+                            self.scheduler.end(sample.request, Finish.ABORT)
                 if not self.scheduler.has_work:
                     with self._or_fail():
                         self.engine.drain()

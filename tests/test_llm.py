@@ -117,9 +117,9 @@ def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
 def check_laws(llm, plain, prompts, monkeypatch, steps=1):
     """Drafts, neighbours, rows, samples and depth of flight change no token, drawn or greedy.
 
-    `test_laws.py` has these of the reference; here they are of whatever `llm` runs, `steps` in a
-    dispatch, and of its prompts alone in `plain`, which does not draft. Every other request draws,
-    each with its own seed, and one twice. What was asked and given is returned.
+    `test_laws.py` compares with a reference; here `llm`, with `steps` in a dispatch, is compared
+    with `plain`, which has no drafts and runs each prompt alone. Every other request draws, each
+    with its own seed, and one twice. Returns the parameters and the token ids.
     """
     params = [
         SamplingParams(
@@ -139,14 +139,14 @@ def check_laws(llm, plain, prompts, monkeypatch, steps=1):
 
 
 def ids(llm, prompts, params):
-    """Of each prompt those of each sample."""
+    """The token ids of each sample, by prompt."""
     return [[s.token_ids for s in output.outputs] for output in llm.generate(prompts, params)]
 
 
 def check_preemption(llm, prompts, params, want):
     """Requests that had to go, and start again in other chunks, get the same tokens."""
     pages, before = llm.session.scheduler.pages, llm.metrics()["num_preemptions"]
-    held = pages.allocate(pages.num_free - 14)  # 2 rows' prompts, and not what comes behind them
+    held = pages.allocate(pages.num_free - 14)  # which leaves 2 rows' prompts, not their outputs
     try:
         assert ids(llm, prompts, params) == want
     finally:
@@ -155,14 +155,14 @@ def check_preemption(llm, prompts, params, want):
 
 
 @pytest.fixture(scope="module")
-def some_prompts():
+def held_out():
     data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
     return [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
 
 
-def test_how_requests_run_changes_no_token(embedded, embedded_plain, some_prompts, monkeypatch):
-    asked_and_given = check_laws(embedded, embedded_plain, some_prompts, monkeypatch)
-    check_preemption(embedded, some_prompts, *asked_and_given)
+def test_how_requests_run_changes_no_token(embedded, embedded_plain, held_out, monkeypatch):
+    params_and_ids = check_laws(embedded, embedded_plain, held_out, monkeypatch)
+    check_preemption(embedded, held_out, *params_and_ids)
 
 
 RECURRENCES = {"snapshot": "gdn_step", "replay": "gdn_conv_replay"}
@@ -171,15 +171,15 @@ SIZES = {"max_num_seqs": 16, "decode_buckets": [16]}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy, steps", [("snapshot", 1), ("replay", 1), ("replay", 4)])
-def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, some_prompts, monkeypatch):
+def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, held_out, monkeypatch):
     """In float32, where ties are rare: prompts run as XLA, for their kernels take 16 bits."""
     monkeypatch.setattr(dispatch, "_chosen", {})
     options = OPTIONS | SIZES | {"prefill_buckets": [256]}
     llm = LLM(**options, state_policy=policy, steps_per_dispatch=steps)
     check_held_out_prompts(llm)
     plain = LLM(**options, speculative_config=None)
-    asked_and_given = check_laws(llm, plain, some_prompts, monkeypatch, steps)
-    check_preemption(llm, some_prompts, *asked_and_given)
+    params_and_ids = check_laws(llm, plain, held_out, monkeypatch, steps)
+    check_preemption(llm, held_out, *params_and_ids)
     ran = llm.metrics()["implementations"]
     # Not `gdn_inputs`: this model has too few channels for its kernel.
     for op in ("slot_mapping", "attention_inputs", "paged_attention", RECURRENCES[policy]):
@@ -405,7 +405,7 @@ def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_pl
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
     assert total.mean_acceptance_length > 1.5
-    # Of each id a column of the tied head, 160 float32, and the id.
+    # Each id takes a column of the tied head, 160 float32, and the id itself.
     memory = [each.metrics()["memory_bytes"]["proposer_tables"] for each in (llm, embedded_plain)]
     assert memory == [1024 * (160 + 1) * 4, 0]
 
@@ -444,8 +444,8 @@ def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
         output = llm.generate({"prompt_token_ids": [7, 1, 9, 200, 5]}, params)[0]
         counts.append([[0] * 264 for _ in range(4)])
         for sample in output.outputs:
-            for place, token in enumerate(sample.token_ids):
-                counts[-1][place][token] += 1
+            for position, token in enumerate(sample.token_ids):
+                counts[-1][position][token] += 1
         assert (output.metrics.num_accepted_tokens > 0) == (speculation is not None)
     for want, *others in zip(*counts, strict=True):
         for got in others:

@@ -175,6 +175,21 @@ def test_a_stream_closed_within_a_step_ends_when_the_step_is_over():
     assert not session.scheduler.has_work
 
 
+def test_threads_that_drop_streams_midway_leave_nothing_behind():
+    session = make_session()
+
+    def dropping(seed):
+        for i in range(20):
+            deltas = session.stream(make_sample(seed + i, 50))
+            text = "".join(next(deltas).text for _ in range(1 + i % 3))
+            deltas.close()
+            assert text == letters(seed + i, len(text))
+
+    in_threads(*[functools.partial(dropping, 7 * thread) for thread in range(5)])
+    assert not session.scheduler.has_work and not session.has_work and not session._samples
+    assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+
+
 def test_an_abort_before_the_first_step_ends_what_was_added():
     session, sample = make_session(), make_sample()
     session.add([sample])

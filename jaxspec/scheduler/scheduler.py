@@ -140,8 +140,8 @@ class Scheduler:
         return min(self.buckets.prefill_tokens[-1], left)
 
     def _num_steps(self, budget: int) -> int:
-        """Several where no prompt waits, a row needs them all even if every draft stands, and there
-        are pages for them: nobody has to go who could stay for one step.
+        """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
+        all even if every draft is accepted, and there are pages for them without a preemption.
         """
         several = self.buckets.num_steps(budget)[-1]
         if several == 1:
