@@ -214,7 +214,7 @@ LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
 
 
 _KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
-_KEEPING = threading.Lock()  # one thread at a time loads or drops one
+_KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one
 
 
 def generate(
@@ -233,7 +233,7 @@ def generate(
     num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
     rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
     key = repr((model, sorted(options.items())))
-    with _KEEPING:
+    with _KEPT_LOCK:
         if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:
             _KEPT.clear()  # one model at a time: the old one's memory goes first
             _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})

@@ -124,7 +124,7 @@ class EngineConfig:
             ValueError: as in `EngineConfig`.
         """
         for name in options:
-            if name not in OPTIONS or name == "model":
+            if name not in OPTIONS:
                 near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
                 raise TypeError(
                     f"LLM has no option {name!r}; the nearest is {near!r}. docs/options.md and "

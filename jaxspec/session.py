@@ -18,8 +18,8 @@ class Session:
         thread A    add(a)  step: a    wait           step: a, b    a has ended
         thread B    add(b)             step: a, b     wait          step: b   ...
 
-    `add` and `abort` never wait for a turn: they leave word for whoever has the next one. So a
-    stream may be dropped at any time, even where the garbage collector closes it within a step.
+    `add` and `abort` never wait for a turn: they leave a note for the thread that has it, or has it
+    next. So a stream may be dropped at any time: the garbage collector may close it within a step.
     """
 
     def __init__(self, engine: Engine):
@@ -101,10 +101,10 @@ class Session:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Nobody steps meanwhile but who is inside; whoever waits longest is next.
+        """Only the thread inside may step; the others wait, and each gets its turn.
 
         A thread that steps in a loop would take a plain lock again before others wake up. So the
-        next in line holds `_next`, at which the thread that has just had its turn queues too.
+        next in line holds `_next`, and a thread that has just had its turn has to wait for that.
         """
         with self._next:
             self._turn.acquire()
@@ -114,7 +114,7 @@ class Session:
             self._turn.release()
             self._end_aborted()
 
-    # What follows runs within a turn, but `_end_aborted`, which takes one if it is free.
+    # These run within a turn, except `_end_aborted`, which takes one if it is free.
 
     def _step(self) -> list[Sample]:
         self._let_in()
@@ -154,9 +154,9 @@ class Session:
 
     @contextlib.contextmanager
     def _or_fail(self) -> Iterator[None]:
-        """After an error or an interrupt inside, end all samples and start afresh.
+        """After an error or an interrupt inside, nobody knows what the device holds: start afresh.
 
-        Nobody knows what the device holds then.
+        Every sample ends with "error".
         """
         try:
             yield

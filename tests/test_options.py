@@ -36,7 +36,7 @@ def test_the_signature_and_docstring_of_llm_have_every_option():
     assert all(meaning(name) in words and default_of(name) in words for name in OPTIONS)
 
 
-@pytest.mark.parametrize("make", [LLM, jaxspec.LLM, lambda **o: jaxspec.generate("x", **o)])
+@pytest.mark.parametrize("make", [LLM, lambda **options: jaxspec.generate("x", **options)])
 def test_an_unknown_option_is_refused_with_the_nearest_name(make):
     with pytest.raises(TypeError) as caught:
         make(max_num_seq=3)
