@@ -1,7 +1,7 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
 from jaxspec.llm import LLM, generate
-from jaxspec.outputs import CompletionOutput, Delta, RequestOutput
+from jaxspec.outputs import CompletionOutput, RequestOutput, TextDelta
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
@@ -9,10 +9,10 @@ from jaxspec.speculation import SpeculativeConfig
 __all__ = [
     "LLM",
     "CompletionOutput",
-    "Delta",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "TextDelta",
     "generate",
 ]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxspec.arguments import parser, prompts_of, speculation_of
+from jaxspec.arguments import engine_options, parser, prompts_of
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.request import RequestMetrics
@@ -52,17 +52,7 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
-    llm = LLM(
-        args.model,
-        speculative_config=speculation_of(args),
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        state_policy=args.state_policy,
-        state_dtype=args.state_dtype,
-        max_num_seqs=min(len(prompts), 8),
-        max_model_len=args.max_model_len,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-    )
+    llm = LLM(**engine_options(args), max_num_seqs=min(len(prompts), 8))
     if args.verbose:
         print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
     if len(prompts) == 1 and not args.json:

@@ -2,7 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+from jaxspec.options import OPTIONS, default_of, meaning
 
 _EXAMPLES = """\
 examples:
@@ -12,6 +14,17 @@ examples:
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
 """
+
+# The options of `LLM` that the command has too, and what stands for their values in its help.
+_ENGINE_OPTIONS = {
+    "model": "MODEL",
+    "dtype": "DTYPE",
+    "kv_dtype": "DTYPE",
+    "state_policy": "POLICY",
+    "state_dtype": "DTYPE",
+    "max_model_len": "N",
+    "gpu_memory_utilization": "F",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
     parser.add_argument(
         "prompts",
         nargs="*",
@@ -43,16 +55,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a UTF-8 text file with one prompt a line (default: none)",
     )
-    parser.add_argument(
-        "--model", help="a folder or a Hugging Face hub id (default: the embedded model)"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="float32, bfloat16 or auto: bfloat16 on a GPU, float32 elsewhere (default: auto)",
-    )
-    _add_caches(parser)
-    _add_limits(parser)
+    for name, metavar in _ENGINE_OPTIONS.items():
+        _add_engine_option(parser, name, metavar)
+    _add_sampling(parser)
+    _add_speculation(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="first print what holds the memory (default: not)"
     )
@@ -62,50 +68,25 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_caches(parser: argparse.ArgumentParser) -> None:
-    """What is kept between steps, and how."""
+def _add_engine_option(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
+    """An option of `LLM`, with the help and the default that it has there."""
     parser.add_argument(
-        "--kv-dtype",
-        metavar="DTYPE",
-        help="of keys and values: bfloat16 or float8_e4m3fn (default: as --dtype)",
-    )
-    parser.add_argument(
-        "--state-policy",
-        default="auto",
-        metavar="POLICY",
-        help="of recurrent states: snapshot keeps one a drafted token, replay one a prompt and "
-        "what leads from it to the others; auto: replay where kernels run (default: auto)",
-    )
-    parser.add_argument(
-        "--state-dtype",
-        default="float32",
-        metavar="DTYPE",
-        help="of recurrent states: float32, float16 or bfloat16 (default: float32)",
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="F",
-        help="share of a GPU's memory, of what JAX may take, for weights and caches (default: 0.9)",
+        f"--{name.replace('_', '-')}",
+        type={"N": int, "F": float}.get(metavar, str),
+        default=OPTIONS[name].default,
+        metavar=metavar,
+        help=f"{meaning(name)} (default: {default_of(name)})",
     )
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """The options that are numbers."""
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, and how many."""
     parser.add_argument(
         "--max-tokens",
         type=int,
         default=128,
         metavar="N",
         help="most tokens to add to a prompt (default: 128)",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="most tokens of a prompt and its completion together (default: as many as the model "
-        "was made for, but not above 8192)",
     )
     parser.add_argument(
         "--temperature",
@@ -121,6 +102,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="another seed draws other tokens (default: a fixed one)",
     )
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    """How much is drafted."""
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
@@ -135,6 +120,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         help="draft only the first N token ids, which costs less and accepts fewer; the text stays "
         "the same (default: draft any token)",
     )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said of the engine, as `LLM` takes it."""
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
+    return options | {"speculative_config": speculation_of(args)}
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
@@ -175,11 +166,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def speculation_of(args: argparse.Namespace) -> dict[str, int] | Literal["auto"] | None:
-    """What of speculation was asked for, as `LLM` takes it."""
-    asked = {"num_speculative_tokens": args.num_speculative_tokens, "draft_vocab": args.draft_vocab}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if asked.get("num_speculative_tokens") != 0:
-        return asked or "auto"
+    """What was said of speculation, as `LLM` takes it."""
+    names = ("num_speculative_tokens", "draft_vocab")
+    fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if fields.get("num_speculative_tokens") != 0:
+        return fields or "auto"
     if args.draft_vocab is not None:
         raise ValueError(
             "--draft-vocab says what to draft, and --num-speculative-tokens 0 not to draft. Drop "

@@ -86,10 +86,9 @@ class Buckets:
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
-        **others: Any,
+        **sizes: Any,
     ) -> "Buckets":
-        """None is: all the pages that may be needed; 512 tokens a step, or twice a full verify in
-        full 64s; 1, 4, 16, ... rows; 64 tokens of prompt, and the whole budget."""
+        """The sizes that are given, and for each that is None what `EngineConfig` says of it."""
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
@@ -109,7 +108,7 @@ class Buckets:
             decode_rows=tuple(decode_rows),
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
-            **others,
+            **sizes,
         )
 
     @property
@@ -177,9 +176,11 @@ class StateConfig:
     """How recurrent states survive a verify.
 
     `policy`: "snapshot" keeps the state after each token of a step, "replay" one checkpoint and a
-    ring of what each token since then added: the same tokens, with drafts from less memory.
-    `dtype`: of what is kept; 16 bits round (snapshots each token, replay where it folds), so tokens
-    may differ. `window`: tokens of the ring between steps; None: 32 in float32, 16 in 16 bits.
+    ring of what each token since then added. Both give the same tokens; with drafts, replay takes
+    less memory.
+    `dtype`: the dtype of what is kept. 16 bits round, a snapshot at each token and a replay where
+    it folds the ring, so tokens may differ.
+    `window`: tokens of the ring between steps; None: 32 in float32, 16 in 16 bits.
     """
 
     policy: Literal["snapshot", "replay"] = "snapshot"
@@ -188,14 +189,11 @@ class StateConfig:
 
     @staticmethod
     def resolve(policy: str, dtype: str, *, has_kernels: bool) -> "StateConfig":
-        """What the user's words mean; "auto": replay where the device runs kernels.
+        """The states that the user's words ask for; "auto": replay where the device runs kernels.
 
-        Of 64 rows a layer of Qwen3.5-9B takes an H200 180 us a step of 4 tokens with snapshots and
-        59 replayed, without drafts 72 and 45; of 1 row 5.2 and 4.7, and 3.7 and 3.9.
+        There it is about as fast with one row, and nearly 3 times as fast with 64 rows and 3 drafts
+        (benchmarks/results/kernels_h200.json, `gdn_conv_replay` against `gdn_step`).
         """
-        if policy not in ("auto", "snapshot", "replay"):
-            words = "'auto', 'snapshot' or 'replay'"
-            raise ValueError(f"state_policy must be {words}, got {policy!r}.")
         if policy == "auto":
             policy = "replay" if has_kernels else "snapshot"
         return StateConfig(policy, dtype)  # pyright: ignore[reportArgumentType]

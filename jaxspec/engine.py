@@ -29,6 +29,10 @@ class Runner(Protocol):
         """Enqueue a plan without waiting."""
         ...
 
+    def reset(self) -> None:
+        """Start again from an empty state, whatever became of the last one."""
+        ...
+
 
 @dataclasses.dataclass
 class EngineMetrics:
@@ -111,9 +115,10 @@ class Engine:
         while self._in_flight:
             self._collect()
 
-    def forget(self) -> None:
-        """Drop what is in flight, for a device that was reset: every request must have ended."""
+    def reset(self) -> None:
+        """Drop what is in flight and empty the device; every request must have ended."""
         self._in_flight.clear()
+        self.runner.reset()
 
     @property
     def has_work(self) -> bool:

@@ -1,5 +1,6 @@
-"""Prompts and parameters in, checked requests out; refusals come before anything is queued."""
+"""Prompts and parameters in, checked samples out; refusals come before anything is queued."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -16,8 +17,8 @@ from jaxspec.tokenizer import Tokenizer
 Prompt = str | Mapping[str, Any]
 
 
-class Intake:
-    """Makes the samples of a prompt: token ids, noise seeds, stop conditions."""
+class InputProcessor:
+    """Makes the samples of prompts: token ids, noise seeds and stops; any thread may call."""
 
     def __init__(
         self,
@@ -28,17 +29,19 @@ class Intake:
         request_key: Callable[[Sequence[int], int], int],
         seed: int,
     ):
-        """`eos_ids` are the model's; the tokenizer's count too, where the vocabulary has them.
+        """Keep what all prompts share.
 
+        `eos_ids` are the model's; the tokenizer's count too, where the vocabulary has them.
         `request_key(prompt, seed)` is the proposer's; `seed` serves requests without one.
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self._eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
         self._request_key, self._seed = request_key, seed
-        self._num_prompts = 0
+        self._num_prompts = 0  # which the noise of prompts without a seed goes by
+        self._lock = threading.Lock()
 
-    def make(
+    def process(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[list[Sample]]:
         """The samples of each prompt, unqueued.
@@ -48,35 +51,36 @@ class Intake:
                 too many stop ids.
         """
         encoded = [tuple(self._encode(prompt)) for prompt in prompts]
-        for place, ids in enumerate(encoded, 1):
-            which = "the prompt" if len(encoded) == 1 else f"prompt {place} of {len(encoded)}"
+        for number, ids in enumerate(encoded, 1):
+            name = "the prompt" if len(encoded) == 1 else f"prompt {number} of {len(encoded)}"
             if not ids:
                 raise ValueError(
-                    f"A prompt must have at least one token, and {which} has none. Give it some "
+                    f"A prompt must have at least one token, and {name} has none. Give it some "
                     "text or token ids."
                 )
-            self._check_ids(which, ids)
-        groups = [
-            self._samples(prompt, param, number)
-            for number, (prompt, param) in enumerate(
-                zip(encoded, params, strict=True), self._num_prompts
+            self._check_ids(name, ids)
+        stop_ids = [self._stop_ids(param) for param in params]
+        with self._lock:
+            first = self._num_prompts
+            self._num_prompts += len(encoded)
+        return [
+            self._samples(prompt, param, stops, number)
+            for number, (prompt, param, stops) in enumerate(
+                zip(encoded, params, stop_ids, strict=True), first
             )
         ]
-        self._num_prompts += len(groups)
-        return groups
 
-    def require_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer, or a ValueError that says `what` needs one."""
+    def require_tokenizer(self, inputs: str) -> Tokenizer:
+        """The tokenizer, or a ValueError that says that `inputs` need one."""
         if self._tokenizer is None:
             raise ValueError(
-                f"The model's folder has no tokenizer.json, which {what} need. Copy it "
+                f"The model's folder has no tokenizer.json, which {inputs} need. Copy it "
                 "there from the checkpoint, or work with token ids: {'prompt_token_ids': [...]}."
             )
         return self._tokenizer
 
-    def _samples(
-        self, prompt: tuple[int, ...], params: SamplingParams, number: int
-    ) -> list[Sample]:
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The token ids that end a request, once it is known that stop strings can, too."""
         own_eos = () if params.ignore_eos else self._eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
         self._check_ids("stop_token_ids", stop_ids)
@@ -87,6 +91,15 @@ class Intake:
             )
         if params.stop:
             self.require_tokenizer("stop strings")
+        return stop_ids
+
+    def _samples(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        stop_ids: tuple[int, ...],
+        number: int,
+    ) -> list[Sample]:
         # The first word keeps seeds that users give apart from those drawn here.
         if params.seed is None:
             entropy = [1, self._seed % 2**32, number]
@@ -103,9 +116,9 @@ class Intake:
                 proposer_key=self._request_key(prompt, seed),
                 leader=samples[0].request if samples else None,
             )
-            text = self._tokenizer.stream() if self._tokenizer else None
+            stream = self._tokenizer.stream() if self._tokenizer else None
             stops = StopStrings(params.stop) if params.stop else None
-            samples.append(Sample(request, index, text, stops))
+            samples.append(Sample(request, index, stream, stops))
         return samples
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
@@ -122,10 +135,10 @@ class Intake:
             )
         return self.require_tokenizer("text prompts").encode(text)
 
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
             raise ValueError(
-                f"Token ids must be 0 to {self._vocab_size - 1} with this model, and {what} has "
+                f"Token ids must be 0 to {self._vocab_size - 1} with this model, and {name} has "
                 f"{', '.join(map(str, wrong[:5]))}. Use the ids of this model's own tokenizer."
             )
 

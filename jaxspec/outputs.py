@@ -1,9 +1,8 @@
-"""What users get back, and how it grows as tokens arrive."""
+"""What users get back, and the text that grows as a request's tokens arrive."""
 
 import dataclasses
-from collections.abc import Sequence
 
-from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.request import Request, RequestMetrics
 from jaxspec.stop_strings import StopStrings
 from jaxspec.tokenizer import TextStream
 
@@ -17,7 +16,6 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length", "error", "abort"
     metrics: RequestMetrics
-    logprobs: None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +28,13 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Of all samples together; see `RequestMetrics.total`."""
+        """Those of all samples together; see `RequestMetrics.total`."""
         return RequestMetrics.total([output.metrics for output in self.outputs])
 
 
 @dataclasses.dataclass(frozen=True)
-class Delta:
-    """What one step added to a streamed sample."""
+class TextDelta:
+    """What a streamed sample got since the delta before it."""
 
     text: str
     token_ids: list[int]
@@ -45,59 +43,76 @@ class Delta:
 
 
 class Sample:
-    """A request's growing output: tokens, text, and the search for stop strings."""
+    """A request as its caller sees it: the text of its tokens, and the search for stop strings.
+
+    The request owns the tokens and the reason why they ended; the scheduler alone changes both.
+    """
 
     def __init__(
-        self, request: Request, index: int, text: TextStream | None, stops: StopStrings | None
+        self, request: Request, index: int, stream: TextStream | None, stops: StopStrings | None
     ):
-        """Without `text` (no tokenizer) only token ids grow."""
+        """Without `stream` (no tokenizer) there is no text."""
         self.request, self.index = request, index
-        self.token_ids: list[int] = []
         self.text = ""
-        self._stream, self._stops = text, stops
+        self._stream, self._stops = stream, stops
+        self._num_read = 0  # output tokens whose text was asked for
+        # What the deltas so far gave.
+        self._num_tokens_taken = self._num_characters_taken = 0
+        self._is_end_taken = False
 
-    def push(self, tokens: Sequence[int]) -> None:
-        """Add what a step gave, up to the token that completes a stop string.
+    def read(self) -> int | None:
+        """Add the text of the tokens that the request got since the last call.
 
-        A verify step may run past a stop string that plain decoding would have seen first; what
-        lies behind it was never generated.
+        Returns how many output tokens there are up to a stop string, if one was completed. A verify
+        step may run past a stop string that plain decoding would have seen first; what lies behind
+        it was never generated, and `Scheduler.cut` takes it away.
         """
+        if self._stream is None:
+            return None
+        tokens = self.request.tokens[len(self.request.prompt) + self._num_read :]
         if self._stops is None:
-            self._take(tokens)
+            self.text += self._stream.push(tokens)
+            self._num_read += len(tokens)
         else:
             for token in tokens:
-                self._take([token])
-                if self._has_stopped:
-                    self.request.metrics.num_tokens = len(self.token_ids)
-                    break
-        if self.request.finish and not self._has_stopped and self._stream is not None:
-            self.text += self._search(self._stream.flush())
-            if self._stops is not None and not self._has_stopped:
-                self.text += self._stops.flush()
+                self.text += self._stops.push(self._stream.push([token]))
+                self._num_read += 1
+                if self._stops.matched is not None:
+                    return self._num_read
+        return self._read_rest() if self.request.finish else None
 
-    def _take(self, tokens: Sequence[int]) -> None:
-        self.token_ids += tokens
-        if self._stream is not None:
-            self.text += self._search(self._stream.push(tokens))
+    def _read_rest(self) -> int | None:
+        """Add what was held back until the end, in which a stop string may be completed."""
+        assert self._stream is not None
+        rest = self._stream.flush()
+        if self._stops is None:
+            self.text += rest
+            return None
+        self.text += self._stops.push(rest)
+        if self._stops.matched is not None:
+            return self._num_read
+        self.text += self._stops.flush()
+        return None
 
-    @property
-    def finish(self) -> Finish:
-        """Why it ended: a stop string counts before what the device found behind it."""
-        return Finish.STOP if self._has_stopped else self.request.finish
-
-    @property
-    def _has_stopped(self) -> bool:
-        return self._stops is not None and self._stops.matched is not None
-
-    def _search(self, text: str) -> str:
-        return text if self._stops is None else self._stops.push(text)
+    def take(self) -> TextDelta | None:
+        """What came since the last call, or None if neither tokens nor the end came."""
+        request = self.request
+        tokens = request.tokens[len(request.prompt) + self._num_tokens_taken :]
+        is_over = bool(request.finish) and not self._is_end_taken
+        if not tokens and not is_over:
+            return None
+        text = self.text[self._num_characters_taken :]
+        self._num_tokens_taken += len(tokens)
+        self._num_characters_taken += len(text)
+        self._is_end_taken = is_over
+        return TextDelta(text, tokens, request.finish.reason, request.metrics if is_over else None)
 
     def output(self) -> CompletionOutput:
         """The sample as it stands."""
         return CompletionOutput(
             index=self.index,
             text=self.text,
-            token_ids=list(self.token_ids),
-            finish_reason=self.finish.reason,
+            token_ids=self.request.output,
+            finish_reason=self.request.finish.reason,
             metrics=self.request.metrics,
         )

@@ -50,6 +50,13 @@ class RequestMetrics:
         sums = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
         self.accepted_per_position = [before + count for before, count in sums]
 
+    def record_tokens(self, count: int, now: float) -> None:
+        """Count tokens that came at the time `now`."""
+        if count:
+            self.first_token_time = self.first_token_time or now
+            self.last_token_time = now
+            self.num_tokens += count
+
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":
         """Counts of `parts` added up; times from the first arrival to the last token."""
@@ -90,7 +97,10 @@ class RequestMetrics:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One sample of one prompt. The scheduler alone changes it once it is queued."""
+    """One sample of one prompt. The scheduler alone changes it once it is queued.
+
+    So `tokens` and `finish` are the only record of what came and of why it ended.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -98,7 +108,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # stop_token_ids and, unless ignored, the model's own
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
-    tokens: list[int] = dataclasses.field(default_factory=list)  # prompt, then what was emitted
+    tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     finish: Finish = Finish.RUNNING
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
@@ -109,9 +119,9 @@ class Request:
     row: int = -1  # where the last plan put it; -1: the device has no row of it
     slot: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
-    num_pages_sent: int = 0  # of those, how many the device's page table holds
+    num_pages_sent: int = 0  # how many of `pages` the device's page table holds
     prefill_len: int = 0  # tokens it entered with: the prompt, on resumption the output too
-    num_computed: int = 0  # of those, how many are dispatched; exact, for prefill has no drafts
+    num_computed: int = 0  # how many of these are dispatched; exact, for prefill has no drafts
     in_flight: int = 0  # uncollected steps that emit for it: each gives a token, or it has ended
     in_flight_bound: int = 0  # the most those steps can give
 
@@ -125,6 +135,11 @@ class Request:
     def output(self) -> list[int]:
         """Tokens emitted so far."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were emitted so far."""
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def is_prefilling(self) -> bool:

@@ -3,20 +3,25 @@
 import dataclasses
 import numbers
 
+import numpy as np
+
 from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy: scores divided by them would tie at infinity
+
+GREEDY_BELOW = 1e-5
+"""Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop, in the words of vLLM.
 
-    `temperature` 0 is greedy. `top_k` -1 or 0 and `top_p` 1 are off. `stop` strings end the text
-    before them; `stop_token_ids` are kept as the last token. `min_tokens` forbids stop ids before
-    so many tokens. `n` samples, each with noise of its own, share one prefill as
-    far as rows are free when it ends.
+    `temperature` 0, or any below `GREEDY_BELOW`, is greedy. `top_k` -1 or 0 and `top_p` 1 are off.
+    `stop` strings end the text before them; `stop_token_ids` are kept as the last token.
+    `min_tokens` forbids stop ids before so many tokens. `n` samples, each with noise of its own,
+    share one prefill as far as rows are free when it ends.
 
     Raises:
         ValueError: a value outside its range; the message names the rule.
@@ -66,8 +71,8 @@ class SamplingParams:
             )
 
     def _check_integers(self) -> None:
-        least = {"n": 1, "top_k": -1, "max_tokens": 1, "min_tokens": 0}
-        for name, minimum in least.items():
+        minima = {"n": 1, "top_k": -1, "max_tokens": 1, "min_tokens": 0}
+        for name, minimum in minima.items():
             value = getattr(self, name)
             if (
                 isinstance(value, bool)
@@ -83,9 +88,14 @@ class SamplingParams:
             raise ValueError(f"seed must be an integer that fits in 64 bits, got {seed!r}.")
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, by the same float32 comparison as on the device."""
+        return bool(np.float32(self.temperature) < GREEDY_BELOW)
+
+    @property
     def sampler(self) -> Sampler:
         """The least sampler that serves this request: the logits processors that it wants."""
-        draws = self.temperature >= GREEDY_BELOW
+        draws = not self.is_greedy
         wanted = {
             TEMPERATURE: draws,
             TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),

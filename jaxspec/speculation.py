@@ -14,11 +14,11 @@ class SpeculativeConfig:
     """How to draft and how to verify.
 
     `method`: "mtp", the checkpoint's own head.
-    `draft_vocab`: the tokens that MTP may draft: None, all of them; a number n, the first n ids (a
-    byte-pair vocabulary has its frequent merges first, and what ends a text last); or a list of
-    ids, such as those your texts use most. A draft reads no more of the output head than these,
-    and no output changes (of drafts that are drawn: not its distribution), for the target still
-    scores every token; what is not listed is never drafted (FR-Spec, arXiv 2502.14856).
+    `draft_vocab`: the tokens that MTP may draft (FR-Spec, arXiv 2502.14856): None is all of them, a
+    number n the first n ids, and a list just its ids. A byte-pair vocabulary has its frequent
+    merges first, and what ends a text last. A draft reads only these columns of the output head.
+    The target still scores every token, so no output changes; where drafts are drawn, its
+    distribution does not.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
@@ -62,11 +62,11 @@ class SpeculativeConfig:
             check_sizes(draft_vocab=vocab)
             return
         ids = tuple(vocab)
-        others = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or i < 0]
-        if others or not ids:
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or i < 0]
+        if wrong or not ids:
             raise ValueError(
                 "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a "
-                f"list {f'with {others[0]!r}' if others else 'of none'}."
+                f"list {f'with {wrong[0]!r}' if wrong else 'of none'}."
             )
         token, times = collections.Counter(ids).most_common(1)[0]
         if times > 1:
@@ -124,23 +124,34 @@ class SpeculativeConfig:
         return SpeculativeConfig(**options)
 
     @staticmethod
+    def read(
+        value: "SpeculativeConfig | dict[str, Any] | str | None",
+    ) -> "SpeculativeConfig | Literal['auto'] | None":
+        """`value` as an engine keeps it: a dict becomes a `SpeculativeConfig`.
+
+        Raises:
+            ValueError: as in `of`, or another word than "auto".
+        """
+        if value is None or value == "auto":
+            return value  # pyright: ignore[reportReturnType]
+        if isinstance(value, str):
+            raise ValueError(f"speculative_config must be 'auto', None or a dict, got {value!r}.")
+        return SpeculativeConfig.of(value)
+
+    @staticmethod
     def resolve(
         value: "SpeculativeConfig | dict[str, Any] | str | None", has_draft_head: bool
     ) -> "SpeculativeConfig | None":
         """The speculation a checkpoint gets: "auto" is MTP if it has the head, None is none.
 
         Raises:
-            ValueError: as in `of`, another word than "auto", or MTP without the head.
+            ValueError: as in `read`, or MTP without the head.
         """
-        if value is None or (value == "auto" and not has_draft_head):
+        config = SpeculativeConfig.read(value)
+        if config == "auto":
+            config = SpeculativeConfig() if has_draft_head else None
+        if config is None:
             return None
-        if isinstance(value, str):
-            if value != "auto":
-                raise ValueError(
-                    f"speculative_config must be 'auto', None or a dict, got {value!r}."
-                )
-            return SpeculativeConfig()
-        config = SpeculativeConfig.of(value)
         if config.method == "mtp" and not has_draft_head:
             raise ValueError(
                 "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint "

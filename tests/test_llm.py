@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from harness import FIXTURES
+from threads import in_threads
 
 import jaxspec
 from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN
@@ -75,18 +76,18 @@ def test_the_embedded_model_drafts_well(embedded, embedded_plain):
 
 def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embedded, monkeypatch):
     """However many of the last drafts stood: the head goes on from the last token that does."""
-    monkeypatch.setattr(embedded._engine, "max_in_flight", 0)
+    monkeypatch.setattr(embedded.session.engine, "max_in_flight", 0)
 
     def steps(prompt):
         """After each step, what was emitted and what is drafted next."""
         groups = embedded._prepare([{"prompt_token_ids": prompt}], [GREEDY])
-        embedded._submit(groups)
+        embedded.session.add(groups[0])
         request, seen = groups[0][0].request, []
         while not request.finish:
-            embedded._step()
+            embedded.session.step()
             drafts = embedded._runner.state.rows.drafts[0].tolist()
             seen.append((list(request.output), drafts))
-        embedded._forget(groups)
+        embedded.session.abort(groups[0])
         return seen
 
     prompt = embedded.tokenizer.encode(PROMPTS[0])
@@ -116,9 +117,9 @@ def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
 def check_laws(llm, plain, prompts, monkeypatch, steps=1):
     """Drafts, neighbours, rows, samples and depth of flight change no token, drawn or greedy.
 
-    `test_laws.py` has these of the reference; here they are of whatever `llm` runs, `steps` in a
-    dispatch, and of its prompts alone in `plain`, which does not draft. Every other request draws,
-    each with its own seed, and one twice. What was asked and given is returned.
+    `test_laws.py` compares with a reference; here `llm`, with `steps` in a dispatch, is compared
+    with `plain`, which has no drafts and runs each prompt alone. Every other request draws, each
+    with its own seed, and one twice. Returns the parameters and the token ids.
     """
     params = [
         SamplingParams(
@@ -128,7 +129,7 @@ def check_laws(llm, plain, prompts, monkeypatch, steps=1):
     ]
     want = [ids(plain, [prompt], [own])[0] for prompt, own in zip(prompts, params, strict=True)]
     for depth in (0, 1, 3):
-        monkeypatch.setattr(llm._engine, "max_in_flight", depth)
+        monkeypatch.setattr(llm.session.engine, "max_in_flight", depth)
         with llm.trace() as dispatches:
             assert ids(llm, prompts, params) == want, depth
         whole = [dispatch for dispatch in dispatches if dispatch.program.num_steps == steps]
@@ -138,14 +139,14 @@ def check_laws(llm, plain, prompts, monkeypatch, steps=1):
 
 
 def ids(llm, prompts, params):
-    """Of each prompt those of each sample."""
+    """The token ids of each sample, by prompt."""
     return [[s.token_ids for s in output.outputs] for output in llm.generate(prompts, params)]
 
 
 def check_preemption(llm, prompts, params, want):
     """Requests that had to go, and start again in other chunks, get the same tokens."""
-    pages, before = llm._scheduler.pages, llm.metrics()["num_preemptions"]
-    held = pages.allocate(pages.num_free - 14)  # 2 rows' prompts, and not what comes behind them
+    pages, before = llm.session.scheduler.pages, llm.metrics()["num_preemptions"]
+    held = pages.allocate(pages.num_free - 14)  # which leaves 2 rows' prompts, not their outputs
     try:
         assert ids(llm, prompts, params) == want
     finally:
@@ -154,14 +155,14 @@ def check_preemption(llm, prompts, params, want):
 
 
 @pytest.fixture(scope="module")
-def some_prompts():
+def held_out():
     data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
     return [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
 
 
-def test_how_requests_run_changes_no_token(embedded, embedded_plain, some_prompts, monkeypatch):
-    asked_and_given = check_laws(embedded, embedded_plain, some_prompts, monkeypatch)
-    check_preemption(embedded, some_prompts, *asked_and_given)
+def test_how_requests_run_changes_no_token(embedded, embedded_plain, held_out, monkeypatch):
+    params_and_ids = check_laws(embedded, embedded_plain, held_out, monkeypatch)
+    check_preemption(embedded, held_out, *params_and_ids)
 
 
 RECURRENCES = {"snapshot": "gdn_step", "replay": "gdn_conv_replay"}
@@ -170,15 +171,15 @@ SIZES = {"max_num_seqs": 16, "decode_buckets": [16]}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy, steps", [("snapshot", 1), ("replay", 1), ("replay", 4)])
-def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, some_prompts, monkeypatch):
+def test_on_a_gpu_a_step_runs_kernels_and_keeps_the_laws(policy, steps, held_out, monkeypatch):
     """In float32, where ties are rare: prompts run as XLA, for their kernels take 16 bits."""
     monkeypatch.setattr(dispatch, "_chosen", {})
     options = OPTIONS | SIZES | {"prefill_buckets": [256]}
     llm = LLM(**options, state_policy=policy, steps_per_dispatch=steps)
     check_held_out_prompts(llm)
     plain = LLM(**options, speculative_config=None)
-    asked_and_given = check_laws(llm, plain, some_prompts, monkeypatch, steps)
-    check_preemption(llm, some_prompts, *asked_and_given)
+    params_and_ids = check_laws(llm, plain, held_out, monkeypatch, steps)
+    check_preemption(llm, held_out, *params_and_ids)
     ran = llm.metrics()["implementations"]
     # Not `gdn_inputs`: this model has too few channels for its kernel.
     for op in ("slot_mapping", "attention_inputs", "paged_attention", RECURRENCES[policy]):
@@ -209,7 +210,7 @@ def test_on_a_gpu_all_ops_of_a_published_size_run_their_kernels(policy, tmp_path
     prompts = [{"prompt_token_ids": list(range(i, 150 - 9 * i))} for i in range(6)]
     want = None
     for depth in (0, 1, 3):
-        monkeypatch.setattr(llm._engine, "max_in_flight", depth)
+        monkeypatch.setattr(llm.session.engine, "max_in_flight", depth)
         given = ids(llm, prompts, [GREEDY] * len(prompts))
         want = want or given
         assert given == want
@@ -238,9 +239,39 @@ def test_streams_and_batches_share_the_engine(drafted):
     assert first.text + "".join(delta.text for delta in stream) == want[0].outputs[0].text
 
 
+def test_threads_get_what_one_thread_gets(drafted):
+    """Two batches and two streams at once, one stream with a stop string in it."""
+    drawn = [SamplingParams(temperature=0.8, max_tokens=40, seed=i) for i in range(3)]
+    text = drafted.generate(PROMPTS[2], GREEDY)[0].outputs[0].text
+    stopping = dataclasses.replace(GREEDY, stop=[text[12:15]])
+
+    def streamed(prompt, params):
+        deltas = list(drafted.stream(prompt, params))
+        ids = [token for delta in deltas for token in delta.token_ids]
+        return "".join(delta.text for delta in deltas), ids, deltas[-1].finish_reason
+
+    calls = [
+        lambda: ids(drafted, PROMPTS, [GREEDY] * 3),
+        lambda: ids(drafted, PROMPTS, drawn),
+        lambda: streamed(PROMPTS[0], GREEDY),
+        lambda: streamed(PROMPTS[2], stopping),
+    ]
+    want = [call() for call in calls]
+    assert want[3][2] == "stop"
+    for _ in range(3):
+        assert in_threads(*calls) == want
+    assert not drafted.session.has_work and len(drafted.session.scheduler._free_slots) == 4
+
+
+def test_prompts_without_a_seed_draw_noise_of_their_own_in_threads_too(plain):
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    texts = in_threads(*[lambda: plain.generate(PROMPTS[0], params)[0].outputs[0].text] * 4)
+    assert len(set(texts)) == 4
+
+
 def test_a_stream_nobody_reads_takes_nothing(drafted):
     drafted.stream(PROMPTS[0], GREEDY)
-    assert not drafted._scheduler.has_work and not drafted._samples
+    assert not drafted.session.scheduler.has_work and not drafted.session._samples
 
 
 def test_after_a_failed_step_the_llm_starts_afresh(drafted, monkeypatch):
@@ -259,7 +290,7 @@ def test_after_a_failed_step_the_llm_starts_afresh(drafted, monkeypatch):
     assert [delta.finish_reason for delta in stream] == ["error"]
     again = drafted.generate(PROMPTS, GREEDY)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in want]
-    assert len(drafted._scheduler._free_slots) == 4
+    assert len(drafted.session.scheduler._free_slots) == 4
 
 
 @pytest.mark.parametrize("shown", [False, None, True])  # None: standard error is no terminal here
@@ -287,8 +318,8 @@ def test_the_bar_tells_the_speed_of_a_long_generation(capfd, drafted, monkeypatc
 def test_leaving_a_stream_frees_its_row(drafted):
     for _ in drafted.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900)):
         break
-    assert not drafted._scheduler.has_work
-    assert len(drafted._scheduler._free_slots) == 4
+    assert not drafted.session.scheduler.has_work
+    assert len(drafted.session.scheduler._free_slots) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -334,7 +365,7 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
     with drafted.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
         drafted.trace().__enter__()
     drafted.generate(PROMPTS, GREEDY)
-    assert len(ends) == len(steps) and drafted._engine.trace is None
+    assert len(ends) == len(steps) and drafted.session.engine.trace is None
 
 
 def test_metrics_say_what_ran_and_what_holds_memory(drafted):
@@ -375,7 +406,7 @@ def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_pl
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
     assert total.mean_acceptance_length > 1.5
-    # Of each id a column of the tied head, 160 float32, and the id.
+    # Each id takes a column of the tied head, 160 float32, and the id itself.
     memory = [each.metrics()["memory_bytes"]["proposer_tables"] for each in (llm, embedded_plain)]
     assert memory == [1024 * (160 + 1) * 4, 0]
 
@@ -414,8 +445,8 @@ def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
         output = llm.generate({"prompt_token_ids": [7, 1, 9, 200, 5]}, params)[0]
         counts.append([[0] * 264 for _ in range(4)])
         for sample in output.outputs:
-            for place, token in enumerate(sample.token_ids):
-                counts[-1][place][token] += 1
+            for position, token in enumerate(sample.token_ids):
+                counts[-1][position][token] += 1
         assert (output.metrics.num_accepted_tokens > 0) == (speculation is not None)
     for want, *others in zip(*counts, strict=True):
         for got in others:
@@ -437,10 +468,10 @@ def test_bad_input_harms_nothing_that_runs(drafted, call):
     want = drafted.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
     stream = drafted.stream(PROMPTS[0], GREEDY)
     text = next(stream).text
-    before = len(drafted._samples)
+    before = len(drafted.session._samples)
     with pytest.raises(ValueError):
         call(drafted)
-    assert len(drafted._samples) == before
+    assert len(drafted.session._samples) == before
     assert text + "".join(delta.text for delta in stream) == want
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxspec import LLM, Delta
+from jaxspec import LLM, TextDelta
 from jaxspec.__main__ import main
 
 
@@ -73,9 +73,9 @@ def stream_that(monkeypatch):
 
     def patch(then):
         def stream(llm, prompt, params):
-            yield Delta(" word", [1])
+            yield TextDelta(" word", [1])
             then()
-            yield Delta(" more", [2])
+            yield TextDelta(" more", [2])
 
         monkeypatch.setattr(LLM, "stream", stream)
 

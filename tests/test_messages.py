@@ -481,21 +481,25 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
-  --model MODEL         a folder or a Hugging Face hub id (default: the embedded model)
-  --dtype DTYPE         float32, bfloat16 or auto: bfloat16 on a GPU, float32 elsewhere (default:
-                        auto)
-  --kv-dtype DTYPE      of keys and values: bfloat16 or float8_e4m3fn (default: as --dtype)
+  --model MODEL         a folder with config.json and safetensors, or a Hugging Face hub id
+                        (default: the embedded model)
+  --dtype DTYPE         dtype of weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32
+                        elsewhere) (default: auto)
+  --kv-dtype DTYPE      dtype of cached keys and values: bfloat16 or float8_e4m3fn, unscaled and cut
+                        off at 448 (default: the model's)
   --state-policy POLICY
-                        of recurrent states: snapshot keeps one a drafted token, replay one a prompt
-                        and what leads from it to the others; auto: replay where kernels run
-                        (default: auto)
-  --state-dtype DTYPE   of recurrent states: float32, float16 or bfloat16 (default: float32)
-  --gpu-memory-utilization F
-                        share of a GPU's memory, of what JAX may take, for weights and caches
-                        (default: 0.9)
-  --max-tokens N        most tokens to add to a prompt (default: 128)
+                        how recurrent states survive a verify: snapshot keeps one a token, replay
+                        one a sample and a ring of what the tokens since then added, which takes
+                        less memory with drafts; auto is replay where kernels run (default: auto)
+  --state-dtype DTYPE   dtype of recurrent states: float32, float16 or bfloat16; 16 bits round
+                        (default: float32)
   --max-model-len N     most tokens of a prompt and its completion together (default: as many as the
                         model was made for, but not above 8192)
+  --gpu-memory-utilization F
+                        share of what JAX may take of a GPU's memory that weights and caches may
+                        fill, in (0, 1]; JAX may take three quarters, or what
+                        XLA_PYTHON_CLIENT_MEM_FRACTION says (default: 0.9)
+  --max-tokens N        most tokens to add to a prompt (default: 128)
   --temperature T       0 takes the likeliest token; 1 draws with the model's own probabilities,
                         less is tamer, more is wilder (default: 0)
   --seed N              another seed draws other tokens (default: a fixed one)

@@ -2,10 +2,22 @@ import random
 
 import pytest
 
-from jaxspec.outputs import CompletionOutput, Delta, RequestOutput, Sample
+from jaxspec.config import Buckets
+from jaxspec.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.stop_strings import StopStrings
+
+SIZES = Buckets(
+    max_num_seqs=1,
+    max_model_len=200,
+    page_size=200,
+    num_pages=2,
+    num_drafts=0,
+    decode_rows=(1,),
+    prefill_tokens=(8,),
+)
 
 
 class PairStream:
@@ -32,17 +44,21 @@ def make_sample(stops=(), stream=True):
 
 
 def feed(sample, pieces, finish):
-    """Push pieces as the engine does: what the device decided comes with the last."""
+    """Give pieces as a session does; what the device decided comes with the last."""
+    request, scheduler = sample.request, Scheduler(SIZES)
+    scheduler.add([request])
     deltas = []
     for number, piece in enumerate(pieces, 1):
-        if number == len(pieces):
-            sample.request.finish = finish
-        text, ids = len(sample.text), len(sample.token_ids)
-        sample.push(tuple(map(ord, piece)))
-        deltas.append(Delta(sample.text[text:], sample.token_ids[ids:], sample.finish.reason))
-        if sample.finish:
-            if not sample.request.finish:
-                sample.request.finish = Finish.STOP
+        request.tokens += map(ord, piece)
+        request.metrics.record_tokens(len(piece), now=number)
+        if number == len(pieces) and finish:
+            scheduler.end(request, finish)
+        num_tokens = sample.read()
+        if num_tokens is not None:
+            scheduler.cut(request, num_tokens)
+        deltas.append(sample.take())
+        if request.finish:
+            assert not scheduler.has_work
             break
     return deltas
 
@@ -59,8 +75,9 @@ def cut_oracle(text, stops):
 def test_tokens_behind_a_stop_string_inside_one_verify_step_are_dropped():
     sample = make_sample(["b"])
     (delta,) = feed(sample, ["abcd"], Finish.RUNNING)
-    assert (sample.text, sample.token_ids) == ("a", [ord("a"), ord("b")])
-    assert (delta.text, delta.token_ids, delta.finish_reason) == ("a", [97, 98], "stop")
+    assert (sample.text, sample.request.output) == ("a", [97, 98])
+    assert delta == TextDelta("a", [97, 98], "stop", sample.request.metrics)
+    assert delta.metrics.num_tokens == 2
 
 
 @pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP])
@@ -78,6 +95,8 @@ def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed
             deltas = feed(sample, pieces, finish)
             output = sample.output()
             assert (output.text, output.token_ids, output.finish_reason) == expected
+            assert output.token_ids == sample.request.output, "tokens have one owner"
+            assert output.metrics.num_tokens == len(output.token_ids)
             assert "".join(delta.text for delta in deltas) == shown
             assert [t for delta in deltas for t in delta.token_ids] == expected[1]
             assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -102,15 +121,30 @@ def test_a_stop_string_that_only_the_end_completes_counts():
 def test_without_a_tokenizer_only_ids_grow():
     sample = make_sample(stream=False)
     feed(sample, ["ab", "c"], Finish.LENGTH)
-    assert (sample.text, sample.token_ids) == ("", [97, 98, 99])
+    assert (sample.text, sample.output().token_ids) == ("", [97, 98, 99])
 
 
 def test_an_output_is_not_changed_by_what_comes_after_it():
     sample = make_sample()
-    sample.push((97,))
+    feed(sample, ["a"], Finish.RUNNING)
     before = sample.output()
-    sample.push((98,))
+    feed(sample, ["b"], Finish.RUNNING)
     assert (before.text, before.token_ids, before.finish_reason) == ("a", [97], None)
+
+
+def test_deltas_joined_are_the_output_however_often_they_are_taken():
+    """Two steps may pass between two of them, or none."""
+    sample = make_sample()
+    request = sample.request
+    assert sample.take() is None
+    for token in b"ab":
+        request.tokens.append(token)
+        sample.read()
+    assert sample.take() == TextDelta("ab", [97, 98])
+    assert sample.take() is None
+    request.finish = Finish.ABORT
+    assert sample.take() == TextDelta("", [], "abort", request.metrics)
+    assert sample.take() is None
 
 
 def test_metrics_of_a_prompt_are_those_of_its_samples_together():

@@ -2,10 +2,12 @@
 
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.sampler import FULL, GREEDY, SAMPLED
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,8 @@ def test_one_stop_string_is_a_list_of_one():
     ("changes", "sampler"),
     [
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, GREEDY),
-        ({"temperature": 1e-6, "top_k": 5}, GREEDY),
+        ({"temperature": 9e-6, "top_k": 5}, GREEDY),
+        ({"temperature": 1.1e-5}, SAMPLED),
         ({}, SAMPLED),
         ({"top_k": 0}, SAMPLED),
         ({"top_k": 1}, FULL),
@@ -74,3 +77,13 @@ def test_one_stop_string_is_a_list_of_one():
 )
 def test_the_sampler_is_the_least_that_can_serve_the_request(changes, sampler):
     assert SamplingParams(**changes).sampler == sampler
+
+
+@pytest.mark.parametrize("steps", [-3, -1, 0, 1, 3])
+def test_host_and_device_agree_on_what_is_greedy(steps):
+    """Around the bound by float32's own steps, and by a tenth of one, which float32 rounds away."""
+    bound = np.float32(GREEDY_BELOW)
+    for fraction in (0.0, 0.1, -0.1):
+        temperature = float(bound) + (steps + fraction) * float(np.spacing(bound))
+        on_device = bool(jnp.float32(temperature) < GREEDY_BELOW)  # as sampling/params.py asks
+        assert SamplingParams(temperature=temperature).is_greedy == on_device

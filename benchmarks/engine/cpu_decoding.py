@@ -53,7 +53,7 @@ class Jaxspec:
         return {
             "engine": "jaxspec",
             "temperature": self._temperature,
-            "drafts": self._llm.buckets.num_drafts,
+            "drafts": self._llm.shapes.num_drafts,
             "tokens_per_verify": round(verified, 3),
         }
 
@@ -155,17 +155,22 @@ def steady_steps(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> tuple[f
     # More than are counted: near the end of a row the host holds its steps back.
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 16, ignore_eos=True)
     groups = llm._prepare([{"prompt_token_ids": p} for p in prompts], [params] * len(prompts))
-    llm._submit(groups)
-    outputs = [sample.token_ids for (sample,) in groups]
-    while not all(outputs):
-        llm._step()
-    before, steps, begin = sum(map(len, outputs)), 0, time.perf_counter()
-    while max(map(len, outputs)) < tokens or not steps:
-        llm._step()
+    samples = [sample for (sample,) in groups]
+    llm.session.add(samples)
+
+    def counts() -> list[int]:
+        return [sample.request.num_output for sample in samples]
+
+    while not all(counts()):
+        llm.session.step()
+    before, steps, begin = sum(counts()), 0, time.perf_counter()
+    while max(counts()) < tokens or not steps:
+        llm.session.step()
         steps += 1
     seconds = time.perf_counter() - begin
-    llm._forget(groups)
-    return (sum(map(len, outputs)) - before) / seconds, 1000 * seconds / steps
+    given = sum(counts()) - before
+    llm.session.abort(samples)
+    return given / seconds, 1000 * seconds / steps
 
 
 def main() -> None:

@@ -118,19 +118,20 @@ def steady_tokens(case: Case, steps: int) -> int:
 
 def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespace) -> Figures:
     """Milliseconds a step while all rows decode, by the engine and without it."""
-    engine = llm._engine
+    engine = llm.session.engine
     tokens = steady_tokens(case, args.steps)
     groups = llm._prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
-    llm._submit(groups)
-    while not all(sample.token_ids for (sample,) in groups):
-        llm._step()
+    samples = [sample for (sample,) in groups]
+    llm.session.add(samples)
+    while not all(sample.request.num_output for sample in samples):
+        llm.session.step()
     rounds, calls = [], calls_per_round(case, args.steps)
     steps = calls * case.steps_per_dispatch
     for _ in range(ROUNDS):
         engine.drain()
         before, begin = dict(vars(engine.metrics)), time.perf_counter()
         for _ in range(calls):
-            llm._step()
+            llm.session.step()
         engine.drain()
         by_engine, after = time.perf_counter() - begin, vars(engine.metrics)
         host = {name: after[name + "_time"] - before[name + "_time"] for name in HOST}
@@ -141,7 +142,7 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
         if args.profile
         else {}
     )
-    llm._forget(groups)
+    llm.session.abort(samples)
     middle = {k: statistics.median(times[k] for times in rounds) / steps for k in rounds[0]}
     gap = statistics.median(times["engine"] / times["back_to_back"] for times in rounds) - 1
     milliseconds = {f"{name}_ms": 1000 * seconds for name, seconds in middle.items()}
@@ -154,7 +155,7 @@ def back_to_back(llm: LLM, calls: int) -> float:
 
     A plan needs no more than an upper bound of each length, so it can be made so early.
     """
-    scheduler, runner = llm._scheduler, llm._runner
+    scheduler, runner = llm.session.scheduler, llm._runner
     scheduled = [scheduler.schedule() for _ in range(calls)]
     plans = [step.plan for step in scheduled]
     plans = [dataclasses.replace(plan, packed=jax.device_put(plan.packed)) for plan in plans]

@@ -32,7 +32,6 @@ from jaxspec.engine import StepTimes
 from jaxspec.outputs import Sample
 
 KINDS = ("first-token", "throughput", "mixed")
-Groups = list[list[Sample]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,25 +116,25 @@ def mixed(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
     """How fast prompts are read and rows decode in the same steps."""
     params = dummy_llm.greedy(steady_tokens(case, args))
     own = random_prompts(case.shape, case.rows, case.context)
-    decoding = llm._prepare(own, [params] * case.rows)
+    decoding = [sample for (sample,) in llm._prepare(own, [params] * case.rows)]
     prompts = random_prompts(case.shape, case.prompts, case.prompt)
     one_token = [dummy_llm.greedy(1)] * case.prompts
     coming = [llm._prepare(prompts, one_token) for _ in range(args.repeats)]
-    llm._submit(decoding)
-    while not all(sample.token_ids for (sample,) in decoding):
-        llm._step()
+    llm.session.add(decoding)
+    while not all(sample.request.num_output for sample in decoding):
+        llm.session.step()
     rounds = []
     with llm.trace() as times:
         for groups in coming:
             begin = len(times)
             for _ in range(args.steps):
-                llm._step()
-            read(llm, groups)
+                llm.session.step()
+            read(llm, [sample for (sample,) in groups])
             rounds.append(waits(times[begin:]))
-    if any(sample.finish for (sample,) in decoding):
+    if any(sample.request.finish for sample in decoding):
         raise RuntimeError("A row ended before the last prompt was read: give it more tokens.")
-    tokens = RequestMetrics.total([sample.request.metrics for (sample,) in decoding])
-    llm._forget(decoding)
+    tokens = RequestMetrics.total([sample.request.metrics for sample in decoding])
+    llm.session.abort(decoding)
     per_step = case.rows * tokens.mean_acceptance_length
     speeds = [case.prompts * case.prompt / sum(seconds[True]) for seconds in rounds]
     return {
@@ -146,12 +145,10 @@ def mixed(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
     }
 
 
-def read(llm: LLM, groups: Groups) -> None:
+def read(llm: LLM, samples: Sequence[Sample]) -> None:
     """Let prompts in, and step until each has its one token."""
-    llm._submit(groups)
-    while not all(sample.finish for (sample,) in groups):
-        llm._step()
-    llm._forget(groups)
+    for _ in llm.session.run(samples):
+        pass
 
 
 def waits(steps: Sequence[StepTimes]) -> dict[bool, list[float]]:

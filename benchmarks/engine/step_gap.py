@@ -23,12 +23,13 @@ WARM_STEPS, STEPS = 20, 100
 
 def measure(llm: LLM, rows: int) -> dict[str, float]:
     """Milliseconds a step: by the engine, and by its plans enqueued back to back."""
-    engine, runner = llm._engine, llm._runner
+    engine, runner = llm.session.engine, llm._runner
     params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     prompts = [{"prompt_token_ids": [5 + row] * 32} for row in range(rows)]
-    llm._submit(llm._prepare(prompts, [params] * rows))
+    samples = [sample for (sample,) in llm._prepare(prompts, [params] * rows)]
+    llm.session.add(samples)
     for _ in range(WARM_STEPS):
-        llm._step()
+        llm.session.step()
     engine.drain()
     start = jax.block_until_ready(jax.tree.map(jnp.copy, runner.state))
     plans, dispatch = [], runner.dispatch
@@ -41,12 +42,12 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     before = dict(vars(engine.metrics))
     begin = time.perf_counter()
     while len(plans) < STEPS:
-        llm._step()
+        llm.session.step()
     engine.drain()
     engine_time = time.perf_counter() - begin
     runner.dispatch = dispatch
     after = vars(engine.metrics)
-    llm._forget([[sample] for sample in list(llm._samples.values())])
+    llm.session.abort(samples)
 
     runner._state = start
     # On the device beforehand: a transfer would make a deep queue wait for the host's staging.

@@ -32,8 +32,13 @@ class ScheduledStep:
     """A plan, and whose rows its output will hold; nobody's, if it only moves."""
 
     plan: StepPlan
-    decodes: tuple[Entry, ...]  # in output order; prefills follow after the decode bucket
-    prefills: tuple[Entry, ...]
+    decodes: tuple[Entry, ...]  # their output rows come first
+    prefills: tuple[Entry, ...]  # theirs follow all rows that the program decodes
+
+    @property
+    def rows(self) -> list[tuple[int, Entry]]:
+        """Each entry, behind the number of its output row."""
+        return [*enumerate(self.decodes), *enumerate(self.prefills, self.plan.program.decode_rows)]
 
 
 class Progress(NamedTuple):

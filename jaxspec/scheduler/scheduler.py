@@ -65,7 +65,10 @@ class Scheduler:
             self._followers.add(request)
 
     def end(self, request: Request, finish: Finish) -> None:
-        """Take a request out for good; what is in flight for it will be ignored."""
+        """Take a request out for good; what is in flight for it will be ignored.
+
+        One that has ended already keeps its reason.
+        """
         if request.finish:
             return
         request.finish = finish
@@ -75,6 +78,17 @@ class Scheduler:
             self.waiting.remove(request)
         self._followers.dismiss(request)
         self._followers.release(request)
+
+    def cut(self, request: Request, num_tokens: int) -> None:
+        """End a request with the output token that completed a stop string.
+
+        A verify may run past it, and may even end the request there: with the tokens "a", "b", "c"
+        and the stop string "b", 2 tokens stay and the reason is STOP, whatever followed.
+        """
+        del request.tokens[len(request.prompt) + num_tokens :]
+        request.metrics.num_tokens = num_tokens
+        self.end(request, Finish.STOP)
+        request.finish = Finish.STOP
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
@@ -97,15 +111,12 @@ class Scheduler:
         if not (step.decodes or step.prefills):
             return []
         progress = []
-        program, given = step.plan.program, output.by_row()
-        rows = list(enumerate(step.decodes))
-        rows += enumerate(step.prefills, program.decode_rows)
-        now = time.monotonic()
-        for row, entry in rows:
+        now, given = time.monotonic(), output.by_row()
+        for row, entry in step.rows:
             request = entry.request
             if not entry.bound or request.finish or entry.generation != request.generation:
                 continue
-            request.in_flight -= program.num_steps
+            request.in_flight -= step.plan.program.num_steps
             request.in_flight_bound -= entry.bound
             got = given[row]
             if not got.tokens and not got.finish:
@@ -113,20 +124,13 @@ class Scheduler:
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
-            self._record(request, got.tokens, now)
+            request.tokens.extend(got.tokens)
+            request.metrics.record_tokens(len(got.tokens), now)
             request.metrics.record(got.num_verifies, got.num_drafts, got.accepted)
             if got.finish:
                 self.end(request, Finish(got.finish))
             progress.append(Progress(request, got.tokens))
         return progress
-
-    def _record(self, request: Request, tokens: tuple[int, ...], now: float) -> None:
-        request.tokens.extend(tokens)
-        if tokens:
-            metrics = request.metrics
-            metrics.first_token_time = metrics.first_token_time or now
-            metrics.last_token_time = now
-            metrics.num_tokens += len(tokens)
 
     # Which rows get tokens.
 
@@ -139,8 +143,9 @@ class Scheduler:
         return min(self.buckets.prefill_tokens[-1], left)
 
     def _num_steps(self, budget: int) -> int:
-        """Several where no prompt waits, a row needs them all even if every draft stands, and there
-        are pages for them: nobody has to go who could stay for one step."""
+        """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
+        all even if every draft is accepted, and there are pages for them without a preemption.
+        """
         several = self.buckets.num_steps(budget)[-1]
         if several == 1:
             return 1
@@ -272,11 +277,18 @@ class Scheduler:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
         shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
-        return ScheduledStep(
-            self._plan(Program(*shape, sampler, step.num_steps), step),
-            tuple(self._decode_entry(request, step.num_steps) for request in step.decodes),
-            tuple(self._prefill_entry(request, length) for request, length in step.prefills),
-        )
+        plan = self._plan(Program(*shape, sampler, step.num_steps), step)
+        decodes, prefills = [], []
+        for request in step.decodes:
+            is_last_prompt_token = request.is_prefilling  # it has no drafts
+            request.num_computed += is_last_prompt_token
+            bound = 1 if is_last_prompt_token else step.num_steps * self.buckets.width
+            decodes.append(self._launch(request, step.num_steps, bound))
+        for request, length in step.prefills:
+            request.num_computed += length
+            ends_prompt = int(not request.is_prefilling)
+            prefills.append(self._launch(request, ends_prompt, ends_prompt))
+        return ScheduledStep(plan, decodes=tuple(decodes), prefills=tuple(prefills))
 
     def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
         """Pack a plan of every running request; from then on the device knows its row and pages."""
@@ -297,21 +309,8 @@ class Scheduler:
             request.row, request.num_pages_sent = row, len(request.pages)
         return StepPlan(program, packed)
 
-    def _decode_entry(self, request: Request, num_steps: int) -> Entry:
-        """Count a row's verifies as in flight, or its last prompt token, which has no drafts."""
-        bound = num_steps * self.buckets.width
-        if request.is_prefilling:
-            request.num_computed += 1
-            bound = 1
+    def _launch(self, request: Request, num_steps: int, bound: int) -> Entry:
+        """Count steps that emit for a request as in flight, and the most tokens they can give."""
         request.in_flight += num_steps
         request.in_flight_bound += bound
         return Entry(request, request.generation, bound)
-
-    def _prefill_entry(self, request: Request, length: int) -> Entry:
-        """Count a chunk as computed, and as in flight if it ends its prompt."""
-        request.num_computed += length
-        if request.is_prefilling:
-            return Entry(request, request.generation, 0)
-        request.in_flight += 1
-        request.in_flight_bound += 1
-        return Entry(request, request.generation, 1)

@@ -106,17 +106,18 @@ def device_with(monkeypatch):
 def test_an_engine_holds_what_was_computed_and_stays_inside(device_with):
     device_with(None)
     free = LLM(FIXTURES / "qwen3_5", **OPTIONS)
-    assert free.buckets.num_pages == 65
+    assert free.shapes.num_pages == 65
     held = free.metrics()["memory_bytes"]
-    assert free._runner._held_with(free.buckets) == held
+    assert free._runner._held_with(free.shapes) == held
     assert {name for name, size in held.items() if not size} == {"proposer_tables"}
     leaves = jax.tree.leaves((free._runner._weights, free._runner.state))
     assert sum(held.values()) == sum(leaf.nbytes for leaf in leaves)
 
     device_with(sum(held.values()) + 6, in_use=7)  # by another engine
     tight = LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=1.0)
-    assert tight.buckets.num_pages == tight._runner.buckets.num_pages == 64
-    assert tight._runner.state.pools["kv"].shape[2] == tight._scheduler.pages.num_free + 1 == 64
+    assert tight.shapes.num_pages == tight._runner.buckets.num_pages == 64
+    num_free = tight.session.scheduler.pages.num_free
+    assert tight._runner.state.pools["kv"].shape[2] == num_free + 1 == 64
     assert re.search(r"kv .* 64 pages of 16 tokens", tight.memory_map())
     with pytest.raises(ValueError, match=r"num_pages \(65\)"):
         LLM(FIXTURES / "qwen3_5", **OPTIONS, num_pages=65, gpu_memory_utilization=1.0)

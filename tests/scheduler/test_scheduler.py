@@ -332,7 +332,7 @@ def test_a_prompt_of_eleven_with_ten_computed_ends_as_a_decode_row():
 
 
 def test_rows_that_decode_come_before_rows_that_prefill():
-    """Cases 11.5: {p1: 100, d1: 1, p2: 7, d2: 1} decodes d1, d2; prompts follow as they came."""
+    """Tokens due {p1: 100, d1: 1, p2: 7, d2: 1}: d1, d2 decode; prompts follow as they came."""
     loop = Loop(chunk=16, max_prefill_seqs=2)
     loop.add(make_group(1, 2, 9), make_group(2, 2, 9))
     loop.turn()
@@ -427,6 +427,22 @@ def test_late_results_of_an_aborted_request_are_ignored(depth):
     loop.add(make_group(3, 9, 5))  # takes its row, slot and pages while it is in flight
     loop.run()
     assert request.tokens == before and request.finish == Finish.ABORT
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_request_cut_at_a_stop_string_keeps_the_tokens_up_to_it(depth, has_ended):
+    """What was in flight is ignored; if the device ended it behind the string, that is, too."""
+    loop = Loop(depth=depth, num_drafts=3)
+    loop.add(make_group(1, 5, 12))
+    (request,) = loop.requests.values()
+    while not (request.finish if has_ended else request.num_output >= 3):
+        loop.turn()
+    kept = request.output[:2]
+    loop.scheduler.cut(request, 2)
+    assert request.finish == Finish.STOP and request.metrics.num_tokens == 2
+    loop.drain()
+    assert request.output == kept and not request.pages and not loop.scheduler.has_work
 
 
 def test_an_idle_row_is_kept_until_it_decodes_again():

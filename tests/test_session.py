@@ -1,0 +1,255 @@
+"""A session's turns: threads that step at once, streams dropped midway, steps that fail."""
+
+import functools
+import time
+
+import pytest
+from threads import in_threads
+
+from jaxspec.config import Buckets
+from jaxspec.outputs import Sample
+from jaxspec.request import Finish, Request
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.scheduled_step import Progress
+from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.session import Session
+from jaxspec.stop_strings import StopStrings
+
+SIZES = Buckets(
+    max_num_seqs=8,
+    max_model_len=400,
+    page_size=16,
+    num_pages=201,
+    num_drafts=0,
+    decode_rows=(8,),
+    prefill_tokens=(8,),
+)
+
+
+class FakeEngine:
+    """Gives each request one letter a step, from that of its seed on; slow, as a device is."""
+
+    def __init__(self):
+        self.scheduler = Scheduler(SIZES)
+        self.has_work = self.is_stepping = False
+        self.num_steps = self.num_drains = self.num_resets = 0
+        self.within_step = lambda: None  # what happens during a step
+
+    def step(self):
+        assert not self.is_stepping, "two threads step at once"
+        self.is_stepping = True
+        try:
+            self.num_steps += 1
+            time.sleep(1e-3)
+            self.within_step()
+            return [self._progress(request) for request in list(self.scheduler.waiting)]
+        finally:
+            self.is_stepping = False
+
+    def _progress(self, request):
+        tokens = (ord("a") + (request.seed + request.num_output) % 26,)
+        request.tokens += tokens
+        if request.num_output == request.params.max_tokens:
+            self.scheduler.end(request, Finish.LENGTH)
+        return Progress(request, tokens)
+
+    def drain(self):
+        assert not self.is_stepping
+        self.num_drains += 1
+
+    def reset(self):
+        self.num_resets += 1
+
+
+class Letters:
+    """A text stream of tokens that are characters."""
+
+    def push(self, ids):
+        return "".join(map(chr, ids))
+
+    def flush(self):
+        return ""
+
+
+def make_session():
+    return Session(FakeEngine())
+
+
+def make_sample(seed=0, max_tokens=20, stop=()):
+    request = Request((1, 2), SamplingParams(max_tokens=max_tokens, stop=stop), seed=seed)
+    return Sample(request, 0, Letters(), StopStrings(stop) if stop else None)
+
+
+def letters(seed, count):
+    return "".join(chr(ord("a") + (seed + i) % 26) for i in range(count))
+
+
+def run(session, samples):
+    for _ in session.run(samples):
+        pass
+    return [sample.output().text for sample in samples]
+
+
+def stream(session, sample):
+    deltas = list(session.stream(sample))
+    assert [bool(delta.finish_reason) for delta in deltas[:-1]] == [False] * (len(deltas) - 1)
+    return "".join(delta.text for delta in deltas)
+
+
+def test_a_run_ends_with_its_samples_and_names_those_left_after_each_step():
+    session, samples = make_session(), [make_sample(i, 3 + i) for i in range(3)]
+    left = [len(each) for each in session.run(samples)]
+    assert left == [3, 3, 2, 1, 0] and session.engine.num_steps == 5
+    assert [s.output().text for s in samples] == [letters(i, 3 + i) for i in range(3)]
+    assert not session.scheduler.has_work and session.engine.num_drains == 1
+
+
+def test_threads_that_step_at_once_get_what_each_would_get_alone():
+    session = make_session()
+    calls = []
+    for thread in range(4):
+        samples = [make_sample(3 * thread + i, 15 + 10 * thread) for i in range(3)]
+        calls.append(functools.partial(run, session, samples))
+        calls.append(functools.partial(stream, session, make_sample(thread, 30)))
+    results = in_threads(*calls)
+    for thread in range(4):
+        want = [letters(3 * thread + i, 15 + 10 * thread) for i in range(3)]
+        assert results[2 * thread] == want and results[2 * thread + 1] == letters(thread, 30)
+    # A step moves everybody on: far fewer than the 570 that one after another would take.
+    assert session.engine.num_steps < 120
+    assert not session.scheduler.has_work and not session._samples
+
+
+def test_a_thread_that_steps_in_a_loop_leaves_others_their_turn():
+    session = make_session()
+    ends = {}
+
+    def streaming():
+        stream(session, make_sample(0, 5))
+        ends["short"] = session.engine.num_steps
+
+    def running():
+        run(session, [make_sample(1, 300)])
+        ends["long"] = session.engine.num_steps
+
+    in_threads(running, streaming)
+    assert ends["short"] < 100 < 300 <= ends["long"]
+
+
+def test_two_streams_in_one_thread_interleave():
+    session = make_session()
+    first, second = (session.stream(make_sample(i, 6)) for i in (0, 10))
+    assert next(first).text == "a"
+    pairs = list(zip(first, second, strict=False))
+    assert pairs[0][0].text == "b" and pairs[0][1].text == "k"
+    assert "".join(delta.text for delta, _ in pairs) == letters(0, 6)[1:]
+    assert "".join(delta.text for delta in second) == letters(10, 6)[5:]
+
+
+def test_what_another_caller_moved_on_comes_in_one_piece_without_a_step():
+    session = make_session()
+    deltas = session.stream(make_sample(0, 50))
+    next(deltas)
+    run(session, [make_sample(5, 10)])
+    before = session.engine.num_steps
+    assert next(deltas).text == letters(0, 11)[1:] and session.engine.num_steps == before
+    deltas.close()
+    assert not session.scheduler.has_work and session.engine.num_drains == 1
+
+
+def test_a_stream_closed_within_a_step_ends_when_the_step_is_over():
+    """As where the garbage collector finds it: in the thread that steps, at any line."""
+    session = make_session()
+    dropped, kept = make_sample(0, 50), make_sample(1, 9)
+    deltas = session.stream(dropped)
+    next(deltas)
+
+    def close():
+        session.engine.within_step = lambda: None
+        deltas.close()
+        assert not dropped.request.finish
+
+    session.engine.within_step = close
+    assert run(session, [kept]) == [letters(1, 9)]
+    assert dropped.request.finish == Finish.ABORT and dropped.request.num_output == 2
+    assert not session.scheduler.has_work
+
+
+def test_threads_that_drop_streams_midway_leave_nothing_behind():
+    session = make_session()
+
+    def dropping(seed):
+        for i in range(20):
+            deltas = session.stream(make_sample(seed + i, 50))
+            text = "".join(next(deltas).text for _ in range(1 + i % 3))
+            deltas.close()
+            assert text == letters(seed + i, len(text))
+
+    in_threads(*[functools.partial(dropping, 7 * thread) for thread in range(5)])
+    assert not session.scheduler.has_work and not session.has_work and not session._samples
+    assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+
+
+def test_an_abort_before_the_first_step_ends_what_was_added():
+    session, sample = make_session(), make_sample()
+    session.add([sample])
+    assert session.has_work
+    session.abort([sample])
+    assert sample.request.finish == Finish.ABORT and not session.scheduler.has_work
+    session.abort([sample])  # once more: nothing left to do
+    assert session.engine.num_steps == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_failed_step_all_have_ended_and_the_session_starts_afresh(error):
+    session = make_session()
+    streamed, other = session.stream(make_sample(0)), make_sample(1)
+    next(streamed)
+
+    def fail():
+        raise error("the device is gone")
+
+    session.engine.within_step = fail
+    with pytest.raises(error, match="the device is gone"):
+        run(session, [other])
+    assert other.request.finish == Finish.ERROR
+    assert [delta.finish_reason for delta in streamed] == ["error"]
+    assert session.engine.num_resets == 1 and not session.scheduler.has_work
+    session.engine.within_step = lambda: None
+    assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+
+
+def test_one_thread_s_failed_step_ends_the_other_thread_s_samples_too():
+    session = make_session()
+    samples = [make_sample(i, 200) for i in range(2)]
+
+    def fail():
+        if all(sample.request.num_output > 3 for sample in samples):
+            session.engine.within_step = lambda: None
+            raise RuntimeError("the device is gone")
+
+    def running(sample):
+        try:
+            run(session, [sample])
+        except RuntimeError:
+            return "raised"
+        return sample.output().finish_reason
+
+    session.engine.within_step = fail
+    calls = [functools.partial(running, sample) for sample in samples]
+    assert sorted(in_threads(*calls)) == ["error", "raised"]
+    assert [sample.request.finish for sample in samples] == [Finish.ERROR] * 2
+
+
+def test_a_stop_string_ends_the_request_and_its_tokens():
+    session, sample = make_session(), make_sample(0, 20, stop=["cd"])
+    assert run(session, [sample]) == ["ab"]
+    assert sample.request.output == [ord(letter) for letter in "abcd"]
+    assert sample.request.finish == Finish.STOP and not session.scheduler.has_work
+    assert sample.output().token_ids == sample.request.output
+
+
+def test_samples_that_could_never_run_are_refused():
+    session = make_session()
+    with pytest.raises(ValueError, match="must fit max_model_len=400"):
+        session.check([make_sample(max_tokens=399)])
