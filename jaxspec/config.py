@@ -13,7 +13,7 @@ def check_sizes(**values: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Buckets:
+class StepShapes:
     """The sizes that shape compiled programs; everything the scheduler plans rounds up to them.
 
     `decode_rows` and `prefill_tokens` ascend; the last of each is the most a step can hold. What is
@@ -87,7 +87,7 @@ class Buckets:
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
         **sizes: Any,
-    ) -> "Buckets":
+    ) -> "StepShapes":
         """The sizes that are given, and for each that is None what `EngineConfig` says of it."""
         check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
         if num_pages is None:
@@ -99,7 +99,7 @@ class Buckets:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
             prefill_tokens = sorted({min(64, budget), budget})
-        return Buckets(
+        return StepShapes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_size=page_size,
@@ -135,7 +135,7 @@ class Buckets:
         """Prompt chunks that a region of `prefill_tokens` tokens may hold."""
         return min(self.max_prefill_seqs, self.max_num_seqs, prefill_tokens)
 
-    def shapes(self) -> list[tuple[int, int]]:
+    def compiled(self) -> list[tuple[int, int]]:
         """Every (decode rows, prefill tokens) that gets compiled.
 
         Steps with a prompt in them take the largest rectangle, or the smallest where that saves
@@ -163,7 +163,7 @@ class Buckets:
         """The smallest compiled shape that holds a step."""
         fitting = [
             (rows, tokens)
-            for rows, tokens in self.shapes()
+            for rows, tokens in self.compiled()
             if rows >= num_decode
             and tokens >= num_prefill_tokens
             and (tokens > 0) == (num_prefill_tokens > 0)

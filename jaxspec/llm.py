@@ -177,7 +177,7 @@ class LLM:
             **vars(engine.metrics),
             "num_preemptions": engine.scheduler.num_preemptions,
             "max_in_flight": engine.max_in_flight,
-            "shapes": self.shapes.shapes(),
+            "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),
             "implementations": dispatch.implementations(),

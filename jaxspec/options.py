@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from jaxspec.config import Buckets, check_sizes
+from jaxspec.config import StepShapes, check_sizes
 from jaxspec.speculation import SpeculativeConfig
 
 
@@ -148,7 +148,7 @@ class EngineConfig:
         speculation = SpeculativeConfig.read(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
 
-    def step_shapes(self, *, max_positions: int, num_drafts: int) -> Buckets:
+    def step_shapes(self, *, max_positions: int, num_drafts: int) -> StepShapes:
         """The sizes of programs for a model of so many positions, which may hold fewer pages later.
 
         Raises:
@@ -162,7 +162,7 @@ class EngineConfig:
                 f"max_model_len must not exceed the model's {max_positions} positions, got "
                 f"{max_model_len}."
             )
-        return Buckets.of(
+        return StepShapes.of(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             page_size=self.page_size,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.row import row_layout
 from jaxspec.sampler import GREEDY, Sampler
@@ -32,7 +32,7 @@ MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
 
 
 @functools.cache
-def plan_layout(program: Program, buckets: Buckets) -> PackedLayout:
+def plan_layout(program: Program, buckets: StepShapes) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
     rows, drafts, page_size = buckets.max_num_seqs, buckets.num_drafts, buckets.page_size
     seqs = buckets.prefill_seqs(program.prefill_tokens)
@@ -148,7 +148,7 @@ class StepPlan:
     packed: np.ndarray  # int32, `plan_layout(program, buckets)`
 
 
-def pack_plan(program: Program, buckets: Buckets, values: dict[str, Any]) -> np.ndarray:
+def pack_plan(program: Program, buckets: StepShapes, values: dict[str, Any]) -> np.ndarray:
     """Lay `values` out for `program`; a list shorter than its field is padded with "none".
 
     Raises:

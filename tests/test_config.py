@@ -1,6 +1,6 @@
 import pytest
 
-from jaxspec.config import Buckets, StateConfig
+from jaxspec.config import StateConfig, StepShapes
 
 DEFAULTS = {
     "max_num_seqs": 8,
@@ -44,20 +44,20 @@ SIZES = {
 )
 def test_sizes_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Buckets(**SIZES | changes)
+        StepShapes(**SIZES | changes)
 
 
 @pytest.mark.parametrize(
     ("max_model_len", "page_size", "pages"), [(100, 16, 7), (96, 16, 6), (97, 16, 7), (5, 1, 5)]
 )
 def test_the_page_table_is_as_wide_as_the_longest_request(max_model_len, page_size, pages):
-    buckets = Buckets(**SIZES | {"max_model_len": max_model_len, "page_size": page_size})
+    buckets = StepShapes(**SIZES | {"max_model_len": max_model_len, "page_size": page_size})
     assert buckets.pages_per_seq == pages
 
 
 def test_every_step_fits_the_smallest_compiled_shape_that_holds_it():
-    buckets = Buckets(**SIZES)
-    shapes = buckets.shapes()
+    buckets = StepShapes(**SIZES)
+    shapes = buckets.compiled()
     assert len(shapes) == len(set(shapes))
     for num_decode in range(9):
         for num_prefill in [0, 1, 63, 64, 65, 480]:
@@ -80,7 +80,7 @@ def test_every_step_fits_the_smallest_compiled_shape_that_holds_it():
     [(1, (1,)), (2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (64, (1, 4, 16, 64))],
 )
 def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
-    buckets = Buckets.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
+    buckets = StepShapes.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
     assert buckets.decode_rows == sizes
     assert buckets.num_pages == 7 * max_num_seqs + 1
     assert buckets.max_num_batched_tokens == 512
@@ -89,20 +89,20 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
 @pytest.mark.parametrize(("budget", "sizes"), [(600, (64, 600)), (64, (64,)), (7, (7,))])
 def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
     sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
-    assert Buckets.of(**sizes_given).prefill_tokens == sizes
+    assert StepShapes.of(**sizes_given).prefill_tokens == sizes
 
 
 def test_what_is_given_is_no_default():
     given = {"decode_rows": [2, 8], "prefill_tokens": [16], "num_pages": 9}
-    buckets = Buckets.of(**DEFAULTS | given)
+    buckets = StepShapes.of(**DEFAULTS | given)
     assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
-    many = Buckets.of(**DEFAULTS | {"max_num_seqs": 100})
+    many = StepShapes.of(**DEFAULTS | {"max_num_seqs": 100})
     assert many.max_num_batched_tokens == 2 * 100 * 4 + 32  # in full 64s
     for name in ("decode_rows", "prefill_tokens"):
         with pytest.raises(ValueError, match=f"{name} buckets must ascend"):
-            Buckets.of(**DEFAULTS | {name: []})
+            StepShapes.of(**DEFAULTS | {name: []})
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        Buckets.of(**DEFAULTS | {"max_num_batched_tokens": 0})
+        StepShapes.of(**DEFAULTS | {"max_num_batched_tokens": 0})
 
 
 @pytest.mark.parametrize("field", ["policy", "dtype"])

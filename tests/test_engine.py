@@ -3,14 +3,14 @@ from collections import deque
 import numpy as np
 import pytest
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.engine import Engine
 from jaxspec.plan import StepOutput, plan_layout
 from jaxspec.request import Finish, Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 
-BUCKETS = Buckets(
+BUCKETS = StepShapes(
     max_num_seqs=2,
     max_model_len=64,
     page_size=16,

@@ -8,7 +8,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SpeculativeConfig
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.options import OPTIONS, EngineConfig, default_of, meaning
 from tools.docs import options as page
 
@@ -97,7 +97,7 @@ def test_every_size_reaches_the_shapes():
         "long_prefill_token_threshold": 17,
     }
     config = EngineConfig(**sizes, decode_buckets=[2, 6], prefill_buckets=[48], max_model_len=80)
-    want = Buckets(
+    want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
     shapes = config.step_shapes(max_positions=100, num_drafts=2)

@@ -2,14 +2,14 @@ import random
 
 import pytest
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.stop_strings import StopStrings
 
-SIZES = Buckets(
+SIZES = StepShapes(
     max_num_seqs=1,
     max_model_len=200,
     page_size=200,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import (
     MOVES,
     Program,
@@ -13,7 +13,7 @@ from jaxspec.plan import (
 )
 from jaxspec.sampler import FULL, GREEDY, SAMPLED
 
-BUCKETS = Buckets(
+BUCKETS = StepShapes(
     max_num_seqs=4,
     max_model_len=64,
     page_size=4,

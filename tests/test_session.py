@@ -6,7 +6,7 @@ import time
 import pytest
 from threads import in_threads
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.outputs import Sample
 from jaxspec.request import Finish, Request
 from jaxspec.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.session import Session
 from jaxspec.stop_strings import StopStrings
 
-SIZES = Buckets(
+SIZES = StepShapes(
     max_num_seqs=8,
     max_model_len=400,
     page_size=16,

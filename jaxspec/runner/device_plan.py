@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import Program, plan_layout
 
 
@@ -33,6 +33,6 @@ class DevicePlan(NamedTuple):
     target_tables: Int[Array, "moves pages"]
 
     @staticmethod
-    def unpack(packed: Int[Array, " plan"], program: Program, buckets: Buckets) -> "DevicePlan":
+    def unpack(packed: Int[Array, " plan"], program: Program, buckets: StepShapes) -> "DevicePlan":
         """Views of `StepPlan.packed`."""
         return DevicePlan(**plan_layout(program, buckets).unpack(packed))

@@ -8,7 +8,7 @@ import jax
 
 from jaxspec import device
 from jaxspec.cache import HOLDERS, CacheSpec, holders
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.runner.batch_state import EngineState
 
 
@@ -57,8 +57,8 @@ def bytes_held(
 
 
 def fit(
-    buckets: Buckets, budget: MemoryBudget, held_with: Callable[[Buckets], dict[str, int]]
-) -> Buckets:
+    buckets: StepShapes, budget: MemoryBudget, held_with: Callable[[StepShapes], dict[str, int]]
+) -> StepShapes:
     """`buckets`, with as many of its pages as the budget has room for.
 
     `held_with` gives `bytes_held` of an engine with such buckets.
@@ -81,7 +81,7 @@ def fit(
     return dataclasses.replace(buckets, num_pages=fitting)
 
 
-def _refusal(buckets: Buckets, budget: MemoryBudget, held: dict[str, int]) -> str:
+def _refusal(buckets: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
     pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
     fewer = "num_pages, " * budget.fixed_pages
     others = f" less {_human(budget.others_bytes)} in use" if budget.others_bytes else ""
@@ -96,7 +96,7 @@ def _refusal(buckets: Buckets, budget: MemoryBudget, held: dict[str, int]) -> st
     )
 
 
-def memory_map(held: dict[str, int], buckets: Buckets) -> str:
+def memory_map(held: dict[str, int], buckets: StepShapes) -> str:
     """A line for each holder of `bytes_held` that holds something, the biggest first, and a sum."""
     units = {
         "pages": f"{buckets.num_pages} pages of {buckets.page_size} tokens",

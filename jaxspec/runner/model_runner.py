@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.cache import CacheOptions, PoolSizes, allocate, state_policy
-from jaxspec.config import Buckets, StateConfig
+from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model
 from jaxspec.plan import Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
@@ -29,7 +29,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        buckets: Buckets,
+        buckets: StepShapes,
         proposer: Proposer | None,
         *,
         dtype: jnp.dtype,
@@ -122,7 +122,7 @@ class ModelRunner:
         """Bytes on the device, by what holds them."""
         return bytes_held(self._weights, self._tables, self._state, self._specs)
 
-    def _held_with(self, buckets: Buckets) -> dict[str, int]:
+    def _held_with(self, buckets: StepShapes) -> dict[str, int]:
         state = jax.eval_shape(lambda: self._init_state(buckets))
         return bytes_held(self._weights, self._tables, state, self._specs)
 
@@ -143,7 +143,7 @@ class ModelRunner:
         state = self._init_state(self.buckets)
         return jax.device_put(state, state.page_tables.sharding)
 
-    def _init_state(self, buckets: Buckets) -> EngineState:
+    def _init_state(self, buckets: StepShapes) -> EngineState:
         num_slots, num_drafts, logits = buckets.num_slots, buckets.num_drafts, None
         if self._proposer is not None and self._proposer.is_probabilistic:
             logits = jnp.zeros((num_slots, num_drafts, self._vocab_size), jnp.float32)

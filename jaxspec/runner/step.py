@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxspec.cache import CacheSpec, Moves, StatePolicy, copy
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.models.base import Model
 from jaxspec.plan import MOVES, Program, output_layout
 from jaxspec.proposers.base import Proposer
@@ -38,7 +38,7 @@ from jaxspec.sampling import Verifier
 class StepConfig:
     """What is fixed for all of an engine's programs. Closed over by them, never traced."""
 
-    buckets: Buckets
+    buckets: StepShapes
     model: nnx.GraphDef
     weights: Any  # PyTreeDef of the model's `nnx.State`; a step gets the leaves
     proposer: Proposer | None  # None: plain decoding, K = 0

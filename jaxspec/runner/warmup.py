@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.stages
 from tqdm import tqdm
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, Program
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import Sampler, closed_under_join
@@ -24,7 +24,7 @@ class CompileJob(NamedTuple):
     run: Callable[[], None]
 
 
-def programs(buckets: Buckets, samplers: Iterable[Sampler]) -> list[Program]:
+def programs(buckets: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     """Every program that plans can need whose rows need these samplers; one row moves nothing.
 
     A step runs the join of what its rows need, so these are programs of every join.
@@ -32,7 +32,7 @@ def programs(buckets: Buckets, samplers: Iterable[Sampler]) -> list[Program]:
     steps = [
         Program(rows, tokens, sampler, num_steps)
         for sampler in closed_under_join(samplers)
-        for rows, tokens in buckets.shapes()
+        for rows, tokens in buckets.compiled()
         for num_steps in buckets.num_steps(tokens)
     ]
     return [*steps, MOVES] if buckets.max_num_seqs > 1 else steps

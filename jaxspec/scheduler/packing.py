@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import Fork, Program, pack_plan
 from jaxspec.request import Request
 from jaxspec.row import row_layout, write_row
@@ -13,7 +13,7 @@ from jaxspec.row import row_layout, write_row
 
 def pack_step(
     program: Program,
-    buckets: Buckets,
+    buckets: StepShapes,
     *,
     rows: Sequence[Request],
     num_decode: int,

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import join
@@ -22,9 +22,9 @@ from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, Schedule
 class Scheduler:
     """Continuous batching over rows, slots and pages, first come first served."""
 
-    def __init__(self, buckets: Buckets):
+    def __init__(self, buckets: StepShapes):
         """Start empty."""
-        self.buckets = buckets
+        self.shapes = buckets
         self.pages = PagePool(buckets.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission; the last is preempted first
@@ -45,17 +45,17 @@ class Scheduler:
         """
         for request in requests:
             needed = self._pages_for(request.max_len, request)
-            if request.max_len > self.buckets.max_model_len:
+            if request.max_len > self.shapes.max_model_len:
                 raise ValueError(
                     f"A prompt and its max_tokens must fit max_model_len="
-                    f"{self.buckets.max_model_len}: {len(request.prompt)} + "
+                    f"{self.shapes.max_model_len}: {len(request.prompt)} + "
                     f"{request.params.max_tokens} tokens came. Shorten one, or raise max_model_len."
                 )
-            if needed > self.buckets.num_pages - 1:
+            if needed > self.shapes.num_pages - 1:
                 raise ValueError(
                     f"A request must fit the page pool alone: {request.max_len} tokens need "
-                    f"{needed} pages of {self.buckets.page_size}, the pool has "
-                    f"{self.buckets.num_pages - 1}. Raise num_pages or lower max_tokens."
+                    f"{needed} pages of {self.shapes.page_size}, the pool has "
+                    f"{self.shapes.num_pages - 1}. Raise num_pages or lower max_tokens."
                 )
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -139,21 +139,21 @@ class Scheduler:
         if not self.waiting and not any(request.is_prefilling for request in self.running):
             return 0
         num_decodes = sum(map(self._takes_decode_row, self.running))
-        left = self.buckets.max_num_batched_tokens - num_decodes * self.buckets.width
-        return min(self.buckets.prefill_tokens[-1], left)
+        left = self.shapes.max_num_batched_tokens - num_decodes * self.shapes.width
+        return min(self.shapes.prefill_tokens[-1], left)
 
     def _num_steps(self, budget: int) -> int:
         """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
         all even if every draft is accepted, and there are pages for them without a preemption.
         """
-        several = self.buckets.num_steps(budget)[-1]
+        several = self.shapes.num_steps(budget)[-1]
         if several == 1:
             return 1
         bounds = [(r, r.tokens_bound) for r in self.running]
         left = max((r.max_len - bound for r, bound in bounds), default=0)
-        if left < several * self.buckets.width:
+        if left < several * self.shapes.width:
             return 1
-        pages = sum(self._pages_for(self.buckets.reach(bound, several), r) for r, bound in bounds)
+        pages = sum(self._pages_for(self.shapes.reach(bound, several), r) for r, bound in bounds)
         held = sum(len(request.pages) for request in self.running)
         return several if pages - held <= self.pages.num_free else 1
 
@@ -169,7 +169,7 @@ class Scheduler:
 
     def _advance(self, request: Request, step: NextStep) -> None:
         if self._takes_decode_row(request):
-            upto = self.buckets.reach(request.tokens_bound, step.num_steps)
+            upto = self.shapes.reach(request.tokens_bound, step.num_steps)
             if self._reserve(request, upto, step):
                 step.decodes.append(request)
         elif request.is_prefilling:
@@ -177,13 +177,13 @@ class Scheduler:
 
     def _advance_prefill(self, request: Request, step: NextStep) -> None:
         end = self._followers.prefill_end(request)
-        longest = self.buckets.long_prefill_token_threshold or step.budget
+        longest = self.shapes.long_prefill_token_threshold or step.budget
         length = min(end - request.num_computed, step.budget, longest)
-        if length < 1 or len(step.prefills) == self.buckets.max_prefill_seqs:
+        if length < 1 or len(step.prefills) == self.shapes.max_prefill_seqs:
             return
         upto = request.num_computed + length
         if upto == request.prefill_len:
-            upto = self.buckets.reach(upto)
+            upto = self.shapes.reach(upto)
         if self._reserve(request, upto, step):
             step.prefills.append((request, length))
             step.budget -= length
@@ -196,18 +196,18 @@ class Scheduler:
         step, forks = NextStep(budget=0, num_steps=0), list[Fork]()
         for leader in self._followers.ready(self.running):
             followers = self._followers.of(leader)
-            own_pages = num_own_pages(leader, self.buckets.page_size)
+            own_pages = num_own_pages(leader, self.shapes.page_size)
             while followers and self._has_row(step) and own_pages <= self.pages.num_free:
                 child = followers[0]
                 self.waiting.remove(child)
                 self._enter(child, step, num_computed=len(leader.prompt) - 1)
-                forks.append(fork(leader, child, self.pages, self.buckets.page_size))
-            if not (followers and self._free_slots and step.num_new == self.buckets.max_new_rows):
+                forks.append(fork(leader, child, self.pages, self.shapes.page_size))
+            if not (followers and self._free_slots and step.num_new == self.shapes.max_new_rows):
                 self._followers.dismiss(leader)
         return ScheduledStep(self._plan(MOVES, step, forks), (), ()) if forks else None
 
     def _has_row(self, step: NextStep) -> bool:
-        return bool(self._free_slots) and step.num_new < self.buckets.max_new_rows
+        return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
 
     def _admit(self, step: NextStep) -> None:
         reserved = 0
@@ -216,10 +216,10 @@ class Scheduler:
                 reserved += 1  # a row is kept for it until its leader reaches the fork
                 continue
             rows_full = (
-                len(self._free_slots) <= reserved or step.num_new == self.buckets.max_new_rows
+                len(self._free_slots) <= reserved or step.num_new == self.shapes.max_new_rows
             )
-            seqs_full = len(step.prefills) >= self.buckets.max_prefill_seqs or step.budget < 1
-            wanted = self.buckets.reach(len(request.tokens))
+            seqs_full = len(step.prefills) >= self.shapes.max_prefill_seqs or step.budget < 1
+            wanted = self.shapes.reach(len(request.tokens))
             pages_short = self._pages_for(wanted, request) > self.pages.num_free
             if rows_full or seqs_full or pages_short or request.in_flight:
                 break
@@ -252,14 +252,14 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _pages_for(self, length: int, request: Request) -> int:
-        return -(-min(length, request.max_len) // self.buckets.page_size)
+        return -(-min(length, request.max_len) // self.shapes.page_size)
 
     def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.
 
         False: the request itself was the last and had to go.
         """
-        if min(length, request.max_len) <= len(request.pages) * self.buckets.page_size:
+        if min(length, request.max_len) <= len(request.pages) * self.shapes.page_size:
             return True
         missing = self._pages_for(length, request) - len(request.pages)
         while missing > self.pages.num_free:
@@ -276,13 +276,13 @@ class Scheduler:
     def _dispatch(self, step: NextStep) -> ScheduledStep:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
-        shape = self.buckets.round_up(len(step.decodes), sum(n for _, n in step.prefills))
+        shape = self.shapes.round_up(len(step.decodes), sum(n for _, n in step.prefills))
         plan = self._plan(Program(*shape, sampler, step.num_steps), step)
         decodes, prefills = [], []
         for request in step.decodes:
             is_last_prompt_token = request.is_prefilling  # it has no drafts
             request.num_computed += is_last_prompt_token
-            bound = 1 if is_last_prompt_token else step.num_steps * self.buckets.width
+            bound = 1 if is_last_prompt_token else step.num_steps * self.shapes.width
             decodes.append(self._launch(request, step.num_steps, bound))
         for request, length in step.prefills:
             request.num_computed += length
@@ -298,7 +298,7 @@ class Scheduler:
             rows += [request for request in self.running if request not in active]
         packed = pack_step(
             program,
-            self.buckets,
+            self.shapes,
             rows=rows,
             num_decode=len(step.decodes),
             prefills=step.prefills,

@@ -2,12 +2,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import Program, pack_plan, plan_layout
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.sampler import GREEDY
 
-BUCKETS = Buckets(
+BUCKETS = StepShapes(
     max_num_seqs=4,
     max_model_len=64,
     page_size=4,

@@ -9,11 +9,11 @@ import pytest
 from harness import FIXTURES
 
 from jaxspec import LLM
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.runner import memory
 from jaxspec.runner.memory import MemoryBudget, fit, memory_map
 
-BUCKETS = Buckets(
+BUCKETS = StepShapes(
     max_num_seqs=4,
     max_model_len=64,
     page_size=16,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, Program, pack_plan, plan_layout
 from jaxspec.request import Finish
 from jaxspec.runner.device_plan import DevicePlan
@@ -18,7 +18,7 @@ jitted_update = jax.jit(update_page_tables)
 
 
 def make_buckets(num_drafts=3, page_size=4):
-    return Buckets(
+    return StepShapes(
         max_num_seqs=6,
         max_model_len=64,
         page_size=page_size,

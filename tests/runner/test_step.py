@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.cache import Snapshot
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.models.base import ForwardOutput, Model
 from jaxspec.plan import Program, StepOutput, output_layout, pack_plan
 from jaxspec.proposers import Drafts, Proposer
@@ -73,7 +73,7 @@ class Listener(Proposer):
 
 
 NUM_ROWS = 4
-BUCKETS = Buckets(
+BUCKETS = StepShapes(
     max_num_seqs=NUM_ROWS,
     max_model_len=64,
     page_size=4,

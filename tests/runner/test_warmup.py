@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import SNAPSHOT, model
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
@@ -17,7 +17,7 @@ from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.sampling import make_verifier
 
-SIZES = Buckets(
+SIZES = StepShapes(
     max_num_seqs=3,
     max_model_len=24,
     page_size=4,

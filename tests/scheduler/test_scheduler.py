@@ -16,7 +16,7 @@ class Loop:
         self.random = np.random.default_rng(seed)
         self.scheduler = Scheduler(make_buckets(**sizes))
         self.requests = {}
-        self.device = FakeDevice(self.scheduler.buckets, self.requests, self.random, accuracy)
+        self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth
         self.in_flight = deque()
         self.given = {}  # what each request got, by the progress of each collected step
@@ -74,8 +74,8 @@ class Loop:
                 assert (request.output, request.finish) == (tokens, finish)
             assert not request.pages
         assert not scheduler.has_work and not scheduler._followers
-        assert scheduler.pages.num_free == scheduler.buckets.num_pages - 1
-        assert sorted(scheduler._free_slots) == list(range(1, scheduler.buckets.num_slots))
+        assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
+        assert sorted(scheduler._free_slots) == list(range(1, scheduler.shapes.num_slots))
 
 
 def random_group(random, seed, max_samples, max_len=38):

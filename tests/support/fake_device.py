@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from jaxspec.config import Buckets
+from jaxspec.config import StepShapes
 from jaxspec.plan import StepOutput, plan_layout
 from jaxspec.request import Finish, Request
 from jaxspec.row import row_layout
@@ -32,7 +32,7 @@ def make_buckets(**changes):
     sizes.setdefault("num_pages", 1 + sizes["max_num_seqs"] * -(-40 // sizes["page_size"]))
     sizes.setdefault("prefill_tokens", tuple(sorted({min(4, chunk), chunk})))
     verified = sizes["max_num_seqs"] * (1 + sizes["num_drafts"])
-    return Buckets(max_num_batched_tokens=verified + chunk, **sizes)
+    return StepShapes(max_num_batched_tokens=verified + chunk, **sizes)
 
 
 def next_token(seed, position):
@@ -91,7 +91,7 @@ class FakeDevice:
     stale one, or a wrong position gives a wrong context, and the check of it fails.
     """
 
-    def __init__(self, buckets: Buckets, requests: dict[int, Request], random, accuracy=0.6):
+    def __init__(self, buckets: StepShapes, requests: dict[int, Request], random, accuracy=0.6):
         """`requests` by their seed, which is how a row is known; it may grow."""
         self.buckets, self.requests = buckets, requests
         self.random, self.accuracy = random, accuracy

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from oracle import Oracle, expect
 
-from jaxspec.config import Buckets, StateConfig
+from jaxspec.config import StateConfig, StepShapes
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
 from jaxspec.proposers import Proposer, make_proposer
@@ -83,7 +83,7 @@ class Harness:
                 draft_vocab=draft_vocab,
                 synthetic_acceptance_rates=synthetic,
             )
-        self.buckets = Buckets(
+        self.buckets = StepShapes(
             max_num_seqs=ROWS,
             max_model_len=MAX_LEN,
             page_size=page_size,
