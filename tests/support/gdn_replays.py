@@ -51,11 +51,12 @@ def empty_pools(shape, dtype=jnp.float32, *, width, window=None, slots=5, fill=0
     )
 
 
-def walk(run, rng, pools, widths, kept_of, *, shape, padded=False):
+def walk(run, rng, pools, widths, kept_of, *, shape, padded=False, decay=1.0):
     """Steps of these widths with rows that change places; outputs are the oracle's to 1e-5.
 
     `kept_of(real)`: how many of a step's `real` tokens stand. `padded`: steps may have fewer tokens
-    than their width, and the others are NaN. Returns the pools, and how often a row folded.
+    than their width, and the others are NaN. `decay`: a factor on `g`; with a small one the oldest
+    tokens of a ring still count. Returns the pools, and how often a row folded.
     """
     states, ring = pools
     slots = (1, 3, 4)
@@ -67,6 +68,7 @@ def walk(run, rng, pools, widths, kept_of, *, shape, padded=False):
         order = rng.permutation(slots)
         query_len = rng.integers(0, width + 1, size=3) if padded else np.full(3, width)
         tokens = operands(rng, 3, width, shape=shape)
+        tokens[3] *= np.float32(decay)
         for x in tokens:
             for row, real in enumerate(query_len):
                 x[row, real:] = np.nan

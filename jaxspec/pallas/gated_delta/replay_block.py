@@ -177,7 +177,7 @@ class GdnReplayBlock:
         store(self.smem.ring_decay, jnp.where(counts, jnp.exp(after), 0.0))
 
     def _append_keys(self):
-        """Store this step's keys to the ring; of the blocks that share them, one does."""
+        """Store this step's keys in the ring; one of the blocks that share them does."""
 
         def append_key(t):
             key = load(self.state.keys.at[t], self.ring.by_key)
@@ -187,14 +187,14 @@ class GdnReplayBlock:
         self.ring.for_real_tokens(append_key, self.ring.leads_group() & (self.part.split == 0))
 
     def _solve(self, reads, v, g, beta):
-        """The updates of this step, one token after the other; stores the outputs.
+        """Store this step's outputs and return its updates, one token after the other.
 
         `reads`: the state before the step times each query, then each key.
         """
         width, key_products = self.sizes.width, self.ring.tiles.key_products
         updates, outs = [], []
         for t in range(width):
-            # decays[s] is that since token s; the last is that of the state before this step.
+            # decays[s]: the decay since token s; `whole`: since the state before this step.
             decays, total = [], jnp.float32(0)
             for s in range(t, -1, -1):
                 decays.append(jnp.exp(total))
@@ -213,7 +213,7 @@ class GdnReplayBlock:
         return updates
 
     def _append(self, updates, g):
-        """Store this step's updates and log decays to the ring."""
+        """Store this step's updates and log decays in the ring."""
 
         def append_token(t):
             index = self.ring.update_index(self.ring.row_of_new(t))
@@ -251,5 +251,5 @@ class GdnReplayBlock:
         ):
             tokens = pl.ds(start, count)
             o, out = self.smem.v_then_o.at[tokens], self.gmem.out.at[row, tokens, head]
-            operands = load(o, layout), z, weight, norm.eps
-            store(out, gated_norm_block.in_kernel(layout, *operands).astype(out.dtype))
+            normed = gated_norm_block.in_kernel(layout, load(o, layout), z, weight, norm.eps)
+            store(out, normed.astype(out.dtype))

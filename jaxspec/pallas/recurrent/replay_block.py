@@ -221,7 +221,7 @@ class RingBlock:
                 store(tiles.key_products.at[rows, four], jnp.sum(keys * factor, axis=2))
 
         # A full group of the ring, even where it has fewer tokens: `replay` reads all of its rows,
-        # and what nobody wrote may be NaN.
+        # and rows that no thread wrote may be NaN.
         eights = lax.div(self.sizes.width + self.num_replayed_groups * RING_GROUP + 7, 8)
         steps = lax.div(eights + warpgroups - 1 - warpgroup, warpgroups)
         lax.fori_loop(0, steps, multiply_eight, None)

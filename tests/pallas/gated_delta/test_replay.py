@@ -50,7 +50,7 @@ def test_steps_of_several_widths_share_a_ring(narrow):
     rng = np.random.default_rng(narrow)
     widths = rng.integers(1, WIDTH + 1, 150) if narrow is None else [1] * narrow + [WIDTH, 1, WIDTH]
     pools = empty_pools(SMALL, width=WIDTH, fill=np.nan)
-    _, _, folds = walk(replay, rng, pools, widths, lambda real: real, shape=SMALL)
+    _, _, folds = walk(replay, rng, pools, widths, lambda real: real, shape=SMALL, decay=0.05)
     assert folds >= 3
 
 

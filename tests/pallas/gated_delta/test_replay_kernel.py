@@ -107,7 +107,7 @@ def test_steps_of_several_widths_share_a_ring():
     pools = empty_pools(shape, width=4, window=8, fill=np.nan)
     widths = [1] * 8 + [4] + [1] * 5 + [4]
     run, rng = interpreted(plgpu.InterpretGPUParams()), np.random.default_rng(0)
-    _, _, folds = walk(run, rng, pools, widths, lambda real: real, shape=shape)
+    _, _, folds = walk(run, rng, pools, widths, lambda real: real, shape=shape, decay=0.05)
     assert folds >= 3
 
 
