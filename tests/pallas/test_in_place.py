@@ -15,7 +15,8 @@ from jaxspec.pallas.gated_delta.heads import GdnTokens
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
-from jaxspec.pallas.mamba2.replay import Mamba2Ring, mamba2_replay
+from jaxspec.pallas.mamba2.replay import mamba2_replay
+from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.paging.kv_write import kv_write

@@ -11,7 +11,7 @@ from sm90 import array
 
 from benchmarks.measure.shapes import GDN, GdnShape
 from jaxspec.pallas.gated_delta.heads import GdnTokens
-from jaxspec.pallas.gated_delta.replay import GdnRing
+from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import default_window, must_fold, next_ring_length
 from jaxspec.regions import DecodeRegion

@@ -6,13 +6,8 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta import replay as replay_op
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import check_columns, gdn_inputs, gdn_inputs_reference
-from jaxspec.pallas.gated_delta.replay import (
-    GdnRing,
-    Outputs,
-    States,
-    gdn_replay,
-    gdn_replay_reference,
-)
+from jaxspec.pallas.gated_delta.replay import Outputs, gdn_replay, gdn_replay_reference
+from jaxspec.pallas.gated_delta.ring import GdnRing, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent import conv_update
 from jaxspec.regions import DecodeRegion

@@ -2,37 +2,18 @@
 
 import dataclasses
 
-import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gated_delta.heads import GdnTokens
+from jaxspec.pallas.gated_delta.ring import GdnRing, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.regions import DecodeRegion, real_tokens
 
-States = Float[Array, "layers slots 1 value_heads value_dim key_dim"]
 Outputs = Float[Array, "rows width value_heads value_dim"] | Float[Array, "rows width features"]
-
-
-@flax.struct.dataclass
-class GdnRing:
-    """What each token added to its slot's state: `u k^T` after a decay of `g`.
-
-    `recurrent.replay` says which row is whose. `k` and `u` have the checkpoint's dtype.
-    """
-
-    k: Float[Array, "layers slots ring key_heads key_dim"]
-    u: Float[Array, "layers slots ring value_heads value_dim"]
-    g: Float[Array, "layers slots ring value_heads"]  # float32, log decay
-    window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a slot: the window, and one for each token of the widest step."""
-        return self.k.shape[2]
 
 
 def gdn_replay(

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import advance, why_not_kernel
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
@@ -15,24 +15,6 @@ from jaxspec.regions import DecodeRegion, real_tokens
 
 _States = Float[Array, "layers slots 1 heads head_dim state_dim"]
 _Outputs = Float[Array, "rows width heads head_dim"]
-
-
-@flax.struct.dataclass
-class Mamba2Ring:
-    """What each token added to its slot's state: `dt x B^T` after a decay of `A dt`.
-
-    `recurrent.replay` says which row is whose. `x` and `b` have the checkpoint's dtype.
-    """
-
-    x: Float[Array, "layers slots ring heads head_dim"]
-    b: Float[Array, "layers slots ring groups state_dim"]
-    dt: Float[Array, "layers slots ring heads"]  # float32
-    window: int = flax.struct.field(pytree_node=False)  # tokens kept between steps
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a slot: the window, and one for each token of the widest step."""
-        return self.x.shape[2]
 
 
 def mamba2_replay(

@@ -38,8 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import tensor_cores
 from jaxspec.pallas.gpu.device import MULTIPROCESSORS
-from jaxspec.pallas.mamba2.replay import Mamba2Ring
 from jaxspec.pallas.mamba2.replay_block import Mamba2Launch, Mamba2ReplayBlock
+from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import row_table
 from jaxspec.pallas.recurrent.replay_block import (

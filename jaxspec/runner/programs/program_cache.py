@@ -95,7 +95,7 @@ def _traced(function: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def _platform() -> str:
-    """Of the default device, as lowering calls it: "cuda" is among several that are a "gpu"."""
+    """The default device's, as lowering calls it: "cuda" is among several that are a "gpu"."""
     platform = device.default_device().platform
     return export.default_export_platform() if platform == jax.default_backend() else platform
 

@@ -12,11 +12,8 @@ from sm90 import array, assert_lean, compile_for
 
 from benchmarks.measure.shapes import MAMBA2, Mamba2Shape
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.mamba2.replay import (
-    Mamba2Ring,
-    mamba2_replay,
-    mamba2_replay_reference,
-)
+from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
+from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import default_window, must_fold, next_ring_length
