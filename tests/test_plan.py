@@ -78,7 +78,7 @@ def test_moves_have_a_program_of_their_own(program):
     shapes = plan_layout(MOVES, BUCKETS).shapes
     assert shapes["target_tables"] == (BUCKETS.max_new_rows, BUCKETS.pages_per_seq)
     assert {shapes[name] for name in MOVED[:-1]} == {(BUCKETS.max_new_rows,)}
-    computes = ("append_slots", "prefill_tokens", "prefill_lens", "lookahead_tokens")
+    computes = ("append_slots", "prefill_tokens", "prefill_lens", "next_prefill_tokens")
     assert {shapes[name] for name in computes} == {(0,)}
 
 

@@ -18,6 +18,7 @@ from jaxspec.cache import (
     copy,
     holders,
 )
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 
 SIZES = PoolSizes(num_pages=6, page_size=2, num_slots=5, width=4)
 FLOAT32 = jnp.dtype("float32")
@@ -43,13 +44,13 @@ def test_a_mesh_would_cut_axes_of_heads(policy):
     """Every axis named divides by the heads of its part; a family's factors have theirs alike."""
     specs = specs_of("qwen3_5", policy)
     config = model("qwen3_5").config
-    heads = {config.num_kv_heads, config.linear_key_heads, config.linear_value_heads}
+    sizes = config.part(GatedDeltaNetConfig)
+    cut = {config.num_kv_heads, sizes.key_heads, sizes.value_heads, sizes.conv_dim}
     for spec in specs:
         parts = spec.holders(spec.allocate(SIZES))
         assert spec.partition().keys() == parts.keys()
         for name, axis in spec.partition().items():
-            sizes = {leaf.shape[axis] for leaf in jax.tree.leaves(parts[name])}
-            assert sizes <= heads | {config.conv_dim}
+            assert {leaf.shape[axis] for leaf in jax.tree.leaves(parts[name])} <= cut
 
 
 @POLICIES

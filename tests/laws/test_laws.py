@@ -334,7 +334,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(states):
     histories = []
     for engine in (plain, drafted):
         engine.add(PROMPTS[2], GREEDY, 2)
-        history, (_, spec) = {}, engine.runner._specs
+        history, specs = {}, {spec.name: spec for spec in engine.runner._specs}
         while engine.engine.has_work:
             engine.step()
             state = engine.runner.state
@@ -342,7 +342,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(states):
             for row in range(ROWS):
                 slot, computed = int(rows.slot[row]), int(rows.num_computed[row])
                 if slot and not rows.finish[row]:
-                    conv, taps = state.pools["recurrent"].conv, spec.conv.taps
+                    conv, taps = state.pools["recurrent"].conv, specs["recurrent"].conv.taps
                     read = past_rows(jnp.array([computed]), taps - 1, conv.shape[2])[0]
                     history[computed] = true_states(state, row), np.asarray(conv[:, slot, read])
         histories.append(history)

@@ -61,7 +61,7 @@ def test_it_runs_and_drafts(folder):
         LLM(folder, load_format="dummy", dtype="float32", speculative_config=spec, **options)
         for spec in ("auto", None)
     )
-    assert drafted.buckets.num_drafts == 3
+    assert drafted.shapes.num_drafts == 3
     outputs = [llm.generate(prompts, params) for llm in (drafted, plain)]
     for one, other in zip(*outputs, strict=True):
         assert one.outputs[0].finish_reason == "length"

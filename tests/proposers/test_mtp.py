@@ -140,7 +140,7 @@ def test_the_tables_hold_the_ids_and_their_part_of_the_head():
     proposer = make_proposer(SpeculativeConfig(draft_vocab=SHUFFLED), qwen.vocab_size)
     ids, head = proposer.init_tables(qwen)
     np.testing.assert_array_equal(ids, sorted(SHUFFLED))
-    np.testing.assert_array_equal(head, qwen.trunk.lm_head.weight[...][:, ids])
+    np.testing.assert_array_equal(head.array, qwen.trunk.lm_head.weight[...][:, ids])
     others = make_proposer(SpeculativeConfig(draft_vocab=64), qwen.vocab_size)
     assert proposer == others and hash(proposer) == hash(others)  # one program for both
     whole = make_proposer(SpeculativeConfig(draft_vocab=264), qwen.vocab_size)

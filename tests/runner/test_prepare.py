@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, Program, pack_plan, plan_layout
+from jaxspec.plan import MOVES, Program, pack_plan
 from jaxspec.request import Finish
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import prepare
@@ -265,7 +265,7 @@ def test_a_plan_of_moves_brings_whole_tables_and_its_padding_none():
     before, buckets = consecutive_tables(), make_buckets(0)
     tables = np.arange(100, 132, dtype=np.int32).reshape(2, 16)
     packed = pack_plan(MOVES, buckets, {"target_slots": [3, 5], "target_tables": tables})
-    plan = plan_layout(MOVES, buckets).unpack(jnp.asarray(packed))
+    plan = DevicePlan.unpack(jnp.asarray(packed), MOVES, buckets)
     expected = np.array(before)
     expected[[3, 5]] = tables
     np.testing.assert_array_equal(write_page_tables(before, plan), expected)
