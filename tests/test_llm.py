@@ -160,6 +160,7 @@ def held_out():
     return [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
 
 
+@pytest.mark.soak
 def test_how_requests_run_changes_no_token(embedded, embedded_plain, held_out, monkeypatch):
     params_and_ids = check_laws(embedded, embedded_plain, held_out, monkeypatch)
     check_preemption(embedded, held_out, *params_and_ids)
@@ -429,6 +430,7 @@ def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says():
         assert abs(accepted / metrics.num_drafts - rate) < 0.06
 
 
+@pytest.mark.soak
 def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
     """Law 2 through the engine: rejection sampling against plain sampling, by chi-square."""
     options = {

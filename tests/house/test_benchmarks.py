@@ -68,6 +68,7 @@ def decode(monkeypatch):
     return importlib.import_module("benchmarks.engine.decode")
 
 
+@pytest.mark.soak
 def test_decode_measures_a_tiny_model(decode, monkeypatch, tmp_path, capsys):
     """Two runs into one file, which keeps both. Times are not checked: a test's machine is busy."""
     sizes = "--prompt 16 --prefill-tokens 32 --tokens 64 --repeats 1 --steps 3"

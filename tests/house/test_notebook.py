@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import nbformat
+import pytest
 
 LONG = True  # begun last, it would run alone
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -20,6 +21,7 @@ def printed(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.soak
 def test_the_quickstart_runs_from_a_clean_kernel(monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as the suite compiles: conftest.py
     refresh = load_refresh()

@@ -7,6 +7,7 @@ from oracle import TIE, Oracle, expect
 from jaxspec import LLM, SamplingParams
 from jaxspec.llm import EMBEDDED_MODEL
 
+pytestmark = pytest.mark.soak
 LONG = True  # begun last, it would run alone
 OPTIMIZED = True  # it runs longer than it compiles
 OPTIONS = {
