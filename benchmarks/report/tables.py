@@ -120,8 +120,8 @@ def step_gap(figures: Figures) -> str:
 def kernels(figures: Figures) -> str:
     """The shapes of one model, at two batch sizes and two widths; the file has the others.
 
-    Of a prefill: prompts, and tokens of each. Of products: another model's, at all sizes. Of
-    Mamba2: a third one's.
+    A prefill has its number of prompts, and the tokens of each. Products are another model's, at
+    all sizes, and Mamba2 is a third one's.
     """
     rows = []
     for case in figures["results"]:
@@ -199,7 +199,7 @@ def prefill(figures: Figures) -> str:
 
 
 def _decode_cases(figures: Figures) -> list[Figures]:
-    """Of the options that the tables do not show, those that the text says."""
+    """The cases with those options that the text names and the tables do not show."""
     shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}
     return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
 

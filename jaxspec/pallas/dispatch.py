@@ -19,16 +19,16 @@ _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
 _heard: list[tuple[str, str, int]] | None = None  # all choices, while somebody listens
 
 
-def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) -> bool:
+def runs_kernel(op: str, why_not: str | None, *, by_choice: bool = False) -> bool:
     """Whether `op` runs its kernel here; noted for `implementations`, and logged when new.
 
-    `unsupported` says why the kernel does not take these operands; None means that it does.
-    `by_choice`: the reference is what should run, nobody need be warned.
+    `why_not` says why the kernel does not take these operands; None means that it does. With
+    `by_choice` the reference should run in that case, so nobody is warned.
     """
     is_hopper, missing = kernels_here()
-    why = missing or unsupported
+    why = missing or why_not
     chosen = "kernel" if why is None else f"XLA: {why}"
-    # On a device that kernels are for, an op without its kernel is slower than expected.
+    # Where kernels are for the device, an op without its kernel is slower than expected.
     level = logging.WARNING if why and is_hopper and not by_choice else logging.INFO
     note(op, chosen, level)
     return why is None
@@ -37,7 +37,7 @@ def runs_kernel(op: str, unsupported: str | None, *, by_choice: bool = False) ->
 def note(op: str, chosen: str, level: int) -> None:
     """Remember what `op` runs as, and log it, if that is new.
 
-    Called anew for a program that was traced in another process, with what `choices` listed there.
+    A program that was traced in another process calls it again, with what `choices` listed there.
     """
     if _heard is not None:
         _heard.append((op, chosen, level))

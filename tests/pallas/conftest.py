@@ -6,7 +6,7 @@ from sm90 import H200
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """With its race detector, and taught to read a reference reshaped."""
+    """Parameters of the interpreter, with its race detector; it can read a reference reshaped."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -40,8 +40,8 @@ def test_elsewhere_xla_runs_and_a_hopper_without_its_kernels_warns(monkeypatch, 
 def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
     on(monkeypatch)
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
-        for unsupported in (None, "heads of 5", None, "heads of 5"):
-            assert dispatch.runs_kernel("op", unsupported) == (unsupported is None)
+        for why_not in (None, "heads of 5", None, "heads of 5"):
+            assert dispatch.runs_kernel("op", why_not) == (why_not is None)
     assert dispatch.implementations() == {"op": ("kernel", "XLA: heads of 5")}
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("INFO", "op runs as kernel"),

@@ -1,6 +1,6 @@
 """Compiling kernels for an H200 that is not there: no spills, no copy of a pool.
 
-A test module takes the fixture `h200`, which skips where the compiler is missing.
+A test takes the fixture `h200`; `tests/conftest.py` leaves it out where the compiler is missing.
 """
 
 import re

@@ -1,1 +1,11 @@
 """Attention over paged keys and values, by the queries of a verify and of prompt chunks."""
+
+from jaxspec.pallas.attention.inputs import attention_inputs
+from jaxspec.pallas.attention.paged import paged_attention
+from jaxspec.pallas.attention.prefill import prefill_attention
+
+__all__ = [
+    "attention_inputs",
+    "paged_attention",
+    "prefill_attention",
+]

@@ -33,9 +33,9 @@ def attention_inputs(
 ) -> tuple[Float[Array, "tokens heads head_dim"], KVPool]:
     """Queries in the dtype of `qkv`, and the pool with one layer's keys and values written.
 
-    `qkv` is a projection as it comes, its columns side by side: `heads` query heads, all key heads,
-    all value heads. Where the queries are `gated`, each is followed by a gate of its size, which is
-    not read. Queries and keys go through `norm` and then through `rotate` with the token's float32
+    `qkv` is a whole projection, its columns side by side: `heads` query heads, all key heads, all
+    value heads. Where the queries are `gated`, a gate of its size follows each, and is not read.
+    Queries and keys go through `norm` and then through `rotate` with the token's float32
     `angles`; keys and values go through `kv_write`, whose docstring defines `kv_slots` and the
     casts.
 

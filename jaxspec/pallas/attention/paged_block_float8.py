@@ -123,7 +123,7 @@ def attend(block: Block):
 
 
 def _refill(kv, fetch, tile, stage, pages):
-    """Start the copies of a tile, if there is one; a fifth of all instructions, so by one warp."""
+    """Start the copies of a tile, if there is one; one warp does it, which saves instructions."""
 
     @plgpu.warp_map
     def _(warp):

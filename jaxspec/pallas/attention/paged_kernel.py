@@ -57,8 +57,8 @@ def paged_attention_kernel(
         "query_len": rows.query_len,
     }
     params = {} if interpret is None else {"interpret": interpret}
-    # The last kernel gates, if it can read the projection: as heads of a query and its gate where
-    # it is this one, in vectors of four columns where it is the merging one. Otherwise XLA gates.
+    # The last kernel gates, if the projection's columns divide as it reads them: this kernel by
+    # heads of a query and its gate, the merging one by vectors of four. Otherwise XLA gates.
     divisor = 2 * head_dim if tiling.splits == 1 else 4
     in_kernel, by_xla = gate, None
     if gate is not None and gate.projected.shape[1] % divisor:
@@ -86,9 +86,9 @@ class _DtypeBlock(NamedTuple):
 
 def _block_of(sizes, query_dtype, pool_dtype, interpreted) -> _DtypeBlock:
     """The block for these dtypes, which `_why_not_kernel` has let pass."""
-    # Where layouts are inferred (Warpgroup), jax 0.11.2 swizzles plain buffers too, and
-    # `store_heads` read a token's heads of 64, fewer than eight rows, from the wrong addresses. In
-    # float32 all views are of one row, which keeps it plain.
+    # Where layouts are inferred (Warpgroup), jax 0.11.2 swizzles plain buffers too. `store_heads`
+    # would then read a token's heads of 64, fewer than eight rows, from wrong addresses. In float32
+    # all views have one row, so buffers stay plain.
     semantics = plgpu.LoweringSemantics
     if pool_dtype == jnp.float8_e4m3fn:
         return _DtypeBlock(

@@ -303,7 +303,10 @@ def _compute(sizes, work, index, head, warpgroup, refs, smem):
 
 
 def _attend(sizes, work, ahead, queries, weights_operand, smem):
-    """The softmax of a warpgroup's queries after all tiles; their tokens begin `ahead` of them."""
+    """The softmax of a warpgroup's queries after all tiles.
+
+    The warpgroup's first token is `ahead` tokens behind the block's.
+    """
     block_kv, dim = sizes.pages.block_kv, sizes.pages.head_dim
     keys, values = smem.ring
 

@@ -1,1 +1,15 @@
 """Gated DeltaNet: what its recurrence reads, a verify step of it, and prompt chunks."""
+
+from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
+from jaxspec.pallas.gated_delta.inputs import gdn_inputs
+from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.replay import gdn_replay
+from jaxspec.pallas.gated_delta.step import gdn_step
+
+__all__ = [
+    "gdn_conv_replay",
+    "gdn_inputs",
+    "gdn_prefill",
+    "gdn_replay",
+    "gdn_step",
+]

@@ -9,7 +9,7 @@ from jaxspec.pallas.gated_delta.inputs import check_columns, gdn_inputs, gdn_inp
 from jaxspec.pallas.gated_delta.replay import Outputs, gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gated_delta.ring import GdnRing, States
 from jaxspec.pallas.norm.gated_norm import GatedNorm
-from jaxspec.pallas.recurrent import conv_update
+from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
 from jaxspec.regions import DecodeRegion
 
 _Conv = Float[Array, "layers slots conv_ring channels"]
@@ -33,7 +33,7 @@ def gdn_conv_replay(
     One kernel does both where `gdn_replay` has a kernel, if heads and channels are those of the
     pools, and `conv_update` has a kernel for the projection and the taps. Otherwise the two run.
     """
-    conv_update.check_window(projected, params.conv, conv)
+    check_window(projected, params.conv, conv)
     check_columns(projected, params)
     num_rows, width = projected.shape[:2]
     replay_op.check(num_rows, width, states, ring, norm)
@@ -71,5 +71,5 @@ def _why_not_kernel(projected, params, conv, states, ring):
     channels = 2 * kept.key_heads * key_dim + kept.value_heads * value_dim
     if params.heads != kept or channels != params.conv.shape[1]:
         return f"{params.heads} of {params.conv.shape[1]} channels on states of {kept}"
-    why = conv_update.why_not_kernel(projected, params.conv, conv)
+    why = why_not_convolve(projected, params.conv, conv)
     return why or replay_op.why_not_kernel(projected.shape[1], states, ring)

@@ -16,8 +16,12 @@ from jaxspec.pallas.gated_delta.heads import (
     Values,
     gates_column,
 )
-from jaxspec.pallas.recurrent import conv_update as conv_ops
-from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
+from jaxspec.pallas.recurrent.conv_update import (
+    check_window,
+    conv_update,
+    conv_update_reference,
+    why_not_convolve,
+)
 from jaxspec.regions import DecodeRegion
 
 _Conv = Float[Array, "layers slots window channels"]
@@ -45,7 +49,7 @@ def gdn_inputs(
     One kernel reads the projection where it lies, if all heads have 64 channels or all have 128,
     and both the channels of all keys and all channels are multiples of 512.
     """
-    conv_ops.check_window(projected, params.conv, conv)
+    check_window(projected, params.conv, conv)
     check_columns(projected, params)
     is_toy = params.conv.shape[1] < 2048  # no published model is so small: no warning
     if dispatch.runs_kernel(
@@ -121,4 +125,4 @@ def _why_not_kernel(projected, params, conv):
         return f"heads of {key_dim} and {(channels - 2 * keys) // value_heads}, not all 64 or 128"
     if keys % BLOCK_CHANNELS or channels % BLOCK_CHANNELS:
         return f"{keys} channels of keys among {channels}, not multiples of {BLOCK_CHANNELS}"
-    return conv_ops.why_not_kernel(projected, params.conv, conv)
+    return why_not_convolve(projected, params.conv, conv)

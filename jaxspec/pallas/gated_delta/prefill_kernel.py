@@ -1,9 +1,9 @@
 """`gdn_prefill` on a Hopper GPU (Pallas, Mosaic GPU), in 16 bits.
 
-Two kernels. `gdn_prefill_chunks` prepares all chunks at once (`prefill_block`); in the one here, a
-block then walks the chunks of one sequence with 64 rows of one head's state, which stay in
-registers as float32. All it computes is transposed, values by tokens, so that the output of one
-product is the operand of the next in registers: only keys, queries, values and the chunk's two
+There are two kernels. `gdn_prefill_chunks` prepares all chunks at once (`prefill_block`). In the
+kernel here, a block then walks the chunks of one sequence with 64 rows of one head's state, which
+stay in registers as float32. All it computes is transposed, values by tokens. So the output of one
+product is the operand of the next in registers, and only keys, queries, values and the chunk's two
 matrices come through shared memory.
 """
 
@@ -23,7 +23,7 @@ from jaxspec.pallas.gpu import access, device, tensor_cores
 from jaxspec.pallas.recurrent.chunk_blocks import ALIGN, VALUES, sequences, store, store_zeros
 from jaxspec.pallas.recurrent.chunks import CHUNK
 
-_NULL_SEQUENCES = 2  # that `sequences` adds
+_NULL_SEQUENCES = 2  # as many as `sequences` adds
 
 
 class _Tokens(NamedTuple):
@@ -136,9 +136,9 @@ def _stages(blocks):
     """How many chunks a block has in shared memory, given how many blocks there may be.
 
     With three, the copies of a chunk hide behind two others. With two, two blocks fit on a
-    multiprocessor, but with 1 KB to spare, which is why the sums of `g` do not come this way. Two
-    are faster if there are more blocks than that (benchmarks/results/kernels_h200.json, op
-    gdn_prefill).
+    multiprocessor, which is faster if there are more blocks than fit at once
+    (benchmarks/results/kernels_h200.json, op gdn_prefill). They have 1 KB to spare, too little for
+    the sums of `g`, so these do not come through shared memory.
     """
     return 3 if blocks <= 2 * device.MULTIPROCESSORS else 2
 

@@ -49,7 +49,6 @@ def gdn_replay(
     num_rows, width = tokens.q.shape[:2]
     check(num_rows, width, states, ring, norm)
     if dispatch.runs_kernel("gdn_replay", why_not_kernel(width, states, ring)):
-        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
@@ -79,7 +78,7 @@ def gdn_replay_reference(
     def append(pool, new):
         return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
-    # Before the ring is read, where these rows do not count: XLA need not copy it then.
+    # Written before the ring is read, where these rows do not count: XLA need not copy it then.
     ring = dataclasses.replace(ring, k=append(ring.k, k), g=append(ring.g, g))
     start = replayed_states(states, ring, layer, rows)
 

@@ -7,8 +7,8 @@ before this step gives
     S x = exp(G_P) S_0 x + sum_j (k_j . x) exp(G_P - G_j) u_j
 
 so a checkpoint is read once, for all `x` together. A row that folds does that first, and then has
-no ring. All there is to read is on its way to shared memory at once, then come the products, and
-what is left for one value, by one thread, needs nothing of the others.
+no ring. All copies to shared memory start together, and the products follow. What is left to do for
+one value is one thread's, and needs no other value.
 
 What lies in shared memory, in the order of its use:
 
@@ -27,8 +27,8 @@ What lies in shared memory, in the order of its use:
     products         the state's: in float32 each warp's own, where `keys` were; in 16 bits where
                      `tokens` were
 
-`barrier` (`RingBlock.sync`) stands between what threads write and what others read; where tensor
-cores or a copy read, `commit_smem`.
+`barrier` (`RingBlock.sync`) stands between what threads write and what others read. Where tensor
+cores or a copy read, `commit_smem` stands instead.
 """
 
 import functools

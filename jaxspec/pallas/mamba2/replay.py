@@ -39,7 +39,6 @@ def mamba2_replay(
     """
     check_ring(tokens.x.shape[1], ring.window, ring.num_rows)
     if dispatch.runs_kernel("mamba2_replay", _why_not_kernel(tokens.x, states, ring)):
-        # Here, because it takes 0.2 s and not every build of jaxlib for a CPU can import it.
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)
@@ -62,7 +61,7 @@ def mamba2_replay_reference(
     def append(pool, new):
         return pool.at[layer, target, ring_row].set(new.astype(pool.dtype), mode="drop")
 
-    # Before the ring is read, where these rows do not count: XLA need not copy it then.
+    # Written before the ring is read, where these rows do not count: XLA need not copy it then.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
     start = _replayed_states(states, ring, a, layer, rows)

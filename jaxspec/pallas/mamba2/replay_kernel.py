@@ -1,4 +1,4 @@
-"""`mamba2_replay` on a Hopper GPU (Pallas, Mosaic GPU); import only where kernels run.
+"""`mamba2_replay` on a Hopper GPU (Pallas, Mosaic GPU).
 
 A block has one head of one row, or two that share B and C, a warpgroup each. With `S_0` the
 checkpoint, `x_j, B_j` the ring's tokens and `C` one of this step's, the state before this step
@@ -7,8 +7,8 @@ gives
     S C = exp(A T_P) S_0 C + sum_j (B_j . C) exp(A (T_P - T_j)) dt_j x_j
 
 so a checkpoint is read once, for all `C` together. A row that folds does that first, and then has
-no ring. All there is to read is on its way to shared memory at once. `T_P - T_j` is a sum of what
-came after `j`: no difference is taken, and none is positive.
+no ring. All copies to shared memory start together. `T_P - T_j` is computed as the sum of what came
+after `j`, because a difference would lose digits.
 
 What lies in shared memory, in the order of its use:
 
@@ -24,8 +24,8 @@ What lies in shared memory, in the order of its use:
     updates          the ring's `x` (`ring_produced`), by age
 
 `keys`, `c` and `key_products` belong to the block, all others to each of its heads. `barrier`
-(`RingBlock.sync`) stands between what one head's threads write and another's read; where all are of
-one head, or a copy reads, `commit_smem`.
+(`RingBlock.sync`) stands between what one head's threads write and another's read. Where all are of
+one head, or a copy reads, `commit_smem` stands instead.
 """
 
 import functools

@@ -1,1 +1,17 @@
 """Products with a weight, fused with what comes before and after them."""
+
+from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
+from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.pallas.matmul.matmul_silu import matmul_silu
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul
+from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
+
+__all__ = [
+    "argmax_matmul",
+    "feed_forward",
+    "gated_matmul",
+    "gated_norm_matmul",
+    "matmul_silu",
+    "norm_matmul",
+    "split_matmul",
+]

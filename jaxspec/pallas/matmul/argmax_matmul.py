@@ -21,7 +21,7 @@ def argmax_matmul(
 ) -> Int[Array, " rows"]:
     """The column (int32) of the largest entry of each row of `x @ weight`, in float32.
 
-    Of equal scores the lowest column wins. A row's `forbidden` columns (int32) are passed over;
+    The lowest column wins among equal scores. A row's `forbidden` columns (int32) are passed over;
     numbers that are no columns, such as -1, forbid nothing. A row where an allowed score is NaN, or
     where no allowed score is finite, gives -1 (`NO_TOKEN`).
 

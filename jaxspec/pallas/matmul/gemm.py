@@ -1,7 +1,7 @@
 """Products of 16 to 256 rows: which of them are kernels, and how those are tiled.
 
-There are three: the product of `norm_matmul`; `split_matmul`, which puts out partial sums where
-that gives every multiprocessor a block; and `matmul_silu`, which gates its product. The memory
+There are three kernels. One is the product of `norm_matmul`. `split_matmul` puts out partial sums
+where that gives every multiprocessor a block, and `matmul_silu` gates its product. The memory
 bounds the products of up to 64 rows. With more rows in wide models tensor cores and shared memory
 bound them, so those have the largest blocks that still run in one wave (`OneWave`).
 
@@ -25,7 +25,7 @@ _MIN_HIDDEN = 1024  # below this width of a model XLA is as fast
 _WIDE = 2048  # a model wider than this has its products of more rows in one wave
 _BLOCK_ROWS = 128
 _MAX_WARPGROUPS = 3  # that multiply: with four a thread has too few registers for its sums
-_MIN_BUSY = 0.7, 0.8  # share of the multiprocessors, for one block of rows and for two; see above
+_MIN_BUSY = 0.7, 0.8  # share of the multiprocessors, for one block of rows and for two
 
 
 def split_rows(tokens: int) -> tuple[int, int]:

@@ -17,9 +17,8 @@ class PartialArgmax(NamedTuple):
 
     score: Float[Array, "..."]  # the largest score
     column: Int[Array, "..."]  # the first column that has it
-    nearest: Float[
-        Array, "..."
-    ]  # the largest -abs(score): NaN if a score is, -inf if none is finite
+    # The largest -abs(score): NaN if a score is, -inf if none is finite.
+    nearest: Float[Array, "..."]
 
 
 def combine(parts: PartialArgmax, axis: int) -> Int[Array, " rows"]:

@@ -42,7 +42,7 @@ def matmul_kernel(x, weight, *, interpret=None):
     def body(weight, x, y, *, loaded, **scratch):
         _multiply_rows(tiling, x, loaded, _Refs(weight, y, **scratch))
 
-    (y,) = launch("few_rows_matmul", body, {"loaded": plgpu.Barrier()})(weight, x)
+    (y,) = launch("skinny_gemm", body, {"loaded": plgpu.Barrier()})(weight, x)
     return y
 
 

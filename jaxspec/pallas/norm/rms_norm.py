@@ -12,9 +12,8 @@ class Norm:
 
     weight: Float[Array, " features"]
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
-    zero_centred: bool = flax.struct.field(
-        pytree_node=False, default=False
-    )  # multiply by 1 + weight
+    # Whether the norm multiplies by `1 + weight`.
+    zero_centred: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """`x` normed over its last axis, in its dtype."""

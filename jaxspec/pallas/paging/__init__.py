@@ -1,1 +1,9 @@
 """Keys and values in pages: where a token's go, and the copies that kernels share."""
+
+from jaxspec.pallas.paging.kv_write import kv_write
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
+
+__all__ = [
+    "kv_write",
+    "slot_mapping",
+]

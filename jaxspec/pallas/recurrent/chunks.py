@@ -1,8 +1,9 @@
 """The chunk walk of recurrent prefills in XLA; that of the Mosaic kernels is in `chunk_blocks`.
 
-Tokens are flat, a pytree of arrays `[tokens, ...]`; sequence `s` is `query_start[s]:query_start[s +
-1]`, and is computed in chunks of `CHUNK` tokens. The pool is `[layers, slots, candidates, heads,
-values, keys]`, and an output has the heads and values of a state.
+Tokens are flat, a pytree of arrays `[tokens, ...]`. Sequence `s` has the tokens from
+`query_start[s]` to `query_start[s + 1]`, and is computed in chunks of `CHUNK` tokens. The pool is
+`[layers, slots, candidates, heads, values, keys]`, and an output has the heads and values of a
+state.
 """
 
 from collections.abc import Callable

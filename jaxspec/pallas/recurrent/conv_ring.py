@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-# More registers a thread would leave fewer blocks at work: measured in
-# benchmarks/results/kernels_h200.json, op conv_update.
+# With more channels a thread needs more registers, and fewer blocks fit on a multiprocessor
+# (benchmarks/results/kernels_h200.json, op conv_update).
 CHANNELS_PER_THREAD = 2
 
 

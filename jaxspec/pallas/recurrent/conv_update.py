@@ -33,7 +33,7 @@ def conv_update(
     never stored.
     """
     check_window(x, weight, conv)
-    why = why_not_kernel(x, weight, conv)
+    why = why_not_convolve(x, weight, conv)
     if conv.shape[3] % (device.THREADS * CHANNELS_PER_THREAD):
         why = f"{conv.shape[3]} channels"
     if dispatch.runs_kernel("conv_update", why):
@@ -90,7 +90,9 @@ def conv_update_reference(
     return jax.nn.silu(y).astype(x.dtype), conv
 
 
-def why_not_kernel(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> str | None:
+def why_not_convolve(
+    x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv
+) -> str | None:
     """Why no convolving kernel takes these operands, or None; `x` may have more than channels."""
     if x.shape[1] > 9:
         return f"{x.shape[1]} tokens a row, more than 9"

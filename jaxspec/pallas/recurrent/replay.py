@@ -1,17 +1,16 @@
 """Replay of recurrent states: where a token's factors lie in the ring, and when the ring is folded.
 
 Instead of a state after every token, a slot keeps one checkpoint and, in a ring, what each token
-since then added to it. The token at position `p` of its request lies in row `p % ring_rows`. Of the
-tokens before `num_computed` the last `ring_length` are not in the checkpoint yet. Accepting drafts
-is counting them in; what was rejected is not counted, hence never read, and overwritten by whatever
-comes to stand at its position.
+since then added to it. The token at position `p` of its request lies in row `p % ring_rows`. The
+last `ring_length` tokens before `num_computed` are not in the checkpoint yet. To accept drafts is
+to count them in. What was rejected is not counted, hence never read, and later tokens overwrite it.
 
 A ring keeps at most `window` tokens between steps. A step whose tokens might not fit into the
 window folds first: it adds the ring's tokens to the checkpoint. Every row decides that for itself
-on the device, so the host need not know. The window belongs to the ring and not to a step, since
-programs of several widths share a ring: it has `window` rows, and one more for each token of the
-widest step, so that no step writes a row that it reads. With a window of 5, 8 rows, and steps of 3
-tokens or 1:
+on the device, so the host need not know. The window belongs to the ring and not to a step, because
+programs of several widths share a ring. A ring has `window` rows, and one more for each token of
+the widest step, so that no step writes a row that it reads. An example is a window of 5, in 8 rows,
+and steps of 3 tokens or 1:
 
     num_computed  ring_length  tokens  folds       writes rows  kept
     10            0            3       no          2, 3, 4      2
@@ -21,7 +20,7 @@ tokens or 1:
     19            4            1       no          3            1
     20            5            1       15 .. 19    4            …
 
-"ReplaySSM" (Dao AI Lab and NVIDIA, 2026) does so for Mamba2, with a host that knows the counts.
+"ReplaySSM" (Dao AI Lab and NVIDIA, 2026) replays Mamba2 so, but its host knows the counts.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +65,7 @@ def check_ring(width: int, window: int, rows: int) -> None:
 
 def must_fold(ring_length: Int[Array, "..."], width: int, window: int) -> Bool[Array, "..."]:
     """Whether a step of `width` tokens folds: behind the ring's they might not fit its window."""
-    return ring_length > window - width  # and no sum: `ring_length` of padding may be any number
+    return ring_length > window - width  # a sum could overflow: padding has any `ring_length`
 
 
 def next_ring_length(
@@ -123,7 +122,7 @@ def row_table(
     if in_one_wave:
         return columns
     order = launch_order(live, must_fold(table.ring_length, width, window))
-    # A sum with one term: XLA would make a gather of each field a kernel.
+    # This is a sum with one term, because XLA would make a gather of each field a kernel.
     chosen = order[None, :] == index[:, None]
     return jnp.sum(jnp.where(chosen[None], columns[:, None, :], 0), axis=2, dtype=jnp.int32)
 

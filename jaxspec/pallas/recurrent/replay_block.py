@@ -166,7 +166,7 @@ class RingBlock:
                 pl.when(t < num_tokens)(functools.partial(act, t))
 
     def row_by_age(self, j: Any) -> Any:
-        """The ring's row of token `j`, 0 the oldest; of the newest, where there are not so many."""
+        """The ring's row of token `j`, 0 the oldest; the newest's for all beyond it."""
         row = self.table.ring_start - jnp.maximum(self.table.ring_length - j, 1)
         return jnp.where(row < 0, row + self.sizes.ring_rows, row)
 
@@ -188,7 +188,8 @@ class RingBlock:
     def sums_after(self, steps: Any) -> tuple[Any, Any]:
         """For each of the ring's tokens, the sum of `steps` after it; and whether the token counts.
 
-        `steps`: float32 in shared memory, as many as `sizes.square`; `sums_after` of the reference.
+        `steps` are float32 in shared memory, as many as `sizes.square`. The sums are those of
+        `replay.sums_after`.
         """
         shape, layout = (self.sizes.square,) * 2, self.by_token
         # A row has the steps after its token: a sum, and no difference of sums.

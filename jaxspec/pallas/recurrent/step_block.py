@@ -72,8 +72,8 @@ def launch(name, recurrence, tokens, states, layer, rows, interpret):
         },
         grid=(num_rows, heads, value_dim // BLOCK_VALUES),
         grid_names=("row", "head", "part"),
-        # Safe without: a thread alone touches its elements of the pool, first to read them, and
-        # the shared vectors are written once.
+        # Safe without barriers: one thread alone touches an element of the pool, and the shared
+        # vectors are written once.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )

@@ -24,8 +24,8 @@ reference = jax.jit(attention_inputs_reference, static_argnames=("layer", "heads
 def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None):
     """Random operands, in the op's order; gated heads have norms centred at zero, as Qwen3.5's.
 
-    The second token has a NaN in each head. Of seven tokens or more four have slots that are not
-    written: none, the null page's, and two beyond the pool.
+    The second token has a NaN in each head. Among seven tokens or more, four have slots that are
+    not written: none, the null page's, and two beyond the pool.
     """
     rng = np.random.default_rng(tokens)
     heads = (1 + gated) * shape.heads + 2 * shape.kv_heads
@@ -119,7 +119,7 @@ def test_columns_that_are_not_those_of_the_heads_are_refused():
         attention_inputs(*given, heads=SMALL.heads, gated=False)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("shape", "gated", "dtype", "half", "sizes"),
     [

@@ -19,7 +19,7 @@ def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
 
     As in the published models all of a head is rotated, or a quarter where it has a gate.
     """
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
     def step(qkv, norm, angles, kv, slots):
         for layer in range(2):

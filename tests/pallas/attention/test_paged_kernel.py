@@ -20,9 +20,6 @@ SLOTS = np.array([3, 0, 4, 10**6, -1, 1, 5, 2], np.int32)
 REAL, POISONED = (0, 5, 6, 7), 6
 
 reference = jax.jit(paged_attention_reference, static_argnums=2)
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11"
-)
 
 
 def gate_of(rng, queries):
@@ -102,7 +99,7 @@ def tiling_of(dtype, splits, stages=2):
     return Tiling(block_kv=32 if dtype == jnp.float32 else 64, stages=stages, splits=splits)
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "width", "page_size", "table_width", "splits"),
     [
@@ -140,7 +137,7 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
 @pytest.mark.parametrize("num_computed", GARBAGE)
 def test_a_live_row_out_of_range_harms_no_other(dtype, num_computed):
@@ -157,7 +154,7 @@ def test_a_live_row_out_of_range_harms_no_other(dtype, num_computed):
     np.testing.assert_array_equal(out[:7].astype(jnp.float32), expected[:7].astype(jnp.float32))
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
     """Where the key is 0 it would make a NaN."""
     shape, dtype = AttentionShape(2, 1, 64), jnp.float8_e4m3fn
@@ -167,7 +164,7 @@ def test_a_query_beyond_float16_is_no_infinity_over_8_bits():
     check(interpreted(tiling_of(dtype, splits=1)), queries, kv, tables, rows)
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 @pytest.mark.parametrize(("more_columns", "splits"), [(4, 1), (4, 2), (5, 2)])
 def test_gates_of_any_projection_are_taken(more_columns, splits):
     """XLA gates where the columns are no whole heads or, after splits, no whole fours."""

@@ -18,9 +18,6 @@ BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 
 compiled = jax.jit(prefill_attention, static_argnums=2)
 reference = jax.jit(prefill_attention_reference, static_argnums=2)
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11"
-)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +129,7 @@ def interpreted(**params):
     return run
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "dim", "page_size", "lengths", "computed"),
     [
@@ -157,7 +154,7 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
 
 
-@needs_interpreter
+@pytest.mark.mosaic
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize("computed", GARBAGE)
 def test_live_chunks_out_of_range_harm_no_other(dtype, computed):

@@ -17,7 +17,7 @@ OPTIMIZED = True  # as for a user
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("shape", ATTENTION.values(), ids=str)
 def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
     def step(queries, kv, tables, chunks):
         for layer in range(2):

@@ -158,7 +158,7 @@ def test_the_kernel_equals_its_reference_without_races(
 @pytest.mark.parametrize(("shape", "dtype", "width", "rows"), COMPILED_CASES, ids=str)
 def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, rows, x_dtype):
     """As in a model: with its output norm, where a head is one block's."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
     def step(projected, conv_weight, decay, conv, states, ring, norm_weight, region):
         x = projected.reshape(rows, width, -1)

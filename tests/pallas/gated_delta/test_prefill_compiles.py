@@ -24,7 +24,7 @@ OPTIMIZED = True  # as for a user
 )
 @pytest.mark.parametrize("shape", [*GDN.values(), GdnShape(2, 2, 64, 64)], ids=str)
 def test_the_kernels_compile(h200, monkeypatch, capfd, shape, dtype, states_dtype):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
     def step(tokens, states, chunks):
         for layer in range(2):

@@ -71,7 +71,7 @@ def check(run, shape, dtype, width, window=None, seed=0, normed=None):
     compare(got, want, states, rows, width, loose, norm)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("shape", "dtype", "width", "window", "splits", "normed"),
     [
@@ -99,7 +99,7 @@ def test_the_kernel_equals_its_reference_without_races(shape, dtype, width, wind
     assert not get_races().races_found
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 def test_steps_of_several_widths_share_a_ring():
     """A ring that narrow steps have filled is read by a wide one as far as its window goes."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -144,7 +144,7 @@ def check_lengths(run, shape, dtype, width, lengths):
     np.testing.assert_allclose(out, want, rtol=0, atol=loose)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_ring_of_any_length_is_read_as_far_as_it_counts(width):
     """The interpreter's shared memory is NaN where nothing was written."""

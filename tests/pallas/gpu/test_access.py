@@ -8,18 +8,18 @@ import pytest
 from jaxspec.pallas.gpu import access, device, layouts
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("dtype", "shape", "layout"),
     [
-        (jnp.bfloat16, (256,), lambda plgpu: layouts.vectors(2)),
-        (jnp.float32, (512,), lambda plgpu: layouts.vectors(4)),
-        (jnp.bfloat16, (48,), lambda plgpu: layouts.lane_layout(48)),
-        (jnp.float32, (64,), lambda plgpu: layouts.lane_layout(64)),
-        (jnp.bfloat16, (16, 32), lambda plgpu: layouts.piece_layout(16, 32, 2)),
-        (jnp.bfloat16, (2, 32), lambda plgpu: layouts.piece_layout(2, 32, 2)),
-        (jnp.float32, (1, 8), lambda plgpu: layouts.piece_layout(1, 8, 4)),
-        (jnp.float32, (4, 8), lambda plgpu: layouts.piece_layout(4, 8, 4)),
+        (jnp.bfloat16, (256,), lambda: layouts.vectors(2)),
+        (jnp.float32, (512,), lambda: layouts.vectors(4)),
+        (jnp.bfloat16, (48,), lambda: layouts.lane_layout(48)),
+        (jnp.float32, (64,), lambda: layouts.lane_layout(64)),
+        (jnp.bfloat16, (16, 32), lambda: layouts.piece_layout(16, 32, 2)),
+        (jnp.bfloat16, (2, 32), lambda: layouts.piece_layout(2, 32, 2)),
+        (jnp.float32, (1, 8), lambda: layouts.piece_layout(1, 8, 4)),
+        (jnp.float32, (4, 8), lambda: layouts.piece_layout(4, 8, 4)),
     ],
 )
 def test_a_load_and_a_store_copy(dtype, shape, layout):
@@ -27,7 +27,7 @@ def test_a_load_and_a_store_copy(dtype, shape, layout):
 
     def body(x, out):
         piece = jax.lax.axis_index("piece")
-        values = access.load(x.at[piece], layout(plgpu))
+        values = access.load(x.at[piece], layout())
         access.store(out.at[piece], values)
 
     rng = np.random.default_rng(0)

@@ -206,7 +206,7 @@ def test_the_kernels_equal_their_reference_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11")
+@pytest.mark.mosaic
 def test_tiles_hold_every_token_once_and_begin_where_copies_may():
     rng, tokens = np.random.default_rng(4), 1000
     schedule = jax.jit(_schedule, static_argnums=0)

@@ -289,7 +289,7 @@ def by_kernel(**options):
     return run
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize("block_heads", [1, 2, None])
 @pytest.mark.parametrize(
     ("dtype", "x_dtype", "head_dim", "state_dim", "width"),
@@ -313,7 +313,7 @@ def test_the_kernel_equals_its_reference_without_races(
     assert not get_races().races_found
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 def test_the_kernel_takes_steps_of_several_widths_on_one_ring():
     """A ring that narrow steps have filled is read by a wide one as far as its window goes."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -369,7 +369,7 @@ def test_it_compiles_for_an_h200(
     assert_lean(compiled, capfd.readouterr().out, held)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
+@pytest.mark.mosaic
 def test_two_heads_share_a_block_where_they_can_and_it_pays():
     from jaxspec.pallas.mamba2.replay_kernel import _block_heads
 

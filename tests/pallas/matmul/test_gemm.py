@@ -137,10 +137,9 @@ def test_on_a_gpu_split_matmul_is_its_kernel_and_the_kernels_equal_the_oracle(mo
     assert set(dispatch.implementations()["split_matmul"]) == chosen
 
 
+@pytest.mark.mosaic
 def test_a_ring_without_room_is_refused(monkeypatch):
     """A chunk could not arrive while another is multiplied, and its copies would never start."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("the kernels need jax 0.11")
     from jaxspec.pallas.matmul.gemm_kernel import GemmTiling
 
     chunk = 2 * 64 * (16 + 64)

@@ -143,11 +143,10 @@ def test_products_that_fill_no_wave_have_no_tiling(rows, hidden, why):
     assert choose(*shapes(rows, 4096, 10240), hidden) == (why, None)
 
 
+@pytest.mark.mosaic
 @pytest.mark.parametrize("tokens", [128, 256])
 def test_rings_without_room_are_refused(monkeypatch, tokens):
     """A chunk could not arrive while another is multiplied, and its copies would never start."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("the kernels need jax 0.11")
     from jaxspec.pallas.matmul.one_wave_gemm_kernel import _Rings
 
     wave, dtype, chunk = OneWave(*split_rows(tokens), 3, 2, 1), jnp.dtype(jnp.bfloat16), 64 * 1024

@@ -27,7 +27,7 @@ PROJECTED = GDN[SMALL[0]].projected
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Ops run their kernels where these take the operands, though there is no GPU."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """add_norm against NumPy, and its kernel against the same, with one row of NaN among the rows."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_parts_are_summed_and_rounded_first(parts):
     check(stream, in_parts(pending, parts), norm, add_norm)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize(
     ("tokens", "features", "dtype", "weight_dtype", "parts"),
     [

@@ -15,7 +15,7 @@ OPTIMIZED = True  # as for a user
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Ops run their kernels where these take the operands, though there is no GPU."""
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
 
 def step(stream, pending, weight):

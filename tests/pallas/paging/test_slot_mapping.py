@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ def test_a_position_maps_as_in_the_example():
     assert slots.tolist() == [117]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic's interpreter needs jax 0.11")
+@pytest.mark.mosaic
 @pytest.mark.parametrize("num_tokens", [48, 77])  # full blocks, and a last one that is not
 def test_the_kernel_maps_alike_without_races(num_tokens):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races

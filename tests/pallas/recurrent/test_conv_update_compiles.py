@@ -16,7 +16,7 @@ OPTIMIZED = True  # as for a user
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", GDN.values(), ids=str)
 def test_the_kernel_compiles(h200, monkeypatch, capfd, shape, dtype, width):
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, unsupported, **_: unsupported is None)
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
 
     def step(x, taps, conv, rows):
         for layer in range(2):
