@@ -20,7 +20,6 @@ from jaxspec.pallas.attention import output_gate
 from jaxspec.pallas.attention.paged_tiling import Tiling
 from jaxspec.pallas.gpu import access, layouts
 from jaxspec.pallas.paging.page_tiles import KEYS, VALUES, PageTiles, PoolHead
-from jaxspec.regions import is_live
 
 _STORE_UNROLL = 4  # tokens stored in one turn of the loop
 _MAX_FLOAT16 = 65280.0  # the largest bfloat16 that is finite in float16
@@ -221,11 +220,11 @@ def _fetch_queries(sizes, index, refs, smem):
 
 
 def _read_row(sizes, index, refs) -> Row:
-    pages, slot, query_len = sizes.pages, refs.slots[index.row], refs.query_len[index.row]
-    live = is_live(slot, query_len, pages.num_slots)
+    pages, slot = sizes.pages, refs.slots[index.row]
+    live = (slot > 0) & (slot < pages.num_slots)
     # Clamped, so that sums do not overflow.
     start = jnp.clip(refs.num_computed[index.row], -sizes.width, pages.context)
-    query_len = jnp.where(live, jnp.clip(query_len, 0, sizes.width), 0)
+    query_len = jnp.where(live, jnp.clip(refs.query_len[index.row], 0, sizes.width), 0)
     length = jnp.where(query_len > 0, jnp.clip(start + query_len, 0, pages.context), 0)
     return Row(slot, start, query_len, length)
 

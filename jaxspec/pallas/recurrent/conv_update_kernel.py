@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, ring_place
-from jaxspec.regions import DecodeRegion, is_live
+from jaxspec.regions import DecodeRegion
 
 
 class ConvOperands(NamedTuple):
@@ -37,6 +37,7 @@ def conv_update_kernel(x, taps, pool, layer, rows, *, interpret=None):
     computed from clamped indices, and not stored. `interpret`: parameters of Mosaic's
     interpreter.
     """
+
     num_rows, width, channels = x.shape
     size, layout = device.THREADS * CHANNELS_PER_THREAD, layouts.vectors(CHANNELS_PER_THREAD)
 
@@ -75,7 +76,8 @@ def convolve(new, conv, pool, block, layout, put):
 
     past = [load(input_ref(history - i), layout) for i in range(history)]
 
-    @pl.when(is_live(slot, count, num_slots))
+    # A live row also has tokens, which the comparison with `count` tests.
+    @pl.when((slot > 0) & (slot < num_slots))
     def _():
         for t in range(width):
 
