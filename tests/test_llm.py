@@ -61,6 +61,7 @@ def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted, s
     assert len(kept._runner._programs) <= 3
 
 
+@pytest.mark.soak
 def test_the_embedded_model_drafts_well(embedded, embedded_plain):
     outputs = embedded.generate(PROMPTS, GREEDY)
     want = embedded_plain.generate(PROMPTS, GREEDY)
@@ -110,6 +111,7 @@ def check_held_out_prompts(llm):
     assert total.mean_acceptance_length >= 2.0
 
 
+@pytest.mark.soak
 def test_held_out_prompts_give_the_published_ids_and_acceptance(embedded):
     check_held_out_prompts(embedded)
 

@@ -124,6 +124,7 @@ def prefill(monkeypatch):
 TINY = ["--shape", "tiny", "--dtype", "float32", "--drafts", "0"]
 
 
+@pytest.mark.soak
 def test_prefill_measures_a_tiny_model(prefill, monkeypatch, tmp_path, capsys):
     """Prompts of 48 tokens by 16, two at once; and three of them beside two rows, twice."""
     alone = "--kinds throughput mixed --lengths 48 --chunk 16 --batch 2 --prefill-tokens 16"
@@ -177,6 +178,7 @@ def startup(monkeypatch):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.soak
 def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypatch, tmp_path):
     file, folder = tmp_path / "startup.json", tmp_path / "cache"
     options = "--starts cold warm --rows 1 --max-model-len 32 --step-tokens 16 --prompt 8"
