@@ -161,7 +161,7 @@ def waits(steps: Sequence[StepTimes]) -> dict[bool, list[float]]:
 
 
 def decoding_figures(rounds: Sequence[Sequence[float]], tokens_per_step: float) -> Figures:
-    """Of rows that wait so many seconds a step for `tokens_per_step` tokens in all."""
+    """The figures of rows that wait so many seconds a step for `tokens_per_step` tokens in all."""
     seconds = [wait for one in rounds for wait in one]
     speeds = [tokens_per_step / statistics.mean(one) for one in rounds]
     return {

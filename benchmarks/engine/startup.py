@@ -13,7 +13,7 @@ start is a process of its own, and all share one folder of compiled programs:
 The seconds of a start are those of its parts, one after the other: `import` (Python itself
 included), `device` (until JAX has it), `load` (weights and caches), `compile` (all programs, side
 by side) and `generate` (a prompt's first token). `trace` and `lower` lie within these: there JAX
-writes programs out for XLA, in one thread of Python; those on disk are read (`kept_programs.py`).
+writes programs out for XLA, in one thread of Python; those on disk are read (`program_cache.py`).
 """
 
 import argparse

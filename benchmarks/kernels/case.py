@@ -1,4 +1,4 @@
-"""What `kernels.py` measures of an op."""
+"""What `run.py` measures of an op."""
 
 import dataclasses
 from collections.abc import Callable

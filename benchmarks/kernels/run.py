@@ -9,9 +9,9 @@ A sample is the time of many enqueued programs less that of a few, over the call
 Python, the first launch and the wait cost drops out. Bytes are those that must move, each input and
 output once; the yardstick is the faster of XLA's copy and its addition on 1 GiB, measured before
 and after each op, whose results are then written. A FILE that exists keeps what it says of other
-ops. The cases are in `kernel_cases*.py`.
+ops. The cases are in `cases/`.
 
-Beside them stand public Triton kernels of the same work (`public_kernels.py`), timed alike, where
+Beside them stand public Triton kernels of the same work (`public/`), timed alike, where
 torch and their packages (vllm, mamba_ssm, fla-core) are installed: of several the fastest. Torch
 gets the memory that JAX leaves, by default a quarter; XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 leaves it
 more.
@@ -88,7 +88,7 @@ def samples(program: Callable, pool: Any, operands: tuple) -> list[float]:
 
 
 def each(seconds: Callable[[int], float]) -> list[float]:
-    """Of programs that take `seconds(count)` together, what one takes."""
+    """The seconds of one program, where `count` of them take `seconds(count)` together."""
     for _ in range(2):  # compiles, then records the command buffer
         seconds(1)
     between = min(200, max(4, round(SECONDS / seconds(1))))

@@ -83,7 +83,7 @@ def step_bytes(
 def _state_bytes(
     config: ModelConfig, width: int, emitted: float, states: StateConfig, ring_dtype: str | None
 ) -> float:
-    """Of one request and layer: the state's traffic, and the ring's."""
+    """The bytes of one request and layer: the state's traffic, and the ring's."""
     sizes, size = config.part(GatedDeltaNetConfig), ITEMSIZES[states.dtype]
     state = sizes.values * sizes.key_dim * size
     if states.policy == "snapshot":

@@ -57,7 +57,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """Of the jaxspec that was imported, which may be another than the one beside this file."""
+    """The commit of the imported jaxspec, which may be another than the one beside this file."""
     package = Path(importlib.util.find_spec("jaxspec").origin).parent
     command = ["git", "-C", package, "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -199,7 +199,7 @@ def prefill(figures: Figures) -> str:
 
 
 def _decode_cases(figures: Figures) -> list[Figures]:
-    """Of the options that the tables do not show, those that the text says."""
+    """The cases whose options, where the tables do not show them, are those that the text says."""
     shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}
     return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
 

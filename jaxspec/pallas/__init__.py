@@ -1,4 +1,4 @@
-"""The operations that touch the caches, one a file: `op` is called, `op_reference` specifies it.
+"""The operations of layers, one a file: `op` is called, `op_reference` specifies it.
 
 Rules all of them keep. Index arrays are int32. Slot 0 and page 0 are null. A row or sequence is
 live when its slot is positive and it has tokens; anything else is padding, reads something

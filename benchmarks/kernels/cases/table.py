@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: the ops at the shapes of the published models.
+"""What `run.py` measures: the ops at the shapes of the published models.
 
 To add an op, write a generator of `Case` and put it into `OPS`.
 """

@@ -1,4 +1,4 @@
-"""The public Triton kernels that do the work of ours, for `kernels.py` to time beside; needs torch.
+"""The public Triton kernels that do the work of ours, for `run.py` to time beside; needs torch.
 
 Each runs where its package is installed, as that ships it, on the operands and the pool of the
 case: JAX's own arrays, which torch writes too. So the shapes, the values, the dtypes and the layout
@@ -79,7 +79,7 @@ def _graph(call, layers, calls):
 
 
 def _starts(length):
-    """Of rows of so many tokens laid flat, where each begins, and the end."""
+    """Where each row begins, if rows of so many tokens are laid flat, and the end."""
     return pad(length.cumsum(0, dtype=torch.int32), (1, 0))
 
 
