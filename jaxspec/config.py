@@ -17,8 +17,8 @@ class StepShapes:
     """The sizes that shape compiled programs; everything the scheduler plans rounds up to them.
 
     `decode_rows` and `prefill_tokens` ascend; the last of each is the most a step can hold. What is
-    not compared is no part of a program: engines that differ in it share their programs (compiled
-    once for each `num_pages`).
+    not compared is no part of a program: engines that differ in it share their programs, which are
+    compiled once for each `num_pages`.
     """
 
     max_num_seqs: int  # rows of the batch state
@@ -50,14 +50,14 @@ class StepShapes:
                 f"num_speculative_tokens must be 0 to 8, got {self.num_drafts}: a verify step is "
                 "at most 9 tokens wide."
             )
-        for name in ("decode_rows", "prefill_tokens"):
-            sizes = getattr(self, name)
+        buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
+        for name, sizes in buckets.items():
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ValueError(f"{name} buckets must ascend from at least 1, got {sizes}.")
+                raise ValueError(f"{name} must ascend from at least 1, got {sizes}.")
         if self.decode_rows[-1] != self.max_num_seqs:
             raise ValueError(
-                f"The largest decode bucket must equal max_num_seqs, got max_num_seqs="
-                f"{self.max_num_seqs}, buckets {self.decode_rows}. Change one of the two."
+                f"The largest of decode_buckets must equal max_num_seqs, got max_num_seqs="
+                f"{self.max_num_seqs}, decode_buckets={self.decode_rows}. Change one of the two."
             )
         if self.num_pages < 2:
             raise ValueError(

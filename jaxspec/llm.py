@@ -57,7 +57,7 @@ class LLM:
         if config.model is not None:
             folder = resolve_folder(config.model, progress, weights=not is_dummy)
         dtype = dtype_of(config.dtype)
-        # Taken before anything is loaded: the budget is of what other engines leave.
+        # Taken before anything is loaded: the budget is what other engines leave.
         budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
         loaded = load_model(folder, dtype, load_format=config.load_format, progress=progress)
         speculation = SpeculativeConfig.resolve(config.speculative_config, loaded.has_draft_head)
@@ -90,7 +90,7 @@ class LLM:
             kv_dtype=kv_dtype_of(config.kv_dtype, dtype),
             budget=budget,
         )
-        self.shapes = self._runner.buckets  # with the pages that fit
+        self.shapes = self._runner.shapes  # with the pages that fit
         engine = Engine(Scheduler(self.shapes), self._runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine)  # for those who step it themselves
 
@@ -143,7 +143,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
-        """The pieces of one completion as they come, from the first `next` on.
+        """The pieces of one completion as they come. The first `next` queues it.
 
         Leaving the loop early aborts the request.
 

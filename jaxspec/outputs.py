@@ -55,7 +55,7 @@ class Sample:
         self.request, self.index = request, index
         self.text = ""
         self._stream, self._stops = stream, stops
-        self._num_read = 0  # output tokens whose text was asked for
+        self._num_read = 0  # output tokens that `read` has seen
         # What the deltas so far gave.
         self._num_tokens_taken = self._num_characters_taken = 0
         self._is_end_taken = False

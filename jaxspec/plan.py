@@ -32,19 +32,18 @@ MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
 
 
 @functools.cache
-def plan_layout(program: Program, buckets: StepShapes) -> PackedLayout:
+def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
-    rows, drafts, page_size = buckets.max_num_seqs, buckets.num_drafts, buckets.page_size
-    seqs = buckets.prefill_seqs(program.prefill_tokens)
-    new = buckets.max_new_rows
+    rows, drafts, page_size = shapes.max_num_seqs, shapes.num_drafts, shapes.page_size
+    seqs = shapes.prefill_seqs(program.prefill_tokens)
+    new = shapes.max_new_rows
     # A row's reserve grows by at most 1 + K positions a step, those verified, and the 2K of the
     # draft head; a chunk of prompt adds its own length.
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
-    # A target gets its whole page table: whoever starts on many pages at once, as a hit of a prefix
-    # cache would, needs no more room. Only the number of targets would have to grow.
+    # A target gets its whole page table, so it may start on any number of pages.
     moves = new if program == MOVES else 0
-    tables = moves, buckets.pages_per_seq
+    tables = moves, shapes.pages_per_seq
     chunks = (program.prefill_tokens,)
     return PackedLayout(
         [
@@ -85,8 +84,8 @@ def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int
 class StepOutput:
     """What the steps of one dispatch gave, on the host: NumPy arrays `[steps, rows, *shape]`.
 
-    Its rows are those of the decode bucket, then the prefill region's. The packed output of a step
-    has these fields in this order (`output_layout`).
+    Its rows are the decode rectangle's, then the prefill region's. The packed output of a step has
+    these fields in this order (`output_layout`).
     """
 
     tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
@@ -145,16 +144,16 @@ class StepPlan:
     """
 
     program: Program
-    packed: np.ndarray  # int32, `plan_layout(program, buckets)`
+    packed: np.ndarray  # int32, `plan_layout(program, shapes)`
 
 
-def pack_plan(program: Program, buckets: StepShapes, values: dict[str, Any]) -> np.ndarray:
+def pack_plan(program: Program, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:
     """Lay `values` out for `program`; a list shorter than its field is padded with "none".
 
     Raises:
         ValueError: a list is longer than its field.
     """
-    layout = plan_layout(program, buckets)
+    layout = plan_layout(program, shapes)
     packed = np.zeros(layout.size, np.int32)
     fields = layout.unpack(packed)
     fields["prev_positions"][:] = -1

@@ -18,7 +18,7 @@ class DecodeRegion:
     """
 
     slots: Int[Array, " rows"]  # request slot in every pool; 0 is the null slot
-    num_computed: Int[Array, " rows"]  # tokens whose keys, values and states the caches hold
+    num_computed: Int[Array, " rows"]  # tokens whose keys, values and states the pools hold
     query_len: Int[Array, " rows"]  # real tokens of the row, 0..width
     state_offset: Int[Array, " rows"]  # drafts accepted last: the true candidate
     ring_length: Int[Array, " rows"]  # tokens of the ring that the slot's state lacks

@@ -54,7 +54,7 @@ FIELDS = (
     RowField("slot", "Index into every pool; 0: the row is empty.", lambda r: r.slot),
     RowField("prefill_len", "Tokens the request entered with.", lambda r: r.prefill_len),
     RowField("max_len", "Tokens, prompt included, at which it ends.", lambda r: r.max_len),
-    RowField("num_computed", "Tokens that the caches hold.", lambda r: r.num_computed),
+    RowField("num_computed", "Tokens that the pools hold.", lambda r: r.num_computed),
     RowField("last_token", "The first token not computed.", lambda r: r.tokens[r.prefill_len - 1]),
     RowField("state_offset", "Drafts accepted last: the index of the true candidate state.", 0),
     RowField("ring_length", "Tokens of the ring that the slot's state lacks.", 0),

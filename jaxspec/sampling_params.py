@@ -8,8 +8,6 @@ import numpy as np
 from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
-GREEDY_BELOW = 1e-5  # lower temperatures are greedy: scores divided by them would tie at infinity
-
 GREEDY_BELOW = 1e-5
 """Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
 

@@ -33,12 +33,12 @@ SIZES = {
         ({"max_model_len": 1}, "max_model_len must be at least 2"),
         ({"num_drafts": 9}, "num_speculative_tokens must be 0 to 8, got 9"),
         ({"num_drafts": -1}, "num_speculative_tokens must be 0 to 8, got -1"),
-        ({"decode_rows": ()}, "decode_rows buckets must ascend"),
-        ({"decode_rows": (4, 1, 8)}, r"decode_rows buckets must ascend .* got \(4, 1, 8\)"),
-        ({"decode_rows": (0, 8)}, "decode_rows buckets must ascend from at least 1"),
-        ({"prefill_tokens": (64, 64)}, "prefill_tokens buckets must ascend"),
-        ({"decode_rows": (1, 4)}, r"max_num_seqs=8, buckets \(1, 4\)"),
-        ({"decode_rows": (8, 16)}, r"max_num_seqs=8, buckets \(8, 16\)"),
+        ({"decode_rows": ()}, "decode_buckets must ascend"),
+        ({"decode_rows": (4, 1, 8)}, r"decode_buckets must ascend .* got \(4, 1, 8\)"),
+        ({"decode_rows": (0, 8)}, "decode_buckets must ascend from at least 1"),
+        ({"prefill_tokens": (64, 64)}, "prefill_buckets must ascend"),
+        ({"decode_rows": (1, 4)}, r"max_num_seqs=8, decode_buckets=\(1, 4\)"),
+        ({"decode_rows": (8, 16)}, r"max_num_seqs=8, decode_buckets=\(8, 16\)"),
         ({"max_num_batched_tokens": 32}, r"max_num_batched_tokens=32 must exceed .* = 32"),
     ],
 )
@@ -98,8 +98,8 @@ def test_what_is_given_is_no_default():
     assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
     many = StepShapes.of(**DEFAULTS | {"max_num_seqs": 100})
     assert many.max_num_batched_tokens == 2 * 100 * 4 + 32  # in full 64s
-    for name in ("decode_rows", "prefill_tokens"):
-        with pytest.raises(ValueError, match=f"{name} buckets must ascend"):
+    for name, option in (("decode_rows", "decode_buckets"), ("prefill_tokens", "prefill_buckets")):
+        with pytest.raises(ValueError, match=f"{option} must ascend"):
             StepShapes.of(**DEFAULTS | {name: []})
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         StepShapes.of(**DEFAULTS | {"max_num_batched_tokens": 0})

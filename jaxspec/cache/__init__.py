@@ -1,7 +1,7 @@
 """What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
 
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
-from jaxspec.cache.policy import Recurrence, Replay, Snapshot, StatePolicy, state_policy
+from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
 from jaxspec.cache.specs import (
     CacheOptions,
@@ -23,13 +23,11 @@ __all__ = [
     "CacheOptions",
     "CacheSpec",
     "Conv",
-    "Holder",
     "Moves",
     "PagedKV",
     "PerSlot",
     "PoolSizes",
     "Pools",
-    "Recurrence",
     "Recurrent",
     "RecurrentPool",
     "Replay",

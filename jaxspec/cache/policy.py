@@ -46,7 +46,7 @@ class VerifyCounts(Protocol):
 
     @property
     def num_emitted(self) -> Int[Array, " rows"]:
-        """Tokens that the step made: 1 + `num_accepted`."""
+        """Tokens that the step gave: 1 + `num_accepted`, or 0."""
         ...
 
 

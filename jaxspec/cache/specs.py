@@ -1,9 +1,8 @@
 """The protocol of a pool: who allocates it, copies inside it, counts it, and where a mesh cuts it.
 
-A new kind of state is one more file here with a `CacheSpec`, named by the models that keep it:
-latent keys and values, an indexer's keys. A drafter that keeps pools of its own gives its specs to
-the engine beside the model's. The engine treats all kinds alike and never looks inside a pool; the
-layers that own it do.
+A new kind of state is one more file here with a `CacheSpec`, which the mixers that keep it name.
+`Model.cache_specs` gives those of the trunk and of the draft head together. The engine treats all
+kinds alike and never looks inside a pool; the layers that own it do.
 """
 
 import dataclasses

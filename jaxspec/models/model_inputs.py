@@ -27,7 +27,7 @@ class ModelInputs:
 
 @flax.struct.dataclass
 class Selection:
-    """Tokens of a step whose output is wanted; the caches keep what they keep of all tokens."""
+    """Tokens of a step whose output is wanted; the pools keep what they keep of all tokens."""
 
     index: Int[Array, " selected"]  # of each selected token, among the step's tokens
     inputs: ModelInputs  # the selected tokens, each a decode row of width 1

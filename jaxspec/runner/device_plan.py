@@ -26,13 +26,8 @@ class DevicePlan(NamedTuple):
     source_pages: Int[Array, " moves"]
     target_pages: Int[Array, " moves"]
     target_tables: Int[Array, "moves pages"]
-    source_slots: Int[Array, " moves"]
-    target_slots: Int[Array, " moves"]
-    source_pages: Int[Array, " moves"]
-    target_pages: Int[Array, " moves"]
-    target_tables: Int[Array, "moves pages"]
 
     @staticmethod
-    def unpack(packed: Int[Array, " plan"], program: Program, buckets: StepShapes) -> "DevicePlan":
+    def unpack(packed: Int[Array, " plan"], program: Program, shapes: StepShapes) -> "DevicePlan":
         """Views of `StepPlan.packed`."""
-        return DevicePlan(**plan_layout(program, buckets).unpack(packed))
+        return DevicePlan(**plan_layout(program, shapes).unpack(packed))

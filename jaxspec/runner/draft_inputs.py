@@ -1,4 +1,4 @@
-"""Draft: the proposer's view of a step, every token's successor and where each row now stands."""
+"""DraftInputs of a step: every token's successor, and where each row now stands."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int

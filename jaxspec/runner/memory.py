@@ -57,31 +57,31 @@ def bytes_held(
 
 
 def fit(
-    buckets: StepShapes, budget: MemoryBudget, held_with: Callable[[StepShapes], dict[str, int]]
+    shapes: StepShapes, budget: MemoryBudget, held_with: Callable[[StepShapes], dict[str, int]]
 ) -> StepShapes:
-    """`buckets`, with as many of its pages as the budget has room for.
+    """`shapes`, with as many of its pages as the budget has room for.
 
-    `held_with` gives `bytes_held` of an engine with such buckets.
+    `held_with` gives `bytes_held` of an engine of such sizes.
 
     Raises:
         ValueError: the pages that the user asked for do not fit, or not even those of one sample.
     """
 
     def total(num_pages: int) -> int:
-        return sum(held_with(dataclasses.replace(buckets, num_pages=num_pages)).values())
+        return sum(held_with(dataclasses.replace(shapes, num_pages=num_pages)).values())
 
-    held = total(buckets.num_pages)
-    page = total(buckets.num_pages + 1) - held
-    without_pages = held - buckets.num_pages * page
-    fitting = min(buckets.num_pages, (budget.max_bytes - without_pages) // max(page, 1))
-    needed = buckets.num_pages if budget.fixed_pages else 1 + buckets.pages_per_seq
+    held = total(shapes.num_pages)
+    page = total(shapes.num_pages + 1) - held
+    without_pages = held - shapes.num_pages * page
+    fitting = min(shapes.num_pages, (budget.max_bytes - without_pages) // max(page, 1))
+    needed = shapes.num_pages if budget.fixed_pages else 1 + shapes.pages_per_seq
     if fitting < needed:
-        too_big = dataclasses.replace(buckets, num_pages=needed)
+        too_big = dataclasses.replace(shapes, num_pages=needed)
         raise ValueError(_refusal(too_big, budget, held_with(too_big)))
-    return dataclasses.replace(buckets, num_pages=fitting)
+    return dataclasses.replace(shapes, num_pages=fitting)
 
 
-def _refusal(buckets: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
+def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
     pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
     fewer = "num_pages, " * budget.fixed_pages
     others = f" less {_human(budget.others_bytes)} in use" if budget.others_bytes else ""
@@ -89,18 +89,18 @@ def _refusal(buckets: StepShapes, budget: MemoryBudget, held: dict[str, int]) ->
         f"Weights and caches must fit gpu_memory_utilization={budget.utilization} of the "
         f"{_human(budget.device_bytes)} that JAX may use{others}, {_human(budget.max_bytes)}; with "
         f"{pages} "
-        f"({buckets.num_pages}) they would take\n{memory_map(held, buckets)}\n"
+        f"({shapes.num_pages}) they would take\n{memory_map(held, shapes)}\n"
         f"Lower {fewer}max_num_seqs or max_model_len, or keep less with state_policy='replay', "
         "state_dtype='float16' or kv_dtype='float8_e4m3fn'; or raise gpu_memory_utilization, or "
         "what JAX may use of a GPU, by XLA_PYTHON_CLIENT_MEM_FRACTION."
     )
 
 
-def memory_map(held: dict[str, int], buckets: StepShapes) -> str:
+def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
     """A line for each holder of `bytes_held` that holds something, the biggest first, and a sum."""
     units = {
-        "pages": f"{buckets.num_pages} pages of {buckets.page_size} tokens",
-        "slots": f"{buckets.num_slots} slots",
+        "pages": f"{shapes.num_pages} pages of {shapes.page_size} tokens",
+        "slots": f"{shapes.num_slots} slots",
     }
     counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])

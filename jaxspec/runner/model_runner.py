@@ -29,7 +29,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        buckets: StepShapes,
+        shapes: StepShapes,
         proposer: Proposer | None,
         *,
         dtype: jnp.dtype,
@@ -41,7 +41,7 @@ class ModelRunner:
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
         `kv_dtype`: of the cached keys and values; None: `dtype`. `budget`: what there is room for;
-        `buckets` has fewer pages then, or a ValueError says what does not fit. None: all fits.
+        `shapes` has fewer pages then, or a ValueError says what does not fit. None: all fits.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
@@ -51,9 +51,9 @@ class ModelRunner:
         self._weights = tuple(leaves)
         self._proposer, self._vocab_size = proposer, model.vocab_size
         self._tables = proposer.init_tables(model) if proposer else ()
-        self.buckets = buckets if budget is None else fit(buckets, budget, self._held_with)
+        self.shapes = shapes if budget is None else fit(shapes, budget, self._held_with)
         self._config = StepConfig(
-            buckets=self.buckets,
+            shapes=self.shapes,
             model=graph,
             weights=tree,
             proposer=proposer,
@@ -122,8 +122,8 @@ class ModelRunner:
         """Bytes on the device, by what holds them."""
         return bytes_held(self._weights, self._tables, self._state, self._specs)
 
-    def _held_with(self, buckets: StepShapes) -> dict[str, int]:
-        state = jax.eval_shape(lambda: self._init_state(buckets))
+    def _held_with(self, shapes: StepShapes) -> dict[str, int]:
+        state = jax.eval_shape(lambda: self._init_state(shapes))
         return bytes_held(self._weights, self._tables, state, self._specs)
 
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
@@ -136,30 +136,30 @@ class ModelRunner:
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
         self._state, output = step(self._weights, self._tables, self._state, packed)
-        return PendingOutput(output, output_layout(self.buckets.num_drafts), self._watcher)
+        return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
 
     def _new_state(self) -> EngineState:
         """Committed to its device, as a step's outputs are: both lower to the same program."""
-        state = self._init_state(self.buckets)
+        state = self._init_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
 
-    def _init_state(self, buckets: StepShapes) -> EngineState:
-        num_slots, num_drafts, logits = buckets.num_slots, buckets.num_drafts, None
+    def _init_state(self, shapes: StepShapes) -> EngineState:
+        num_slots, num_drafts, logits = shapes.num_slots, shapes.num_drafts, None
         if self._proposer is not None and self._proposer.is_probabilistic:
             logits = jnp.zeros((num_slots, num_drafts, self._vocab_size), jnp.float32)
-        sizes = PoolSizes(buckets.num_pages, buckets.page_size, num_slots, buckets.width)
+        sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
         return EngineState(
-            rows=empty_rows(buckets.max_num_seqs, num_drafts),
-            page_tables=jnp.zeros((num_slots, buckets.pages_per_seq), jnp.int32),
+            rows=empty_rows(shapes.max_num_seqs, num_drafts),
+            page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
             pools=allocate(self._specs, sizes),
             draft_logits=logits,
         )
 
     def _empty_plan(self, program: Program) -> np.ndarray:
         """A plan that keeps every row where it is, gives none of them tokens, and moves nothing."""
-        layout = plan_layout(program, self.buckets)
+        layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
-        fields["prev_positions"][:] = np.arange(self.buckets.max_num_seqs)
+        fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1
         return packed

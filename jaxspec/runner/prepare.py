@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
 @flax.struct.dataclass
 class StepInputs:
-    """What a step works on. Its active rows are the decode bucket's, then the prefill region's."""
+    """What a step works on. Its active rows are the rectangle's, then the prefill region's."""
 
     active: BatchState  # padding is an empty row
     index: Int[Array, " active"]  # each active row's index in the batch; past its end: padding

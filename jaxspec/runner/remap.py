@@ -20,7 +20,6 @@ def remap(
         new_rows         .  d  0
         result           c  d  0
     """
-
     moved = state.fields.at[jnp.maximum(prev_positions, 0)].get(mode="clip")
     stays = (prev_positions >= 0)[:, None]
     return BatchState(jnp.where(stays, moved, new_rows.fields))

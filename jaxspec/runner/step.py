@@ -38,7 +38,7 @@ from jaxspec.sampling import Verifier
 class StepConfig:
     """What is fixed for all of an engine's programs. Closed over by them, never traced."""
 
-    buckets: StepShapes
+    shapes: StepShapes
     model: nnx.GraphDef
     weights: Any  # PyTreeDef of the model's `nnx.State`; a step gets the leaves
     proposer: Proposer | None  # None: plain decoding, K = 0
@@ -66,7 +66,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
-        plan = DevicePlan.unpack(packed, program, config.buckets)
+        plan = DevicePlan.unpack(packed, program, config.shapes)
         with jax.default_matmul_precision(config.matmul_precision):
             model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
             state, output = jax.lax.scan(
@@ -97,7 +97,7 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
     def moves(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
-        plan = DevicePlan.unpack(packed, MOVES, config.buckets)
+        plan = DevicePlan.unpack(packed, MOVES, config.shapes)
         state = _place_rows(config, state, plan)
         copies = Moves(
             source_slots=plan.source_slots,
@@ -110,7 +110,7 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
             page_tables=write_page_tables(state.page_tables, plan),
             pools=copy(config.specs, state.pools, copies),
         )
-        return state, jnp.zeros((0, 0, output_layout(config.buckets.num_drafts).size), jnp.int32)
+        return state, jnp.zeros((0, 0, output_layout(config.shapes.num_drafts).size), jnp.int32)
 
     return moves
 
@@ -118,7 +118,7 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
 def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
     """The rows and pages that the plan speaks of."""
     entries = BatchState(plan.new_rows)
-    new_rows = scatter_new_rows(plan.new_row_index, entries, config.buckets.max_num_seqs)
+    new_rows = scatter_new_rows(plan.new_row_index, entries, config.shapes.max_num_seqs)
     return dataclasses.replace(
         state,
         rows=remap(state.rows, plan.prev_positions, new_rows),
@@ -135,7 +135,7 @@ def _one_step(
     state: EngineState,
 ) -> tuple[EngineState, Int[Array, "rows fields"]]:
     """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
-    page_size = config.buckets.page_size
+    page_size = config.shapes.page_size
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
 
     taps = () if config.proposer is None else config.proposer.taps
@@ -155,11 +155,11 @@ def _one_step(
         drafts, pools = config.proposer.propose(model, proposer_inputs, pools, tables)
         active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
         if draft_logits is not None and drafts.logits is not None:
-            slots = jnp.where(active.slot > 0, active.slot, config.buckets.num_slots)
+            slots = jnp.where(active.slot > 0, active.slot, config.shapes.num_slots)
             draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
 
     output = pack_output(
-        output_layout(config.buckets.num_drafts),
+        output_layout(config.shapes.num_drafts),
         tokens=acceptance.tokens,
         num_drafts=inputs.num_draft_tokens,
         num_accepted=acceptance.num_accepted,

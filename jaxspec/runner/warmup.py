@@ -24,18 +24,19 @@ class CompileJob(NamedTuple):
     run: Callable[[], None]
 
 
-def programs(buckets: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
-    """Every program that plans can need whose rows need these samplers; one row moves nothing.
+def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
+    """Every program that plans can need, if their rows need no other samplers than these.
 
-    A step runs the join of what its rows need, so these are programs of every join.
+    A step runs the join of what its rows need, so these are programs of every join. An engine of
+    one row needs no `MOVES`: there is no second row to copy a state to.
     """
     steps = [
         Program(rows, tokens, sampler, num_steps)
         for sampler in closed_under_join(samplers)
-        for rows, tokens in buckets.compiled()
-        for num_steps in buckets.num_steps(tokens)
+        for rows, tokens in shapes.compiled()
+        for num_steps in shapes.num_steps(tokens)
     ]
-    return [*steps, MOVES] if buckets.max_num_seqs > 1 else steps
+    return [*steps, MOVES] if shapes.max_num_seqs > 1 else steps
 
 
 def warm_up(
@@ -66,7 +67,7 @@ def warm_up(
 
 
 def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:
-    missing = [p for p in programs(runner.buckets, samplers) if not runner.is_warm(p)]
+    missing = [p for p in programs(runner.shapes, samplers) if not runner.is_warm(p)]
     return [
         CompileJob(
             _label(program),

@@ -2,7 +2,7 @@
 
 from jaxspec.sampling.draw import Use, draw, draw_draft, gumbel_noise, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
-from jaxspec.sampling.processors import forbidden_ids, process_logits
+from jaxspec.sampling.processors import forbidden_ids
 from jaxspec.sampling.verifiers import (
     ExactVerifier,
     RejectionVerifier,
@@ -10,7 +10,7 @@ from jaxspec.sampling.verifiers import (
     Verifier,
     make_verifier,
 )
-from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
+from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection
 
 __all__ = [
     "NO_TOKEN",
@@ -26,9 +26,7 @@ __all__ = [
     "forbidden_ids",
     "gumbel_noise",
     "make_verifier",
-    "process_logits",
     "uniform_noise",
     "verify_exact",
     "verify_rejection",
-    "verify_synthetic",
 ]

@@ -13,7 +13,7 @@ from jaxspec.row import row_layout, write_row
 
 def pack_step(
     program: Program,
-    buckets: StepShapes,
+    shapes: StepShapes,
     *,
     rows: Sequence[Request],
     num_decode: int,
@@ -34,14 +34,14 @@ def pack_step(
     _refuse_repeated("slot", [request.slot for request in rows])
     _refuse_repeated("row of the last plan", [row for row in prev_positions if row >= 0])
     new_rows = [row for row, before in enumerate(prev_positions) if before < 0]
-    layout = row_layout(buckets.num_drafts)
+    layout = row_layout(shapes.num_drafts)
     entries = np.zeros((len(new_rows), layout.size), np.int32)
     for entry, row in zip(entries, new_rows, strict=True):
         write_row(entry, rows[row], layout)
     chunks = [r.tokens[r.num_computed : r.num_computed + n] for r, n in prefills]
     return pack_plan(
         program,
-        buckets,
+        shapes,
         {
             "prev_positions": prev_positions,
             "num_decode": num_decode,
@@ -51,7 +51,7 @@ def pack_step(
             "prefill_lens": [n for _, n in prefills],
             "next_prefill_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
             **_unsent_pages(grown),
-            **_moves(forks, buckets.pages_per_seq),
+            **_moves(forks, shapes.pages_per_seq),
         },
     )
 

@@ -22,14 +22,14 @@ from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, Schedule
 class Scheduler:
     """Continuous batching over rows, slots and pages, first come first served."""
 
-    def __init__(self, buckets: StepShapes):
+    def __init__(self, shapes: StepShapes):
         """Start empty."""
-        self.shapes = buckets
-        self.pages = PagePool(buckets.num_pages)
+        self.shapes = shapes
+        self.pages = PagePool(shapes.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission; the last is preempted first
         self.num_preemptions = 0
-        self._free_slots = list(range(buckets.num_slots - 1, 0, -1))
+        self._free_slots = list(range(shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
 
     @property
@@ -93,7 +93,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
-            return None  # whoever does need it waits less for the host than for the step
+            return None  # a row that outlives them waits for the host, which is less than a step
         forked = self._fork() if self._followers else None
         if forked is not None:
             return forked

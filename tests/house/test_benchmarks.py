@@ -44,7 +44,7 @@ def test_a_record_says_where_it_was_measured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_power_is_what_the_gpu_says_meanwhile(is_there, monkeypatch, tmp_path):
-    """Of five lines one tells nothing, and one comes before the time that is asked for."""
+    """One of five lines tells nothing, and one comes before the time that is asked for."""
     said = ["1980, 300.5, 0x4", "1455, 690.0, 0x4", "[N/A], [N/A], 0x0", "1485, 710.0, 0x5"]
     said.append("1500, 720.0, 0x1")
     command = tmp_path / "nvidia-smi"

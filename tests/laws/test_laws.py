@@ -199,7 +199,7 @@ def test_a_draft_vocabulary_never_changes_output():
             "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk, draft_vocab=vocab
         )
         assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
-        # Of each id a column of 64 float32, and the id.
+        # Each id brings a column of 64 float32, and itself.
         assert engine.runner.memory()["proposer_tables"] == 64 * (64 + 1) * 4
 
 

@@ -115,7 +115,7 @@ def test_an_engine_holds_what_was_computed_and_stays_inside(device_with):
 
     device_with(sum(held.values()) + 6, in_use=7)  # by another engine
     tight = LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=1.0)
-    assert tight.shapes.num_pages == tight._runner.buckets.num_pages == 64
+    assert tight.shapes.num_pages == tight._runner.shapes.num_pages == 64
     num_free = tight.session.scheduler.pages.num_free
     assert tight._runner.state.pools["kv"].shape[2] == num_free + 1 == 64
     assert re.search(r"kv .* 64 pages of 16 tokens", tight.memory_map())

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: Qwen3's, and Qwen3.5's with an output gate."""
+"""Attention over keys and values in pages: Qwen3's, and Qwen3.5's with an output gate."""
 
 from collections.abc import Iterator
 

@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):
     """A token mixer and a feed-forward layer; each adds its output to the residual stream."""
 
     def __init__(self, config: ModelConfig, kind: str, cache_layer: int, dtype: jnp.dtype):
-        """`kind`: a key of `MIXERS`; `cache_layer`: index among the cache's layers of that kind."""
+        """`kind`: a key of `MIXERS`; `cache_layer`: its index among the layers of its pool."""
         self.cache_layer = cache_layer
         self.input_norm = residual_norm(config, dtype)
         self.mixer: Mixer[Any] = MIXERS[kind](config, dtype)
@@ -67,7 +67,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, Pending, Pools]:
         """As `__call__`, but the stream goes on with the selected tokens alone.
 
-        The mixer prepares all tokens, which must be all that the cache keeps of them: true of
+        The mixer prepares all tokens, and its pool must keep nothing else of them. This is true of
         attention, and of no recurrent mixer.
         """
         stream, tokens, pools = self._prepare(stream, pending, inputs, pools)

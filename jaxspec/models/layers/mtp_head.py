@@ -32,7 +32,7 @@ class MTPHead(nnx.Module):
         self.embedding_norm = residual_norm(config, dtype)
         self.hidden_norm = residual_norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype)
-        # In the cache its keys and values lie behind those of the trunk.
+        # In the pool its keys and values lie behind those of the trunk.
         self.layer = DecoderLayer(config, FULL_ATTENTION, config.num_full_attention_layers, dtype)
         self.norm = residual_norm(config, dtype)
 

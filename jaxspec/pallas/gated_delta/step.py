@@ -37,7 +37,7 @@ def gdn_step(
     if candidates < width:
         raise ValueError(
             f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
-            f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
+            f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
         )
     if dispatch.runs_kernel("gdn_step", _why_not_kernel(width, states)):
         from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel

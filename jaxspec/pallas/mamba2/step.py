@@ -31,7 +31,7 @@ def mamba2_step(
     if candidates < width:
         raise ValueError(
             f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
-            f"has {candidates} a slot. Build the cache with num_drafts >= {width - 1}."
+            f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
         )
     if dispatch.runs_kernel("mamba2_step", why_not_kernel(tokens.x, states)):
         from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel

@@ -49,7 +49,8 @@ def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Co
     if conv.shape[2] < needed:
         raise ValueError(
             f"A convolution window must hold kernel - 1 + width = {needed} inputs, "
-            f"but the pool's holds {conv.shape[2]}. Build the cache with num_drafts >= {width - 1}."
+            f"but the pool's holds {conv.shape[2]}. Allocate the pool with num_drafts >= "
+            f"{width - 1}."
         )
 
 

@@ -54,7 +54,7 @@ def check_ring(width: int, window: int, rows: int) -> None:
     if window < width:
         raise ValueError(
             f"A ring's window must hold the {width} tokens of a step, but this ring's holds "
-            f"{window}. Build the cache with a window of at least {width}."
+            f"{window}. Allocate the pool with a window of at least {width}."
         )
     if rows < window + width:
         raise ValueError(
