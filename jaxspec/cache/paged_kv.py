@@ -19,11 +19,11 @@ class PagedKV:
     an index, and a second pool would be a further donated array in each step.
     """
 
+    name: str
     layers: int
     heads: int  # key and value heads
     head_dim: int
     dtype: jnp.dtype
-    name: str = "kv"
     labels: ClassVar = {"kv": Holder("keys and values", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> KV:

@@ -57,8 +57,9 @@ class StatePolicy(Protocol):
         """States a slot keeps when a decode row has at most `width` tokens."""
         ...
 
-    def num_ring_rows(self, width: int) -> int:
-        """Tokens that a slot's ring has room for; 0: there is no ring."""
+    @property
+    def window(self) -> int:
+        """Tokens that a slot's ring may hold between steps; 0: there is no ring."""
         ...
 
     def after(
@@ -82,13 +83,14 @@ class StatePolicy(Protocol):
 class Snapshot:
     """A state after each token of a step: accepting drafts is naming one of them."""
 
+    @property
+    def window(self) -> int:
+        """No ring."""
+        return 0
+
     def num_candidates(self, width: int) -> int:
         """One for each token of a row."""
         return width
-
-    def num_ring_rows(self, width: int) -> int:
-        """No ring."""
-        return 0
 
     def after(
         self, rows: Any, acceptance: VerifyCounts, is_chunk: Bool[Array, " rows"]
@@ -112,10 +114,6 @@ class Replay:
     def num_candidates(self, width: int) -> int:
         """The checkpoint alone."""
         return 1
-
-    def num_ring_rows(self, width: int) -> int:
-        """The window, and room for a step's tokens behind it."""
-        return self.window + width
 
     def after(
         self, rows: Any, acceptance: VerifyCounts, is_chunk: Bool[Array, " rows"]

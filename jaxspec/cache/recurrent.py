@@ -47,12 +47,12 @@ class RecurrentPool:
 class Recurrent:
     """Convolution inputs and states by slot, and the ring of factors if the policy replays."""
 
+    name: str
     layers: int
     conv: Conv
     state: PerSlot
     ring: Ring
     policy: StatePolicy
-    name: str = "recurrent"
     labels: ClassVar = {
         "conv": Holder("convolution inputs", ("slots",)),
         "states": Holder("recurrent states", ("slots", "candidates")),
@@ -64,13 +64,13 @@ class Recurrent:
         slots = self.layers, sizes.num_slots
         conv_rows = self.conv.taps - 1 + sizes.width  # read, and written by the same step
         candidates = self.policy.num_candidates(sizes.width)
-        ring_rows = self.policy.num_ring_rows(sizes.width)
+        window = self.policy.window
+        ring_rows = window + sizes.width  # a step puts its tokens behind those that are there
         factors = [jnp.zeros((*slots, ring_rows, *x.shape), x.dtype) for x in self.ring.factors]
-        window = ring_rows - sizes.width
         return RecurrentPool(
             conv=jnp.zeros((*slots, conv_rows, self.conv.channels), self.conv.dtype),
             states=jnp.zeros((*slots, candidates, *self.state.shape), self.state.dtype),
-            ring=self.ring.family(*factors, window=window) if ring_rows else None,
+            ring=self.ring.family(*factors, window=window) if window else None,
             policy=self.policy,
         )
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache.policy import StatePolicy
 
-Pools = dict[str, Any]  # by `CacheSpec.name`; a layer returns `pools | {"kv": kv}`
+Pools = dict[str, Any]  # by `CacheSpec.name`; a mixer returns `pools | {self.pool: kv}`
 
 
 @dataclasses.dataclass(frozen=True)

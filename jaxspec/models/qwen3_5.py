@@ -38,7 +38,7 @@ class Qwen3_5(Model):
         else:
             has_head = any(name.startswith(PREFIX) for name in tensors)
         if has_head:
-            self.draft_head = MTPHead(config, dtype)
+            self.draft_head = MTPHead(config, self.trunk.layers, dtype)
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:

@@ -11,7 +11,7 @@ SIZES = PoolSizes(num_pages=6, page_size=2, num_slots=5, width=4)
 
 
 def spec(layers, dtype="float32"):
-    return PagedKV(layers, 3, 8, jnp.dtype(dtype))
+    return PagedKV("kv", layers, 3, 8, jnp.dtype(dtype))
 
 
 def test_layers_that_keep_the_same_share_one_pool():
@@ -29,7 +29,7 @@ def test_layers_that_keep_another_dtype_need_a_pool_of_their_own():
 def test_keys_and_values_may_have_a_dtype_of_their_own():
     dtype = jnp.dtype("bfloat16")
     pools = [
-        PagedKV(2, 1, 4, kv_dtype_of(word, dtype)).allocate(SIZES)
+        PagedKV("kv", 2, 1, 4, kv_dtype_of(word, dtype)).allocate(SIZES)
         for word in (None, "bfloat16", "float8_e4m3fn")
     ]
     assert pools[0].dtype == pools[1].dtype == dtype

@@ -60,5 +60,5 @@ def test_the_users_words_name_a_policy_with_the_usual_window():
 
 
 def test_sizes_of_both_policies():
-    assert (Snapshot().num_candidates(4), Snapshot().num_ring_rows(4)) == (4, 0)
-    assert (Replay(16).num_candidates(4), Replay(16).num_ring_rows(4)) == (1, 20)
+    assert (Snapshot().num_candidates(4), Snapshot().window) == (4, 0)
+    assert (Replay(16).num_candidates(4), Replay(16).window) == (1, 16)

@@ -16,6 +16,10 @@ from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.regions import PrefillRegion
 
 
+def _run(op, pool, layer, new, region):
+    return op(new, pool, layer, region)
+
+
 def fresh_region(seqs, length):
     """Prompts of one length, from their first token on."""
     slots, zeros = 1 + jnp.arange(seqs, dtype=jnp.int32), jnp.zeros(seqs, jnp.int32)
@@ -46,15 +50,12 @@ def _gdn_prefill_case(model, shape, seqs, length):
     new = GdnTokens(q, k, v, g, beta)
     state = (shape.value_heads, shape.value_dim, shape.key_dim)
 
-    def run(op, pool, layer, new, region):
-        return op(new, pool, layer, region)
-
     return Case(
         op="gdn_prefill",
         about=about(model, shape, "bfloat16", seqs=seqs, length=length),
-        run=functools.partial(run, gdn_prefill),
+        run=functools.partial(_run, gdn_prefill),
         # The specification, token by token, would take minutes.
-        reference=functools.partial(run, gdn_prefill_xla),
+        reference=functools.partial(_run, gdn_prefill_xla),
         pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
         layer_bytes=4 * seqs * math.prod(state),
         operands=(new, fresh_region(seqs, length)),
@@ -75,15 +76,12 @@ def _mamba2_prefill_case(model, seqs, length):
     new = mamba2_tokens(shape, tokens)
     state = (shape.heads, shape.head_dim, shape.state_dim)
 
-    def run(op, pool, layer, new, region):
-        return op(new, pool, layer, region)
-
     return Case(
         op="mamba2_prefill",
         about=about(model, shape, "bfloat16", seqs=seqs, length=length),
-        run=functools.partial(run, mamba2_prefill),
+        run=functools.partial(_run, mamba2_prefill),
         # The specification, token by token, would take minutes.
-        reference=functools.partial(run, mamba2_prefill_xla),
+        reference=functools.partial(_run, mamba2_prefill_xla),
         pool=lambda layers: jnp.zeros((layers, 1 + seqs, 1, *state)),
         layer_bytes=4 * seqs * math.prod(state),
         operands=(new, fresh_region(seqs, length)),

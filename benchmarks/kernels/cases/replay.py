@@ -23,6 +23,11 @@ from jaxspec.pallas.recurrent.replay import default_window, must_fold
 from jaxspec.regions import DecodeRegion
 
 
+def _run(op, pool, layer, tokens, region):
+    out, *pool = op(tokens, *pool, layer, region)
+    return out, tuple(pool)
+
+
 def gdn_tokens(rng, shape, rows, width):
     """The tokens of a rectangle as a layer makes them."""
     key = (rows, width, shape.key_heads, shape.key_dim)
@@ -92,10 +97,6 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
             window=window,
         )
 
-    def run(op, pool, layer, tokens, region):
-        out, *pool = op(tokens, *pool, layer, region)
-        return out, tuple(pool)
-
     folds, of_ring = _folding(region, width, window)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = shape.key_heads * shape.key_dim + shape.value_heads * shape.value_dim
@@ -104,8 +105,8 @@ def _gdn_replay_case(model, shape, dtype, rows, width):
     return Case(
         op="gdn_replay",
         about=about(model, shape, dtype, rows=rows, width=width, **of_ring),
-        run=functools.partial(run, gdn_replay),
-        reference=functools.partial(run, gdn_replay_reference),
+        run=functools.partial(_run, gdn_replay),
+        reference=functools.partial(_run, gdn_replay_reference),
         pool=pool,
         layer_bytes=rows * state_bytes + ring_bytes,
         operands=jax.tree.map(jnp.asarray, (tokens, region)),
@@ -176,10 +177,6 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
             window=window,
         )
 
-    def run(op, pool, layer, tokens, region):
-        out, *pool = op(tokens, *pool, layer, region)
-        return out, tuple(pool)
-
     folds, of_ring = _folding(region, width, window)
     state_bytes = math.prod(state) * dtype.itemsize
     factors = math.prod(state[:2]) + shape.groups * shape.state_dim
@@ -188,8 +185,8 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
     return Case(
         op="mamba2_replay",
         about=about(model, shape, dtype, rows=rows, width=width, window=window, **of_ring),
-        run=functools.partial(run, mamba2_replay),
-        reference=functools.partial(run, mamba2_replay_reference),
+        run=functools.partial(_run, mamba2_replay),
+        reference=functools.partial(_run, mamba2_replay_reference),
         pool=pool,
         layer_bytes=rows * state_bytes + ring_bytes,
         operands=(tokens, jax.tree.map(jnp.asarray, region)),

@@ -20,6 +20,10 @@ from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 INDEX_BYTES = 12  # of a row: its slot, state offset and length
 
 
+def _run(op, pool, layer, tokens, region):
+    return op(tokens, pool, layer, region)
+
+
 def gdn_step_cases() -> Iterator[Case]:
     """Sizes of the decode rectangle on Qwen3.5-9B's heads, and the other models at one size."""
     sizes = [("float32", rows, width) for width in (4, 1) for rows in (64, 256, 8, 1)]
@@ -38,14 +42,11 @@ def _gdn_step_case(model, shape, dtype, rows, width):
     state_bytes = rows * math.prod(state) * dtype.itemsize
     token_bytes = sum(x.nbytes for x in tokens) + tokens.v.nbytes  # read, and the outputs
 
-    def run(op, pool, layer, tokens, region):
-        return op(tokens, pool, layer, region)
-
     return Case(
         op="gdn_step",
         about=about(model, shape, dtype, rows=rows, width=width),
-        run=functools.partial(run, gdn_step),
-        reference=functools.partial(run, gdn_step_reference),
+        run=functools.partial(_run, gdn_step),
+        reference=functools.partial(_run, gdn_step_reference),
         pool=lambda layers: filled(layers, rows, width, *state, dtype=dtype),
         layer_bytes=state_bytes * width,
         operands=(tokens, live_region(rows, width)),
@@ -69,14 +70,11 @@ def _mamba2_step_case(model, dtype, rows, width):
     state_bytes = rows * math.prod(state) * dtype.itemsize
     token_bytes = sum(y.nbytes for y in tokens) + 4 * tokens.x.size  # read, and the outputs
 
-    def run(op, pool, layer, tokens, region):
-        return op(tokens, pool, layer, region)
-
     return Case(
         op="mamba2_step",
         about=about(model, shape, dtype, rows=rows, width=width),
-        run=functools.partial(run, mamba2_step),
-        reference=functools.partial(run, mamba2_step_reference),
+        run=functools.partial(_run, mamba2_step),
+        reference=functools.partial(_run, mamba2_step_reference),
         pool=lambda layers: filled(layers, rows, width, *state, dtype=dtype),
         layer_bytes=state_bytes * width,
         operands=(tokens, live_region(rows, width)),

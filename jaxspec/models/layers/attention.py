@@ -38,6 +38,8 @@ class Attention(nnx.Module):
     `q_proj` gives, head by head, `head_dim` channels of query and then as many of gate.
     """
 
+    pool = "kv"
+
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype`: of the weights."""
         self.config = config
@@ -58,7 +60,9 @@ class Attention(nnx.Module):
 
     def cache_spec(self, options: CacheOptions) -> PagedKV:
         """Keys and values of a layer."""
-        return PagedKV(1, self.config.num_kv_heads, self.config.head_dim, options.kv_dtype)
+        return PagedKV(
+            self.pool, 1, self.config.num_kv_heads, self.config.head_dim, options.kv_dtype
+        )
 
     def prepare(
         self,
@@ -73,14 +77,14 @@ class Attention(nnx.Module):
             projected,
             QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms),
             inputs.rotation,
-            pools["kv"],
+            pools[self.pool],
             layer,
             inputs.step.kv_slots,
             heads=config.num_heads,
             gated=config.gated_attention,
         )
         gate = OutputGate(projected) if config.gated_attention else None
-        return AttentionTokens(queries, gate), pools | {"kv": kv}
+        return AttentionTokens(queries, gate), pools | {self.pool: kv}
 
     def decode(
         self, tokens: AttentionTokens, inputs: ModelInputs, pools: Pools, layer: int
@@ -89,7 +93,7 @@ class Attention(nnx.Module):
         queries, rows = tokens.queries, inputs.decode
         heads = paged_attention(
             queries.reshape(rows.slots.shape[0], inputs.width, *queries.shape[1:]),
-            pools["kv"],
+            pools[self.pool],
             layer,
             inputs.page_tables,
             rows,
@@ -103,7 +107,9 @@ class Attention(nnx.Module):
         """Each chunk's tokens over its sequence's pages; the pools are as they were."""
         chunks = inputs.prefill
         assert chunks is not None
-        heads = prefill_attention(tokens.queries, pools["kv"], layer, inputs.page_tables, chunks)
+        heads = prefill_attention(
+            tokens.queries, pools[self.pool], layer, inputs.page_tables, chunks
+        )
         return heads if tokens.gate is None else tokens.gate(heads), pools
 
     def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:

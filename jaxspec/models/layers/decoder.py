@@ -1,6 +1,6 @@
 """DecoderLayer: a token mixer and a feed-forward layer; MIXERS, the table of token mixers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -34,11 +34,13 @@ def residual_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
 class DecoderLayer(nnx.Module):
     """A token mixer and a feed-forward layer; each adds its output to the residual stream."""
 
-    def __init__(self, config: ModelConfig, kind: str, cache_layer: int, dtype: jnp.dtype):
-        """`kind`: a key of `MIXERS`; `cache_layer`: its index among the layers of its pool."""
-        self.cache_layer = cache_layer
+    def __init__(
+        self, config: ModelConfig, kind: str, earlier: Iterable["DecoderLayer"], dtype: jnp.dtype
+    ):
+        """`kind`: a key of `MIXERS`; `earlier`: the model's layers before this one."""
         self.input_norm = residual_norm(config, dtype)
         self.mixer: Mixer[Any] = MIXERS[kind](config, dtype)
+        self.cache_layer = sum(layer.mixer.pool == self.mixer.pool for layer in earlier)
         self.feed_forward_norm = residual_norm(config, dtype)
         self.feed_forward: FeedForward = GatedMLP(
             config.hidden_size, config.intermediate_size, dtype

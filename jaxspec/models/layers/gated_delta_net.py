@@ -61,6 +61,8 @@ class GatedDeltaNet(nnx.Module):
     and output norm are float32 whatever the dtype of the weights.
     """
 
+    pool = "recurrent"
+
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype`: of the weights, but the decay's and the norm's."""
         self.sizes = sizes = config.part(GatedDeltaNetConfig)
@@ -95,6 +97,7 @@ class GatedDeltaNet(nnx.Module):
             PerSlot((sizes.value_heads,), jnp.dtype("float32")),  # g
         )
         return Recurrent(
+            name=self.pool,
             layers=1,
             conv=Conv(sizes.conv_kernel, sizes.conv_dim, options.dtype),
             state=PerSlot((sizes.value_heads, sizes.value_dim, sizes.key_dim), dtype),
@@ -112,9 +115,9 @@ class GatedDeltaNet(nnx.Module):
         self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[Heads, Pools]:
         """The rectangle's heads, computed as the state policy says: by `step` or by `replay`."""
-        pool = pools["recurrent"]
+        pool = pools[self.pool]
         heads, pool = pool.policy.decode(self, projected, pool, inputs.decode, layer)
-        return heads, pools | {"recurrent": pool}
+        return heads, pools | {self.pool: pool}
 
     def step(
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
@@ -145,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
         self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
     ) -> tuple[_Finished, Pools]:
         """The chunks' normed heads; convolution and state of each sequence stand at its end."""
-        chunks, pool = inputs.prefill, pools["recurrent"]
+        chunks, pool = inputs.prefill, pools[self.pool]
         assert chunks is not None
         mixed, _, b, a = self.in_proj.split(projected)
         g, beta = gates(b, a, self.decay[...])
@@ -155,7 +158,7 @@ class GatedDeltaNet(nnx.Module):
         tokens = GdnTokens(q, k, v, g, beta)
         heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
         pool = dataclasses.replace(pool, conv=conv, states=states)
-        return self.finish(heads, projected), pools | {"recurrent": pool}
+        return self.finish(heads, projected), pools | {self.pool: pool}
 
     def finish(self, heads: Heads, projected: _Projected) -> _Finished:
         """The heads normed and gated, unless `replay`'s kernel has done it."""

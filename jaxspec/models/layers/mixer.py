@@ -46,12 +46,17 @@ class Mixer(Protocol[Tokens]):
     """
 
     @property
+    def pool(self) -> str:
+        """The key in `Pools` of what the mixer keeps; mixers with one key share that pool."""
+        ...
+
+    @property
     def projection(self) -> Linear:
         """The matrix that the normed stream is multiplied with first, all columns side by side."""
         ...
 
     def cache_spec(self, options: CacheOptions) -> CacheSpec:
-        """The pool that one layer needs; layers whose pools have one name share it."""
+        """One layer of `pool`."""
         ...
 
     def prepare(

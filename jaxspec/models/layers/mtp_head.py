@@ -1,6 +1,6 @@
 """MTPHead: the multi-token-prediction head that Qwen3-Next and Qwen3.5 are published with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,15 +25,15 @@ class MTPHead(nnx.Module):
     (DeepSeek-V3 report, arXiv 2412.19437, section 2.2).
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        """`dtype`: of the weights."""
+    def __init__(self, config: ModelConfig, trunk: Iterable[DecoderLayer], dtype: jnp.dtype):
+        """`trunk`: the layers that come before the head's; `dtype`: of the weights."""
         self.config = config
         size = config.hidden_size
         self.embedding_norm = residual_norm(config, dtype)
         self.hidden_norm = residual_norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype)
         # In the pool its keys and values lie behind those of the trunk.
-        self.layer = DecoderLayer(config, FULL_ATTENTION, config.num_full_attention_layers, dtype)
+        self.layer = DecoderLayer(config, FULL_ATTENTION, trunk, dtype)
         self.norm = residual_norm(config, dtype)
 
     @property

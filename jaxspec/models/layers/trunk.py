@@ -1,6 +1,5 @@
 """Trunk: embedding, decoder layers, final norm and output head of every family."""
 
-import collections
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -28,10 +27,9 @@ class Trunk(nnx.Module):
         self.config = config
         size = (config.vocab_size, config.hidden_size)
         self.embedding = None if tied else Embedding(*size, dtype)
-        layers, num_of_kind = [], collections.Counter[str]()
+        layers: list[DecoderLayer] = []
         for kind in config.layer_types:
-            layers.append(DecoderLayer(config, kind, num_of_kind[kind], dtype))
-            num_of_kind[kind] += 1
+            layers.append(DecoderLayer(config, kind, layers, dtype))
         self.layers = nnx.List(layers)
         self.norm = residual_norm(config, dtype)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)

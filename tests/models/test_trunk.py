@@ -1,0 +1,35 @@
+"""Layers of the trunk and of the draft head have their own places in the pools that they share."""
+
+import collections
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from harness import model
+
+from jaxspec.cache import CacheOptions, Snapshot
+from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION
+from jaxspec.models.layers.attention import Attention
+from jaxspec.models.layers.decoder import MIXERS
+from jaxspec.models.qwen3_5 import Qwen3_5
+
+
+@pytest.mark.parametrize(
+    "layer_types",
+    [
+        (LINEAR_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION),
+        (FULL_ATTENTION, "another", LINEAR_ATTENTION, "another", FULL_ATTENTION),
+    ],
+)
+def test_every_layer_of_a_pool_has_an_index_of_its_own(layer_types, monkeypatch):
+    """Also where two kinds of mixer, as here `another` and full attention, share one pool."""
+    monkeypatch.setitem(MIXERS, "another", Attention)
+    config = dataclasses.replace(model("qwen3_5").config, layer_types=layer_types)
+    hybrid = nnx.eval_shape(lambda: Qwen3_5(config, jnp.dtype("float32")))
+    assert hybrid.draft_head is not None
+    indices = collections.defaultdict(list)
+    for layer in (*hybrid.trunk.layers, *hybrid.draft_head.layers):
+        indices[layer.mixer.pool].append(layer.cache_layer)
+    specs = hybrid.cache_specs(CacheOptions(*[jnp.dtype("float32")] * 3, Snapshot()))
+    assert indices == {spec.name: list(range(spec.layers)) for spec in specs}
