@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -36,6 +37,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 enable_compilation_cache()
 
+# The same cases each time, and nothing kept between runs. HYPOTHESIS_PROFILE=search draws others.
+hypothesis.settings.register_profile("same", database=None, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", database=None, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 NOT_HERE = pytest.StashKey[collections.Counter]()  # why, and how many tests
 
