@@ -1,7 +1,7 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
 from jaxspec.llm import LLM, generate
-from jaxspec.outputs import CompletionOutput, RequestOutput, TextDelta
+from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
@@ -13,6 +13,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "Stream",
     "TextDelta",
     "generate",
 ]

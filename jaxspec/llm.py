@@ -1,6 +1,9 @@
 """Text in, text out; the only file that knows every part and joins them."""
 
 import contextlib
+import functools
+import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +18,7 @@ from jaxspec.engine import Engine, StepTimes
 from jaxspec.inputs import InputProcessor, Prompt, params_of
 from jaxspec.models import dtype_of, load_model, resolve_folder
 from jaxspec.options import SIGNATURE, EngineConfig, listing
-from jaxspec.outputs import RequestOutput, Sample, TextDelta
+from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import make_proposer
 from jaxspec.runner.memory import MemoryBudget, memory_map
@@ -26,7 +29,7 @@ from jaxspec.sampler import SAMPLERS, Sampler
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.session import Session
+from jaxspec.session import Session, check_process
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.tokenizer import Tokenizer
 
@@ -39,16 +42,20 @@ _BAR: dict[str, Any] = {"desc": "generating", "leave": False, "mininterval": 0.2
 class LLM:
     """A model, its engine and its tokenizer; several threads may call it at once.
 
+    `close` gives the device's memory back, as does the end of a `with` block.
+
     Raises:
         FileNotFoundError: no such model, or a folder without configuration or weights.
         TypeError: there is no such option.
         ValueError: an option, the configuration or the weights break a rule, or do not fit.
+        RuntimeError: this is a forked child of a process that made an LLM.
     """
 
     __signature__ = SIGNATURE
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         """Load the model and allocate its state; programs are compiled when first needed."""
+        check_process(_first_process())
         config = EngineConfig.of(model, options)
         enable_compilation_cache(config.compilation_cache)
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
@@ -65,6 +72,7 @@ class LLM:
         self._show_progress = progress
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._compile_seconds: dict[str, float] = {}
+        self._numbers = itertools.count()  # names of requests that bring none
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         self._inputs = InputProcessor(
             self.tokenizer,
@@ -94,6 +102,28 @@ class LLM:
         engine = Engine(Scheduler(self.shapes), self._runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine)  # for those who step it themselves
 
+    def __enter__(self) -> "LLM":
+        """The LLM itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """End what runs with "abort" and give the device's memory back; later calls are refused."""
+        self.session.close()
+        self._runner.close()
+
+    def abort(self, request_id: str) -> None:
+        """End every sample of the requests of this id that are queued, with "abort".
+
+        Any thread may call it, while others wait in `generate` or read a stream. A request that has
+        ended, or never was, is passed over.
+        """
+        self.session.require_usable()
+        self.session.abort(str(request_id))
+
     def warm_up(self, samplers: Iterable[str] = tuple(SAMPLERS)) -> None:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
         (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
@@ -101,25 +131,34 @@ class LLM:
         self._compile(map(Sampler.named, samplers))
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
+        self.session.require_usable()
         with self.session.turn():  # programs run on the engine's state once they are compiled
             self._samplers.update(samplers)  # a step may have rows of any two that ever came
-            seconds = warm_up(self._runner, self._samplers, progress=self._show_progress)
+            seconds = warm_up(
+                self._runner,
+                self._samplers,
+                progress=self._show_progress,
+                guard=self.session.guard(),
+            )
             self._compile_seconds |= seconds
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, each a text or `{"prompt_token_ids": [...]}`; outputs in their order.
 
-        `sampling_params`: one for all or one each; None is greedy, 128 tokens.
+        `sampling_params`: one for all or one each; None is greedy, 128 tokens. `request_ids`: a
+        name for each prompt, which `abort` takes; None: numbers.
 
         Raises:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
+            RuntimeError: the LLM is closed, or this is a forked child of its process.
         """
         batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        groups = self._prepare(batch, params_of(sampling_params, len(batch)))
+        groups = self._prepare(batch, params_of(sampling_params, len(batch)), request_ids)
         samples = [sample for group in groups for sample in group]
         is_silent = not self._show_progress
         with (
@@ -136,25 +175,31 @@ class LLM:
                 prompt=prompt if isinstance(prompt, str) else prompt.get("prompt"),
                 prompt_token_ids=list(group[0].request.prompt),
                 outputs=[sample.output() for sample in group],
+                request_id=group[0].request_id,
             )
             for prompt, group in zip(batch, groups, strict=True)
         ]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[TextDelta]:
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Stream:
         """The pieces of one completion as they come. The first `next` queues it.
 
-        Leaving the loop early aborts the request.
+        `with llm.stream(...) as pieces:` ends the request when the block is left early.
 
         Raises:
             ValueError: as in `generate`, and for `n` above 1.
+            RuntimeError: as in `generate`.
         """
         params = params_of(sampling_params, 1)
         if params[0].n != 1:
             raise ValueError(f"stream gives one sample, got n={params[0].n}; use generate.")
-        ((sample,),) = self._prepare([prompt], params)
-        return self.session.stream(sample)
+        ids = None if request_id is None else [request_id]
+        ((sample,),) = self._prepare([prompt], params, ids)
+        return Stream(self.session.stream(sample), sample.request_id)
 
     def chat(
         self,
@@ -166,12 +211,19 @@ class LLM:
 
         Raises:
             ValueError: no tokenizer or template, or one it refuses; and as in `generate`.
+            RuntimeError: as in `generate`.
         """
+        self.session.require_usable()
         ids = self._inputs.require_tokenizer("chats").chat(list(messages), **template_options)
         return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs."""
+        """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs.
+
+        Raises:
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
         engine = self.session.engine
         return {
             **vars(engine.metrics),
@@ -184,7 +236,12 @@ class LLM:
         }
 
     def memory_map(self) -> str:
-        """What holds the device's memory, for people: a line each, the biggest first."""
+        """What holds the device's memory, for people: a line each, the biggest first.
+
+        Raises:
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
         return memory_map(self._runner.memory(), self.shapes)
 
     @contextlib.contextmanager
@@ -193,6 +250,7 @@ class LLM:
 
         For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
         """
+        self.session.require_usable()
         engine = self.session.engine
         with contextlib.ExitStack() as watching:
             with self.session.turn():
@@ -209,15 +267,45 @@ class LLM:
                     engine.trace = None
                     watching.close()
 
-    def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Groups:
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None = None,
+    ) -> Groups:
         """Everything that may refuse or take long, before anything is queued."""
+        self.session.require_usable()
+        names = self._request_ids(request_ids, len(prompts))
         groups = self._inputs.process(prompts, params)
+        for name, group in zip(names, groups, strict=True):
+            for sample in group:
+                sample.request_id = name
         self.session.check(sample for group in groups for sample in group)
         self._compile(param.sampler for param in params)
         return groups
 
+    def _request_ids(self, names: Sequence[str] | None, count: int) -> Sequence[str]:
+        if names is None:
+            return [str(next(self._numbers)) for _ in range(count)]
+        if isinstance(names, str) or len(names) != count or not all(map(_is_name, names)):
+            raise ValueError(
+                f"request_ids must be a list of {count} texts, one for each prompt, got "
+                f"{names!r:.80}."
+            )
+        return names
+
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str)
+
+
+@functools.cache
+def _first_process() -> int:
+    """The process in which the first LLM was made, by which JAX has threads."""
+    return os.getpid()
 
 
 _KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
@@ -240,6 +328,7 @@ def generate(
     num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
     rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
     key = repr((model, sorted(options.items())))
+    check_process(_first_process())  # whose threads may hold the lock
     with _KEPT_LOCK:
         if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:
             _KEPT.clear()  # one model at a time: the old one's memory goes first

@@ -1,6 +1,7 @@
 """What users get back, and the text that grows as a request's tokens arrive."""
 
 import dataclasses
+from collections.abc import Generator, Iterator
 
 from jaxspec.request import Request, RequestMetrics
 from jaxspec.stop_strings import StopStrings
@@ -25,6 +26,7 @@ class RequestOutput:
     prompt: str | None  # None: it came as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    request_id: str = ""
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -42,6 +44,35 @@ class TextDelta:
     metrics: RequestMetrics | None = None  # with the last one
 
 
+class Stream(Iterator[TextDelta]):
+    """The pieces of one completion as they come. The first `next` queues the request.
+
+    The request ends with the stream: when the completion is whole, at `close`, behind a `with`
+    block, or when nothing refers to the stream any more. A `for` loop that is left early ends it
+    only if nothing else does, so hold a stream that you may leave in a `with` block.
+    """
+
+    def __init__(self, deltas: Generator[TextDelta, None, None], request_id: str):
+        """Pass `deltas` on."""
+        self._deltas, self.request_id = deltas, request_id
+
+    def __next__(self) -> TextDelta:
+        """Wait for the next piece."""
+        return next(self._deltas)
+
+    def __enter__(self) -> "Stream":
+        """The stream itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """End the request if it runs; its row is free then."""
+        self._deltas.close()
+
+
 class Sample:
     """A request as its caller sees it: the text of its tokens, and the search for stop strings.
 
@@ -53,6 +84,7 @@ class Sample:
     ):
         """Without `stream` (no tokenizer) there is no text."""
         self.request, self.index = request, index
+        self.request_id = ""  # of all samples of its prompt
         self.text = ""
         self._stream, self._stops = stream, stops
         self._num_read = 0  # output tokens that `read` has seen

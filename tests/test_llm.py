@@ -3,8 +3,12 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
+import signal
+import time
+import weakref
 
 import pytest
 from harness import FIXTURES
@@ -323,6 +327,107 @@ def test_leaving_a_stream_frees_its_row(drafted):
         break
     assert not drafted.session.scheduler.has_work
     assert len(drafted.session.scheduler._free_slots) == 4
+
+
+LONG = dataclasses.replace(GREEDY, max_tokens=900)
+
+
+def test_a_stream_that_a_variable_holds_gives_its_row_back_when_it_is_closed(drafted):
+    held = drafted.stream(PROMPTS[0], LONG)
+    for _ in held:
+        break
+    assert len(drafted.session.scheduler._free_slots) == 3
+    held.close()
+    assert len(drafted.session.scheduler._free_slots) == 4
+    with drafted.stream(PROMPTS[0], LONG) as pieces:
+        for _ in pieces:
+            break
+    assert len(drafted.session.scheduler._free_slots) == 4 and list(pieces) == []
+
+
+def test_a_request_has_an_id_by_which_another_thread_ends_it(drafted):
+    def aborting():
+        while not drafted.session.scheduler.running:
+            time.sleep(1e-3)
+        drafted.abort("slow")
+
+    pair = dataclasses.replace(LONG, n=2)
+    (slow, quick), _ = in_threads(
+        lambda: drafted.generate(PROMPTS[:2], [pair, GREEDY], request_ids=["slow", "quick"]),
+        aborting,
+    )
+    assert (slow.request_id, quick.request_id) == ("slow", "quick")
+    assert [sample.finish_reason for sample in slow.outputs] == ["abort"] * 2
+    assert quick.outputs[0].finish_reason == "length"
+    stream = drafted.stream(PROMPTS[0], LONG, request_id="streamed")
+    next(stream)
+    drafted.abort("streamed")
+    assert [piece.finish_reason for piece in stream][-1] == "abort"
+    first, second = (output.request_id for output in drafted.generate(PROMPTS[:2], GREEDY))
+    assert int(second) == int(first) + 1
+    for names in (["a"], "ab", [1, 2]):
+        with pytest.raises(ValueError, match="request_ids must be a list of 2 texts"):
+            drafted.generate(PROMPTS[:2], GREEDY, request_ids=names)
+
+
+def test_a_closed_llm_gives_its_memory_back_and_refuses_calls(short_model):
+    with LLM(short_model, speculative_config=None, **OPTIONS) as llm:
+        stream = llm.stream(PROMPTS[0], LONG)
+        next(stream)
+        weights = llm._runner._weights
+        state = weakref.ref(llm._runner.state.page_tables)
+    assert next(stream).finish_reason == "abort" and list(stream) == []
+    assert llm._runner._weights == () and state() is None
+    assert not any(weight.is_deleted() for weight in weights)  # others may share them
+    for call in (llm.metrics, llm.memory_map, llm.warm_up, llm.trace().__enter__):
+        with pytest.raises(RuntimeError, match="once it is closed"):
+            call()
+    for call in (llm.generate, llm.stream, llm.abort):
+        with pytest.raises(RuntimeError, match="once it is closed"):
+            call("x")
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_forked_child_gets_an_error_in_place_of_a_hang(drafted, short_model):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # a child that hangs ends so
+        refused = 0
+        for call in (drafted.generate, drafted.chat, jaxspec.generate, lambda _: LLM(short_model)):
+            try:
+                call("x")
+            except RuntimeError as error:
+                refused += "threads of JAX do not survive a fork" in str(error)
+            except BaseException:
+                pass
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+
+
+def test_an_interrupt_while_programs_warm_up_or_the_state_is_made_harms_no_later_call(
+    short_model, monkeypatch
+):
+    llm = LLM(short_model, speculative_config=None, **OPTIONS)
+    run, make = llm._runner._run, llm._runner._new_state
+
+    def interrupt(*args):
+        run(*args)
+        monkeypatch.setattr(llm._runner, "_run", run)
+        monkeypatch.setattr(llm._runner, "_new_state", interrupt_again)
+        raise KeyboardInterrupt
+
+    def interrupt_again():
+        monkeypatch.setattr(llm._runner, "_new_state", make)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._runner, "_run", interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], GREEDY)
+    want = jaxspec.generate(PROMPTS[0], short_model, GREEDY, speculative_config=None)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == want.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

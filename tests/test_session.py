@@ -1,6 +1,9 @@
 """A session's turns: threads that step at once, streams dropped midway, steps that fail."""
 
 import functools
+import os
+import random
+import signal
 import time
 
 import pytest
@@ -217,6 +220,129 @@ def test_after_a_failed_step_all_have_ended_and_the_session_starts_afresh(error)
     assert session.engine.num_resets == 1 and not session.scheduler.has_work
     session.engine.within_step = lambda: None
     assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+
+
+@pytest.mark.parametrize("target", ["scheduler", "engine"])
+def test_a_recovery_that_is_interrupted_is_made_up_for(target, monkeypatch):
+    """A second Ctrl-C comes while the session starts afresh, before or after its books are new."""
+    session, sample = make_session(), make_sample(0)
+    streamed = session.stream(sample)
+    next(streamed)
+
+    def interrupt(*args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt("the second")
+
+    def fail():
+        raise KeyboardInterrupt("the first")
+
+    session.engine.within_step = fail
+    monkeypatch.setattr(getattr(session, target), "reset", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="the second"):
+        run(session, [make_sample(1)])
+    session.engine.within_step = lambda: None
+    assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+    assert [delta.finish_reason for delta in streamed] == ["error"]
+    assert not session._samples and not session.scheduler.has_work
+
+
+def test_an_interrupt_at_any_time_leaves_no_lock_held_and_nothing_running():
+    session, rng, interrupts = make_session(), random.Random(0), 0
+    for seed in range(300):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 6e-3))
+        try:
+            texts = run(session, [make_sample(seed, 3)])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert texts == [letters(seed, 3)]
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    assert interrupts > 100
+    results = in_threads(*[lambda: run(session, [make_sample(4, 5)])] * 2)  # no lock is held
+    assert results == [[letters(4, 5)]] * 2
+    assert not session._samples and not session.scheduler.has_work
+
+
+def test_memory_that_runs_out_where_a_request_leaves_loses_no_slot_and_no_page(monkeypatch):
+    session, samples = make_session(), [make_sample(seed) for seed in range(2)]
+
+    def leave(request):
+        session.scheduler.waiting.remove(request)
+        raise MemoryError
+
+    streams = [session.stream(sample) for sample in samples]
+    for deltas in streams:
+        next(deltas)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.scheduler, "end", lambda request, finish: leave(request))
+        with pytest.raises(MemoryError):
+            streams[0].close()
+    assert [delta.finish_reason for delta in streams[1]][-1] == "error"
+    assert len(session.scheduler._free_slots) == SIZES.max_num_seqs
+    assert session.scheduler.pages.num_free == SIZES.num_pages - 1
+    assert run(session, [make_sample(2, 4)]) == [letters(2, 4)]
+
+
+def test_a_request_is_ended_by_its_id_from_another_thread():
+    session = make_session()
+    samples = [make_sample(seed, 300) for seed in range(3)]
+    for sample, name in zip(samples, ("mine", "mine", "other"), strict=True):
+        sample.request_id = name
+
+    def aborting():
+        while samples[2].request.num_output < 3:
+            time.sleep(1e-3)
+        session.abort("nobody's")
+        session.abort("mine")
+
+    texts, _ = in_threads(lambda: run(session, samples), aborting)
+    assert [sample.request.finish for sample in samples] == [Finish.ABORT] * 2 + [Finish.LENGTH]
+    assert texts[2] == letters(2, 300) and texts[0] == letters(0, len(texts[0]))
+
+
+def test_a_closed_session_has_ended_all_and_takes_no_more():
+    session = make_session()
+    streamed, running = session.stream(make_sample(0)), make_sample(1, 300)
+    next(streamed)
+
+    def closing():
+        while running.request.num_output < 3:
+            time.sleep(1e-3)
+        session.close()
+
+    in_threads(lambda: run(session, [running]), closing)
+    assert running.request.finish == Finish.ABORT
+    assert [delta.finish_reason for delta in streamed][-1] == "abort"
+    with pytest.raises(RuntimeError, match="once it is closed"):
+        session.add([make_sample(2)])
+    session.close()  # once more: nothing left to do
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_forked_child_is_refused_and_may_drop_what_its_parent_runs():
+    session = make_session()
+    streamed = session.stream(make_sample(0, 5))
+    next(streamed)
+    child = os.fork()
+    if not child:
+        refused = 0
+        for call in (
+            session.step,
+            session.close,
+            lambda: session.add([]),
+            session.turn().__enter__,
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                refused += "made it" in str(error) and "spawn" in str(error)
+        streamed.close()
+        os._exit(10 * refused + session.engine.num_drains)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 40
+    assert "".join(delta.text for delta in streamed) == letters(0, 5)[1:]
 
 
 def test_one_thread_s_failed_step_ends_the_other_thread_s_samples_too():

@@ -63,7 +63,7 @@ class ModelRunner:
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
-        self._state = self._new_state()
+        self._state: EngineState | None = self._new_state()
         self._steps: dict[Program, jax.stages.Wrapped] = {}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
@@ -88,19 +88,30 @@ class ModelRunner:
     @property
     def state(self) -> EngineState:
         """The newest state. Read it before the next dispatch, which takes its memory."""
+        if self._state is None:
+            self._state = self._new_state()
         return self._state
 
     def reset(self) -> None:
-        """Start again from an empty state, whatever became of the last one."""
-        del self._state  # its memory goes first
-        self._state = self._new_state()
+        """Start again from an empty state, whatever became of the last one.
+
+        It is made when it is needed: by then the old one's memory is free, and an interrupt of the
+        making is made good by the next try.
+        """
+        self._state = None
+
+    def close(self) -> None:
+        """Give the device's memory back; nothing may be dispatched any more."""
+        self._state, self._weights, self._tables = None, (), ()
+        self._steps.clear()
+        self._programs.clear()
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
 
         Lowering neither copies nor donates them.
         """
-        args = self._weights, self._tables, self._state, self._empty_plan(program)
+        args = self._weights, self._tables, self.state, self._empty_plan(program)
         return self._step(program, args).lower(*args)
 
     def warm_up(self, program: Program) -> None:
@@ -120,7 +131,7 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        return bytes_held(self._weights, self._tables, self._state, self._specs)
+        return bytes_held(self._weights, self._tables, self.state, self._specs)
 
     def _held_with(self, shapes: StepShapes) -> dict[str, int]:
         state = jax.eval_shape(lambda: self._init_state(shapes))
@@ -130,12 +141,12 @@ class ModelRunner:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
             step, depends = jitted_step(self._config, program), (self._config, program)
-            results = jax.tree.structure((self._state, 0))
+            results = jax.tree.structure((self.state, 0))
             self._steps[program] = kept(step, args, results, donated=2, closed_over=depends)
         return self._steps[program]
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
-        self._state, output = step(self._weights, self._tables, self._state, packed)
+        self._state, output = step(self._weights, self._tables, self.state, packed)
         return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
 
     def _new_state(self) -> EngineState:

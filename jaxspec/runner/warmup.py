@@ -1,5 +1,6 @@
 """Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
 
+import contextlib
 import functools
 import os
 import time
@@ -40,10 +41,15 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
 
 
 def warm_up(
-    runner: ModelRunner, samplers: Iterable[Sampler], *, progress: bool = False
+    runner: ModelRunner,
+    samplers: Iterable[Sampler],
+    *,
+    progress: bool = False,
+    guard: contextlib.AbstractContextManager | None = None,
 ) -> dict[str, float]:
     """Compile the `programs` of `samplers` that are not compiled yet, behind a bar that names them.
 
+    Then they run once on the state of `runner`, within `guard`: an interrupt there loses the state.
     Returns the seconds that each took by its label. Some are compiled at the same time.
     """
     jobs = _jobs(runner, samplers)
@@ -61,8 +67,9 @@ def warm_up(
     finally:
         pool.shutdown(cancel_futures=True)
     # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    for job in jobs:
-        job.run()
+    with guard or contextlib.nullcontext():
+        for job in jobs:
+            job.run()
     return seconds
 
 

@@ -25,11 +25,23 @@ class Scheduler:
     def __init__(self, shapes: StepShapes):
         """Start empty."""
         self.shapes = shapes
-        self.pages = PagePool(shapes.num_pages)
+        self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission; the last is preempted first
-        self.num_preemptions = 0
-        self._free_slots = list(range(shapes.num_slots - 1, 0, -1))
+        self.reset()
+
+    def reset(self, requests: Iterable[Request] = ()) -> None:
+        """Forget every request, whatever an interrupt has left of the books.
+
+        All it has, and `requests`, end with ERROR. Slots and pages are counted anew, so none can be
+        lost. It may be called again after an interrupt of its own.
+        """
+        for request in (*requests, *self.waiting, *self.running):
+            request.finish = Finish.ERROR
+        self.waiting.clear()
+        self.running.clear()
+        self.pages = PagePool(self.shapes.num_pages)
+        self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
 
     @property

@@ -495,6 +495,29 @@ def test_a_request_that_can_never_run_is_refused():
     assert not scheduler.has_work
 
 
+@pytest.mark.parametrize("cut", ["pages.release", "_followers.dismiss"])
+def test_a_reset_finds_every_slot_and_page_wherever_an_interrupt_cut_the_books(cut, monkeypatch):
+    scheduler = Scheduler(make_buckets(max_num_seqs=3, decode_rows=(3,)))
+    requests = make_group(3, 9, 6, n=2) + make_group(20, 5, 4) + make_group(30, 5, 4)
+    scheduler.add(requests)
+    for _ in range(3):
+        scheduler.schedule()
+    leaving = scheduler.running[0]
+    part, method = cut.split(".")
+
+    def interrupt(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(getattr(scheduler, part), method, interrupt)
+    with pytest.raises(MemoryError):
+        scheduler.end(leaving, Finish.ABORT)
+    scheduler.reset(requests)
+    assert {request.finish for request in requests} == {Finish.ERROR}
+    assert sorted(scheduler._free_slots) == [1, 2, 3]
+    assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
+    assert not scheduler.has_work and not scheduler._followers
+
+
 @pytest.mark.parametrize("fact, what", [("slot", "slot"), ("row", "row of the last plan")])
 def test_a_plan_of_two_rows_in_one_place_is_refused(fact, what):
     """Kernels write a row's slot without a look at the others'."""
