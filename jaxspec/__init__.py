@@ -1,6 +1,7 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
-from jaxspec.llm import LLM, generate
+from jaxspec.kept_llm import generate
+from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams

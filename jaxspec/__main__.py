@@ -1,4 +1,7 @@
-"""`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures."""
+"""`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures.
+
+`python -m jaxspec replay FILE` is another command: `jaxspec.replay`.
+"""
 
 import argparse
 import json
@@ -7,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jaxspec import replay
 from jaxspec.arguments import engine_options, parser, prompts_of
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
@@ -20,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns its exit status: 0; 1 if the model failed on a prompt; 2 after an error that the user
     can mend; 130 after Ctrl-C and 141 when nobody reads the output any more, as shells count.
     """
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["replay"]:
+        return replay.main(words[1:])
+    args = parser().parse_args(words)
     try:
         failed, total = _run(args)
         sys.stdout.flush()  # a closed pipe shows here, not when Python ends

@@ -5,35 +5,27 @@ import functools
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from jaxspec.cache import kv_dtype_of
-from jaxspec.config import StateConfig
 from jaxspec.engine import Engine, StepTimes
+from jaxspec.flight.about import about
+from jaxspec.flight.recorder import FlightRecorder, default_folder
 from jaxspec.inputs import InputProcessor, Prompt, params_of
-from jaxspec.models import dtype_of, load_model, resolve_folder
+from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.pallas import dispatch
-from jaxspec.proposers import make_proposer
-from jaxspec.runner.memory import MemoryBudget, memory_map
-from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.runner.memory import memory_map
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampler import SAMPLERS, Sampler
-from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.session import Session, check_process
-from jaxspec.speculation import SpeculativeConfig
 from jaxspec.tokenizer import Tokenizer
-
-EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
 Groups = list[list[Sample]]  # the samples of each prompt
 _BAR: dict[str, Any] = {"desc": "generating", "leave": False, "mininterval": 0.25, "miniters": 0}
@@ -55,20 +47,12 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         """Load the model and allocate its state; programs are compiled when first needed."""
-        check_process(_first_process())
+        check_process(first_process())
         config = EngineConfig.of(model, options)
-        enable_compilation_cache(config.compilation_cache)
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
-        is_dummy = config.load_format == "dummy"
-        folder = EMBEDDED_MODEL
-        if config.model is not None:
-            folder = resolve_folder(config.model, progress, weights=not is_dummy)
-        dtype = dtype_of(config.dtype)
-        # Taken before anything is loaded: the budget is what other engines leave.
-        budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
-        loaded = load_model(folder, dtype, load_format=config.load_format, progress=progress)
-        speculation = SpeculativeConfig.resolve(config.speculative_config, loaded.has_draft_head)
-        proposer = make_proposer(speculation, loaded.vocab_size) if speculation else None
+        loaded = load(config, progress=progress)
+        folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
+        self._runner = loaded.runner
         self._show_progress = progress
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._compile_seconds: dict[str, float] = {}
@@ -76,31 +60,28 @@ class LLM:
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         self._inputs = InputProcessor(
             self.tokenizer,
-            vocab_size=loaded.vocab_size,
-            eos_ids=loaded.eos_token_ids,
+            vocab_size=model_config.vocab_size,
+            eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
         )
-        self._runner = ModelRunner(
-            loaded,
-            config.step_shapes(
-                max_positions=loaded.max_position_embeddings,
-                num_drafts=speculation.num_speculative_tokens if speculation else 0,
-            ),
-            proposer,
-            dtype=dtype,
-            verifier=make_verifier(speculation),
-            states=StateConfig.resolve(
-                config.state_policy,
-                config.state_dtype,
-                has_kernels=dispatch.kernels_here()[1] is None,
-            ),
-            kv_dtype=kv_dtype_of(config.kv_dtype, dtype),
-            budget=budget,
-        )
         self.shapes = self._runner.shapes  # with the pages that fit
-        engine = Engine(Scheduler(self.shapes), self._runner, max_in_flight=config.max_in_flight)
-        self.session = Session(engine)  # for those who step it themselves
+        self._flight, on_failure = None, None
+        if config.flight_recorder != "off":
+            self._flight = FlightRecorder(
+                self._runner,
+                self.shapes,
+                about(loaded.config, folder, model_config.vocab_size),
+                hashed=config.flight_recorder == "hashed",
+            )
+            folder = Path(config.flight_folder or default_folder())
+            on_failure = functools.partial(self._flight.save_failure, folder=folder)
+        engine = Engine(
+            Scheduler(self.shapes),
+            self._flight or self._runner,
+            max_in_flight=config.max_in_flight,
+        )
+        self.session = Session(engine, on_failure)  # for those who step it themselves
 
     def __enter__(self) -> "LLM":
         """The LLM itself."""
@@ -132,15 +113,17 @@ class LLM:
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
         self.session.require_usable()
-        with self.session.turn():  # programs run on the engine's state once they are compiled
-            self._samplers.update(samplers)  # a step may have rows of any two that ever came
-            seconds = warm_up(
-                self._runner,
-                self._samplers,
-                progress=self._show_progress,
-                guard=self.session.guard(),
-            )
-            self._compile_seconds |= seconds
+        self.session.in_turn(lambda: self._compile_in_turn(samplers))
+
+    def _compile_in_turn(self, samplers: Iterable[Sampler]) -> None:
+        """Programs run on the engine's state once they are compiled."""
+        self._samplers.update(samplers)  # a step may have rows of any two that ever came
+        self._compile_seconds |= warm_up(
+            self._runner,
+            self._samplers,
+            progress=self._show_progress,
+            guard=self.session.guarded,
+        )
 
     def generate(
         self,
@@ -235,6 +218,37 @@ class LLM:
             "implementations": dispatch.implementations(),
         }
 
+    def save_flight(self, path: str | Path) -> Path:
+        """Write the steps since the start to `path`, for `python -m jaxspec replay`.
+
+        Since the last `restart_flight`, if there was one. By itself this happens when a step fails.
+
+        Raises:
+            ValueError: the flight recorder is off, or had to drop its steps.
+            OSError: the file can't be written.
+        """
+        flight = self._require_flight()
+        self.session.in_turn(lambda: flight.save(Path(path)))
+        return Path(path)
+
+    def restart_flight(self) -> None:
+        """Record from here on: copy the device's state to the host and forget the steps before.
+
+        Raises:
+            ValueError: the flight recorder is off, or leaves token ids out.
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
+        flight = self._require_flight()
+        self.session.in_turn(lambda: flight.restart(self._runner.copy_state()))
+
+    def _require_flight(self) -> FlightRecorder:
+        if self._flight is None:
+            raise ValueError(
+                "There is no flight to save with flight_recorder='off'. Use 'full' or 'hashed'."
+            )
+        return self._flight
+
     def memory_map(self) -> str:
         """What holds the device's memory, for people: a line each, the biggest first.
 
@@ -251,21 +265,22 @@ class LLM:
         For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
         """
         self.session.require_usable()
-        engine = self.session.engine
-        with contextlib.ExitStack() as watching:
-            with self.session.turn():
-                if engine.trace is not None:
-                    raise RuntimeError(
-                        "An LLM keeps one trace at a time: leave the other `with` first."
-                    )
-                watching.enter_context(self._runner.watch())
-                engine.trace = steps = []
-            try:
-                yield steps
-            finally:
-                with self.session.turn():
-                    engine.trace = None
-                    watching.close()
+        watching, steps = contextlib.ExitStack(), list[StepTimes]()
+        self.session.in_turn(lambda: self._start_trace(watching, steps))
+        try:
+            yield steps
+        finally:
+            self.session.in_turn(lambda: self._end_trace(watching))
+
+    def _start_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
+        if self.session.engine.trace is not None:
+            raise RuntimeError("An LLM keeps one trace at a time: leave the other `with` first.")
+        watching.enter_context(self._runner.watch())
+        self.session.engine.trace = steps
+
+    def _end_trace(self, watching: contextlib.ExitStack) -> None:
+        self.session.engine.trace = None
+        watching.close()
 
     def _prepare(
         self,
@@ -303,36 +318,6 @@ def _is_name(name: object) -> bool:
 
 
 @functools.cache
-def _first_process() -> int:
+def first_process() -> int:
     """The process in which the first LLM was made, by which JAX has threads."""
     return os.getpid()
-
-
-_KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
-_KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one
-
-
-def generate(
-    prompts: Prompt | Sequence[Prompt],
-    model: str | Path | None = None,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    **options: Any,
-) -> RequestOutput | list[RequestOutput]:
-    """Complete one prompt or several with the embedded model, or with `model`.
-
-    One `RequestOutput` for one prompt, a list for a list. `options` are those of `LLM`; the LLM is
-    kept for the next call with the same options.
-    """
-    is_single = isinstance(prompts, str | Mapping)
-    batch = [prompts] if is_single else list(prompts)
-    num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
-    rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
-    key = repr((model, sorted(options.items())))
-    check_process(_first_process())  # whose threads may hold the lock
-    with _KEPT_LOCK:
-        if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:
-            _KEPT.clear()  # one model at a time: the old one's memory goes first
-            _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})
-        llm = _KEPT[key]
-    outputs = llm.generate(batch, sampling_params)
-    return outputs[0] if is_single else outputs

@@ -111,6 +111,16 @@ class EngineConfig:
     compilation_cache: str | Path | None = option(
         None, "folder of compiled programs", none="the user's cache folder"
     )
+    flight_recorder: Literal["full", "hashed", "off"] = option(
+        "full",
+        "what is kept of every step for `python -m jaxspec replay`, in memory until a step fails: "
+        "full keeps token ids, hashed leaves them out of files, off keeps nothing",
+    )
+    flight_folder: str | Path | None = option(
+        None,
+        "folder of the files that the flight recorder writes when a step fails",
+        none="the user's state folder",
+    )
     show_progress: bool | None = option(
         None, "whether progress bars are drawn", none="if standard error is a terminal"
     )

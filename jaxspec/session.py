@@ -4,11 +4,14 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
 from jaxspec.request import Finish, Request
+
+_Result = TypeVar("_Result")
 
 
 class Session:
@@ -35,7 +38,7 @@ class Session:
         self._added: deque[tuple[Sample, ...]] = deque()
         self._aborted: deque[tuple[Sample, ...] | str] = deque()  # samples, or a request id
         self._turn, self._next = threading.RLock(), threading.Lock()
-        self._holder: int | None = None  # the thread that has the turn
+        self._is_taken = False  # the thread that holds the lock acts
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -56,14 +59,7 @@ class Session:
 
     def close(self) -> None:
         """End every sample with "abort" and collect what is in flight; `add` is refused then."""
-        check_process(self._process)
-        with self.turn():
-            self.is_closed = True
-            with self.guard():
-                self._let_in()
-                for request in list(self._samples):
-                    self._end(request)
-                self.engine.drain()
+        self.in_turn(lambda: self.guarded(self._end_all))
 
     def check(self, samples: Iterable[Sample]) -> None:
         """Refuse samples that could never run, even alone.
@@ -96,8 +92,7 @@ class Session:
 
         After an error every sample has ended with "error", and the session starts afresh.
         """
-        with self.turn():
-            return self._step()
+        return self.in_turn(self._step)
 
     def run(self, samples: Sequence[Sample]) -> Generator[Sequence[Sample], None, None]:
         """Add samples and step until all have ended; yields after each step those that have not.
@@ -124,59 +119,59 @@ class Session:
         try:
             self.add([sample])
             while not is_over:
-                with self.turn():
-                    delta = sample.take()  # from a step of another caller
-                    if delta is None:
-                        self._step()
-                        delta = sample.take()
+                delta = self.in_turn(lambda: self._next_delta(sample))
                 if delta is not None:
                     is_over = delta.finish_reason is not None
                     yield delta
         finally:
             self.abort([sample])
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Only the thread inside may step; the others wait, and each gets its turn.
+    def in_turn(self, act: Callable[[], _Result]) -> _Result:
+        """What `act` returns, done while no other thread steps.
 
         Raises:
             RuntimeError: this is a forked child of the session's process.
         """
         check_process(self._process)
-        if self._holder == threading.get_ident():
-            yield  # a generator that the garbage collector closes within this thread's turn
-            return
         try:
-            with self._taken(blocking=True):
-                yield
+            return self._hold(act)  # pyright: ignore[reportReturnType]
         finally:
             self._end_aborted()
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Within a turn: after an error or an interrupt inside, the session starts afresh.
+    def guarded(self, act: Callable[[], _Result]) -> _Result:
+        """What `act` returns; within a turn. After an error or an interrupt the session is new.
 
         Nobody knows then what the device holds, so every sample ends with "error". A recovery that
-        was itself cut short is made up for by the next guard.
+        was itself cut short is made up for by the next call.
         """
         if not self._is_whole:
             self._recover()
         self._is_whole = False
         try:
-            yield
+            result = act()
         except BaseException as error:
             if self._on_failure is not None and isinstance(error, Exception):
                 self._on_failure(error)
             self._recover()
             raise
         self._is_whole = True
+        return result
 
-    # These run within a turn, except `_end_aborted`, which takes one if it is free.
+    # These run within a turn, except `_end_aborted` and `_hold`.
 
     def _step(self) -> list[Sample]:
-        with self.guard():
-            self._let_in()
-            return [self._read(progress.request) for progress in self.engine.step()]
+        return self.guarded(self._step_once)
+
+    def _step_once(self) -> list[Sample]:
+        self._let_in()
+        return [self._read(progress.request) for progress in self.engine.step()]
+
+    def _next_delta(self, sample: Sample) -> TextDelta | None:
+        delta = sample.take()  # from a step of another caller
+        if delta is None:
+            self._step()
+            delta = sample.take()
+        return delta
 
     def _let_in(self) -> None:
         """Hand what was added to the scheduler; a note goes when that is done."""
@@ -200,24 +195,24 @@ class Session:
         if self._samples.pop(request, None):
             self.scheduler.end(request, Finish.ABORT)
 
+    def _end_all(self) -> None:
+        self.is_closed = True
+        self._let_in()
+        for request in list(self._samples):
+            self._end(request)
+        self.engine.drain()
+
     def _end_aborted(self) -> None:
         """End what was aborted; a thread that has the turn does so when that is over.
 
         Not in a forked child, which drops its copies of what its parent runs.
         """
-        while self._aborted and self._holder != threading.get_ident():
-            if os.getpid() != self._process:
+        while self._aborted and os.getpid() == self._process:
+            if not self._hold(lambda: self.guarded(self._end_noted), wait=False):
                 return
-            with self._taken(blocking=False) as is_taken:
-                if not is_taken:
-                    return
-                with self.guard():
-                    self._let_in()
-                    self._abort_noted()
-                    if not self.scheduler.has_work:
-                        self.engine.drain()
 
-    def _abort_noted(self) -> None:
+    def _end_noted(self) -> bool:
+        self._let_in()
         while self._aborted:
             note = self._aborted[0]
             if isinstance(note, str):
@@ -225,6 +220,9 @@ class Session:
             for sample in note:
                 self._end(sample.request)
             self._aborted.popleft()
+        if not self.scheduler.has_work:
+            self.engine.drain()
+        return True
 
     def _recover(self) -> None:
         """Start afresh; every sample ends with "error". It may be run again from any point."""
@@ -233,25 +231,27 @@ class Session:
         self._samples.clear()
         self._is_whole = True
 
-    @contextlib.contextmanager
-    def _taken(self, *, blocking: bool) -> Iterator[bool]:
-        """Take the turn and give it back; whether it could be had at once, if not `blocking`.
+    def _hold(self, act: Callable[[], _Result], *, wait: bool = True) -> _Result | None:
+        """Take the turn, act, and give it back; None if it is not free and we do not `wait`.
 
         A thread that steps in a loop would take a plain lock again before others wake up. So the
         next in line holds `_next`, and a thread that has just had its turn has to wait for that.
+
+        Python hears an interrupt after any call, so also right after the lock was taken. The lock
+        knows whether it was, and in a `finally` nothing is heard before the first call is over.
         """
-        me = threading.get_ident()
         try:
-            with self._next if blocking else contextlib.nullcontext():
-                is_taken = self._turn.acquire(blocking)
-            if is_taken:
-                self._holder = me
-            yield is_taken
+            with self._next if wait else contextlib.nullcontext():
+                is_held = self._turn.acquire(wait)
+            # The garbage collector may close a stream within this thread's own turn.
+            if not is_held or (self._is_taken and not wait):
+                return None
+            was_taken, self._is_taken = self._is_taken, True
+            try:
+                return act()
+            finally:
+                self._is_taken = was_taken
         finally:
-            # Python hears an interrupt after a call. So none comes before this one; and whether the
-            # lock was taken when one came above is known to the lock alone.
-            if self._holder == me:
-                self._holder = None
             try:  # noqa: SIM105
                 self._turn.release()
             except RuntimeError:

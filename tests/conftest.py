@@ -13,7 +13,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.llm import EMBEDDED_MODEL
+from jaxspec.loading import EMBEDDED_MODEL
 from jaxspec.pallas import dispatch
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache

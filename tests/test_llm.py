@@ -61,7 +61,7 @@ def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted, s
     assert single.prompt == PROMPTS[0] and single.outputs[0].finish_reason == "length"
     assert single.prompt_token_ids == drafted.tokenizer.encode(PROMPTS[0])
     assert single.outputs[0].text == drafted.tokenizer.decode(single.outputs[0].token_ids)
-    (kept,) = jaxspec.llm._KEPT.values()
+    (kept,) = jaxspec.kept_llm._KEPT.values()
     assert len(kept._runner._programs) <= 3
 
 
@@ -104,7 +104,7 @@ def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embed
 
 def check_held_out_prompts(llm):
     """The gate of bundling: at least 2.0 tokens a verify step over held-out prompts."""
-    data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
+    data = json.loads((jaxspec.loading.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
     prompts = [{"prompt_token_ids": prompt} for prompt in data["prompts"]]
     params = SamplingParams(temperature=0.0, max_tokens=len(data["greedy"][0]), ignore_eos=True)
     outputs = llm.generate(prompts, params)
@@ -162,7 +162,7 @@ def check_preemption(llm, prompts, params, want):
 
 @pytest.fixture(scope="module")
 def held_out():
-    data = json.loads((jaxspec.llm.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
+    data = json.loads((jaxspec.loading.EMBEDDED_MODEL / "held_out_prompts.json").read_text())
     return [{"prompt_token_ids": p[: 96 - 9 * i]} for i, p in enumerate(data["prompts"][:6])]
 
 

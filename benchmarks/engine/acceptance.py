@@ -10,7 +10,7 @@ import json
 
 from benchmarks.measure import record
 from jaxspec import LLM, RequestMetrics, SamplingParams
-from jaxspec.llm import EMBEDDED_MODEL
+from jaxspec.loading import EMBEDDED_MODEL
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -99,6 +99,27 @@ class ModelRunner:
         making is made good by the next try.
         """
         self._state = None
+
+    def copy_state(self) -> list[np.ndarray]:
+        """The leaves of the newest state, copied to the host once the device is done with it."""
+        return [np.array(leaf) for leaf in jax.tree.leaves(self.state)]
+
+    def restore(self, leaves: Sequence[np.ndarray]) -> None:
+        """Go on from the state that `copy_state` gave.
+
+        Raises:
+            ValueError: the leaves are of another engine's state.
+        """
+        now, tree = jax.tree.flatten(self.state)
+        kinds = [[(leaf.shape, leaf.dtype) for leaf in each] for each in (now, leaves)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                "A state must have the arrays of this engine, and the copy has others. Restore it "
+                "with the options and the version of the engine that it was copied from."
+            )
+        where = self.state.page_tables.sharding
+        self._state = None  # its memory goes first
+        self._state = jax.device_put(jax.tree.unflatten(tree, leaves), where)
 
     def close(self) -> None:
         """Give the device's memory back; nothing may be dispatched any more."""

@@ -1,6 +1,5 @@
 """Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
 
-import contextlib
 import functools
 import os
 import time
@@ -45,11 +44,12 @@ def warm_up(
     samplers: Iterable[Sampler],
     *,
     progress: bool = False,
-    guard: contextlib.AbstractContextManager | None = None,
+    guard: Callable[[Callable[[], None]], None] = lambda run: run(),
 ) -> dict[str, float]:
     """Compile the `programs` of `samplers` that are not compiled yet, behind a bar that names them.
 
-    Then they run once on the state of `runner`, within `guard`: an interrupt there loses the state.
+    Then they run on the state of `runner`. `guard` calls what does that: an interrupt loses the
+    state.
     Returns the seconds that each took by its label. Some are compiled at the same time.
     """
     jobs = _jobs(runner, samplers)
@@ -67,10 +67,13 @@ def warm_up(
     finally:
         pool.shutdown(cancel_futures=True)
     # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    with guard or contextlib.nullcontext():
-        for job in jobs:
-            job.run()
+    guard(lambda: _run(jobs))
     return seconds
+
+
+def _run(jobs: Iterable[CompileJob]) -> None:
+    for job in jobs:
+        job.run()
 
 
 def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:

@@ -83,7 +83,7 @@ def test_links_lead_to_files(path):
 
 
 def test_the_python_in_it_runs(monkeypatch, tmp_path, short_model):
-    monkeypatch.setattr("jaxspec.llm.EMBEDDED_MODEL", short_model)
+    monkeypatch.setattr("jaxspec.loading.EMBEDDED_MODEL", short_model)
     text = README.read_text()
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "readme"}

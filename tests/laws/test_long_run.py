@@ -5,7 +5,7 @@ import pytest
 from oracle import TIE, Oracle, expect
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.llm import EMBEDDED_MODEL
+from jaxspec.loading import EMBEDDED_MODEL
 
 pytestmark = pytest.mark.soak
 LONG = True  # begun last, it would run alone

@@ -1,0 +1,50 @@
+"""What a flight says of the engine that it was recorded on."""
+
+import dataclasses
+import hashlib
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxspec import device
+from jaxspec.options import EngineConfig
+
+_HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, and some weights
+_NOT_KEPT = ("compilation_cache", "show_progress", "flight_recorder", "flight_folder")
+
+
+def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]:
+    """What a replay needs beside plans, in JSON's types.
+
+    `config`: with everything resolved that the device decided; `folder`: of the checkpoint.
+    """
+    options = dataclasses.asdict(config)
+    for name in _NOT_KEPT:
+        del options[name]
+    if config.model is not None and Path(config.model).expanduser().is_dir():
+        options["model"] = str(folder.resolve())
+    here = device.default_device()
+    return {
+        "options": options,
+        "vocab_size": vocab_size,
+        "checkpoint": digest_of(folder),
+        "device": here.device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
+        },
+    }
+
+
+def digest_of(folder: Path) -> str:
+    """What tells a checkpoint from others: config.json, and the sizes and heads of its weights.
+
+    Not all of the weights: reading them would take as long as loading them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEAD))
+    return digest.hexdigest()

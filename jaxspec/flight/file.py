@@ -1,0 +1,216 @@
+"""A flight as a file: plans and outputs of every step, packed end to end and compressed.
+
+The file is a NumPy archive (`.npz`) without pickles: a header in JSON, the plans, the outputs, and
+the leaves of the device's state if the flight starts from a copy. It may come from anybody, so
+`read` believes nothing of it: sizes, programs and indices are checked before a device sees them.
+"""
+
+import dataclasses
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers the 16-bit and 8-bit floats with NumPy, by name
+import numpy as np
+
+from jaxspec.config import StepShapes
+from jaxspec.flight.flight import Flight, Step
+from jaxspec.plan import Program, StepOutput, output_layout, plan_layout
+from jaxspec.row import row_layout
+from jaxspec.sampler import SAMPLERS, Sampler
+
+FORMAT = 1  # of the file; readers refuse others
+MAX_BYTES = 2**36  # of what a file holds when it is unpacked; a copy of the state is most of it
+_MAX_HEADER_BYTES = 2**20
+
+
+def write(path: Path, flight: Flight) -> None:
+    """Write `flight` in one piece; only the user can read the file.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    programs = list(dict.fromkeys(step.program for step in flight.steps))
+    outputs = [_packed(step.output, flight.shapes) for step in flight.steps]
+    header = {
+        "format": FORMAT,
+        **{name: getattr(flight, name) for name in ("about", "start", "failure", "hashed")},
+        "shapes": dataclasses.asdict(flight.shapes),
+        "programs": [dataclasses.asdict(program) for program in programs],
+        "leaves": [[leaf.dtype.name, leaf.shape] for leaf in flight.state or ()],
+    }
+    arrays = {
+        "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+        "steps": np.array([programs.index(step.program) for step in flight.steps], np.int32),
+        "has_output": np.array([step.output is not None for step in flight.steps], bool),
+        "plans": _end_to_end([step.packed for step in flight.steps]),
+        "outputs": _end_to_end(outputs),
+    }
+    for index, leaf in enumerate(flight.state or ()):
+        arrays[f"leaf_{index}"] = np.frombuffer(leaf.tobytes(), np.uint8)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Flight:
+    """The flight in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no whole flight, of another format, or holds what no engine would plan.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"A flight must be a file that a flight recorder wrote, and {path} is none."
+        )
+    try:
+        arrays = _arrays(path)
+        header = json.loads(arrays["header"].tobytes())
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']}, and this version reads {FORMAT}")
+        return _flight(header, arrays)
+    except (KeyError, TypeError, ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"A flight must be a whole file as a flight recorder wrote it, and {path} is not "
+            f"({why:.200}). Copy it again, or read it with the version that wrote it."
+        ) from error
+
+
+# Writing.
+
+
+def _packed(output: StepOutput | None, shapes: StepShapes) -> np.ndarray:
+    if output is None:
+        return np.zeros(0, np.int32)
+    layout = output_layout(shapes.num_drafts)
+    fields = [layout.bits(name, getattr(output, name)) for name in layout.fields]
+    return np.concatenate(fields, axis=-1)
+
+
+def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *(array.ravel() for array in arrays)])
+
+
+# Reading.
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with zipfile.ZipFile(path) as archive:
+        sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+    if sizes.get("header.npy", 0) > _MAX_HEADER_BYTES or sum(sizes.values()) > MAX_BYTES:
+        raise ValueError(f"it would unpack to {sum(sizes.values()):,} bytes")
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
+    sizes = {**header["shapes"]}
+    for name in ("decode_rows", "prefill_tokens"):
+        sizes[name] = tuple(sizes[name])
+    shapes = StepShapes(**sizes)
+    programs = [_program(entry, shapes) for entry in header["programs"]]
+    plans = _split(
+        arrays["plans"], [plan_layout(p, shapes).size for p in programs], arrays["steps"]
+    )
+    row_size = output_layout(shapes.num_drafts).size
+    output_sizes = [p.num_steps * _num_output_rows(p, shapes) * row_size for p in programs]
+    shown = arrays["has_output"].astype(bool)
+    outputs = iter(_split(arrays["outputs"], output_sizes, arrays["steps"][shown]))
+    steps = []
+    for index, packed, has_output in zip(arrays["steps"], plans, shown, strict=True):
+        program = programs[index]
+        _check_plan(program, packed, shapes)
+        output = _output(next(outputs), program, shapes) if has_output else None
+        steps.append(Step(program, packed, output))
+    state = None
+    if header["start"] == "copy":
+        state = [
+            np.frombuffer(arrays[f"leaf_{index}"].tobytes(), np.dtype(dtype)).reshape(shape)
+            for index, (dtype, shape) in enumerate(header["leaves"])
+        ]
+    elif header["start"] not in ("empty", "idle"):
+        raise ValueError(f"it starts from {header['start']!r:.40}")
+    return Flight(
+        about=dict(header["about"]),
+        shapes=shapes,
+        start=header["start"],
+        steps=steps,
+        state=state,
+        failure=header["failure"],
+        hashed=bool(header["hashed"]),
+    )
+
+
+def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
+    sampler = Sampler.of(*entry["sampler"][0])
+    sizes = entry["decode_rows"], entry["prefill_tokens"], entry["num_steps"]
+    program = Program(*sizes[:2], sampler, sizes[2])
+    known = {name for each in SAMPLERS.values() for name in each.processors}
+    if not set(sampler.processors) <= known or not all(type(n) is int for n in sizes):
+        raise ValueError(f"it has the program {program}")
+    if sizes != (0, 0, 0) and (
+        sizes[:2] not in shapes.compiled() or sizes[2] not in shapes.num_steps(sizes[1])
+    ):
+        raise ValueError(f"its shapes have no program of {sizes}")
+    return program
+
+
+def _num_output_rows(program: Program, shapes: StepShapes) -> int:
+    return program.decode_rows + shapes.prefill_seqs(program.prefill_tokens)
+
+
+def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.ndarray]:
+    """The pieces of `flat`, of which the i-th has `sizes[which[i]]` entries."""
+    if which.ndim != 1 or flat.ndim != 1 or flat.dtype != np.int32:
+        raise ValueError("an array has another rank or dtype")
+    if len(which) and not 0 <= which.min() <= which.max() < len(sizes):
+        raise ValueError("a step has no program")
+    ends = np.cumsum(np.array(sizes, np.int64)[which]) if len(which) else np.zeros(0, np.int64)
+    if len(flat) != (ends[-1] if len(ends) else 0):
+        raise ValueError(f"it has {len(flat)} numbers where {ends[-1:]} are due")
+    return np.split(flat, ends[:-1]) if len(which) else []
+
+
+def _output(packed: np.ndarray, program: Program, shapes: StepShapes) -> StepOutput:
+    layout = output_layout(shapes.num_drafts)
+    rows = program.num_steps, _num_output_rows(program, shapes), layout.size
+    return StepOutput.unpack(packed.reshape(rows), layout)
+
+
+def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes) -> None:
+    """Refuse an index that lies outside of what it points into."""
+    fields = plan_layout(program, shapes).unpack(packed)
+    rows = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
+    last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
+    last_page, most = shapes.num_pages - 1, shapes.max_model_len
+    bounds = {
+        "prev_positions": (-1, last_row),
+        "new_row_index": (-1, last_row),
+        "num_decode": (0, program.decode_rows),
+        "append_indices": (0, shapes.pages_per_seq - 1),
+        "prefill_lens": (0, program.prefill_tokens),
+        **dict.fromkeys(("append_slots", "source_slots", "target_slots"), (0, last_slot)),
+        **dict.fromkeys(("append_pages", "source_pages", "target_pages"), (0, last_page)),
+        "target_tables": (0, last_page),
+    }
+    of_rows = {
+        "slot": (0, last_slot),
+        "state_offset": (0, shapes.num_drafts),
+        **dict.fromkeys(("prefill_len", "max_len", "num_computed", "min_len"), (0, 2 * most)),
+        **dict.fromkeys(("ring_length", "num_drafts"), (0, 0)),
+    }
+    found = [(name, fields[name], *bound) for name, bound in bounds.items()]
+    found += [(name, rows[name], *bound) for name, bound in of_rows.items()]
+    for name, values, low, high in found:
+        if np.any((values < low) | (values > high)):
+            raise ValueError(f"a plan has {name} outside {low} to {high}")
+    if fields["prefill_lens"].sum() > program.prefill_tokens:
+        raise ValueError("the chunks of a plan are longer than its program")

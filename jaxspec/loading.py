@@ -1,0 +1,72 @@
+"""Options to what runs them: the checkpoint's folder, its configuration, and the runner."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxspec.cache import kv_dtype_of
+from jaxspec.config import StateConfig
+from jaxspec.models import dtype_of, load_model, resolve_folder
+from jaxspec.models.config import ModelConfig
+from jaxspec.options import EngineConfig
+from jaxspec.pallas import dispatch
+from jaxspec.proposers import Proposer, make_proposer
+from jaxspec.runner.memory import MemoryBudget
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.sampling import make_verifier
+from jaxspec.speculation import SpeculativeConfig
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+
+
+class Loaded(NamedTuple):
+    """A model ready to run."""
+
+    folder: Path  # of the checkpoint
+    model: ModelConfig
+    proposer: Proposer | None
+    runner: ModelRunner
+    config: EngineConfig  # with every "auto" and None that the device decided resolved
+
+
+def load(config: EngineConfig, *, progress: bool) -> Loaded:
+    """Load the model that `config` names and allocate its state; no program is compiled yet.
+
+    Raises:
+        FileNotFoundError: no such model, or a folder without configuration or weights.
+        ValueError: an option, the configuration or the weights break a rule, or do not fit.
+    """
+    enable_compilation_cache(config.compilation_cache)
+    folder = EMBEDDED_MODEL
+    if config.model is not None:
+        folder = resolve_folder(config.model, progress, weights=config.load_format != "dummy")
+    dtype = dtype_of(config.dtype)
+    # Taken before anything is loaded: the budget is what other engines leave.
+    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
+    model = load_model(folder, dtype, load_format=config.load_format, progress=progress)
+    speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
+    proposer = make_proposer(speculation, model.vocab_size) if speculation else None
+    has_kernels = dispatch.kernels_here()[1] is None
+    states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
+    runner = ModelRunner(
+        model,
+        config.step_shapes(
+            max_positions=model.max_position_embeddings,
+            num_drafts=speculation.num_speculative_tokens if speculation else 0,
+        ),
+        proposer,
+        dtype=dtype,
+        verifier=make_verifier(speculation),
+        states=states,
+        kv_dtype=kv_dtype_of(config.kv_dtype, dtype),
+        budget=budget,
+    )
+    resolved = dataclasses.replace(
+        config,
+        dtype=dtype.name,
+        state_policy=states.policy,
+        num_pages=runner.shapes.num_pages,
+        speculative_config=speculation,
+    )
+    return Loaded(folder, model.config, proposer, runner, resolved)

@@ -1,0 +1,256 @@
+"""`python -m jaxspec replay FILE`: the steps of a flight run again, and where they part from it."""
+
+import argparse
+import dataclasses
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxspec import device
+from jaxspec.flight.about import digest_of
+from jaxspec.flight.file import read
+from jaxspec.flight.flight import Flight, Step
+from jaxspec.loading import load
+from jaxspec.options import EngineConfig
+from jaxspec.plan import StepOutput, StepPlan, plan_layout
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.output import PendingOutput
+
+_IN_FLIGHT = 2  # dispatches that wait for the comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+    """The first difference between a flight and its replay."""
+
+    step: int  # index of the dispatch
+    row: int
+    request: int  # in the order in which requests entered
+    field: str  # of `StepOutput`
+    recorded: list[int]  # its values in the dispatch's steps
+    replayed: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenParting:
+    """The first token in which a request's output differs."""
+
+    request: int
+    index: int  # of its output tokens since it entered
+    recorded: int
+    replayed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What came of running a flight again."""
+
+    flight: Flight
+    num_compared: int  # dispatches whose outputs the flight has
+    num_requests: int
+    parting: Parting | None
+    token_partings: list[TokenParting]
+    failure: str | None  # the error that ended the replay
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all that could be compared is equal, bit for bit."""
+        return self.parting is None and self.failure is None and not self.flight.hashed
+
+
+def replay(path: str | Path, model: str | Path | None = None) -> Replay:
+    """Run the steps of a flight again, on the default device, and compare their outputs.
+
+    `model`: where the checkpoint lies here; None: where it lay.
+
+    Raises:
+        FileNotFoundError: no flight or no model there.
+        ValueError: it is no flight, or of another checkpoint, or this version makes other programs.
+    """
+    flight = read(Path(path))
+    runner = _runner(flight, model)
+    comparison = _Comparison(flight)
+    waiting: deque[tuple[Step, PendingOutput]] = deque()
+    failure = None
+    try:
+        for program in dict.fromkeys(step.program for step in flight.steps):
+            runner.warm_up(program)
+        if flight.state is not None:
+            runner.restore(flight.state)
+        for step in flight.steps:
+            waiting.append((step, runner.dispatch(StepPlan(step.program, step.packed))))
+            if len(waiting) > _IN_FLIGHT:
+                comparison.add(*_collect(waiting))
+        while waiting:
+            comparison.add(*_collect(waiting))
+    except jax.errors.JaxRuntimeError as error:
+        failure = f"{type(error).__name__}: {error}"
+    return Replay(
+        flight=flight,
+        num_compared=comparison.num_compared,
+        num_requests=comparison.num_requests,
+        parting=comparison.parting,
+        token_partings=comparison.token_partings(),
+        failure=failure,
+    )
+
+
+def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutput]:
+    step, pending = waiting.popleft()
+    return step, pending.result()
+
+
+def _runner(flight: Flight, model: str | Path | None) -> ModelRunner:
+    options = dict(flight.about["options"])
+    named = options.pop("model")
+    try:
+        config = EngineConfig.of(model or named, options)
+    except TypeError as error:
+        raise ValueError(
+            f"A flight must have the options of this version, and: {error} Replay it with the "
+            f"version that wrote it, {flight.about['versions'].get('jaxspec')}."
+        ) from error
+    loaded = load(config, progress=False)
+    if (digest := digest_of(loaded.folder)) != flight.about["checkpoint"]:
+        raise ValueError(
+            f"A flight must be replayed with the checkpoint that it was recorded with, "
+            f"{flight.about['checkpoint'][:12]}, and {loaded.folder} is another one, "
+            f"{digest[:12]}. Name the folder with --model."
+        )
+    if loaded.runner.shapes != flight.shapes:
+        raise ValueError(
+            f"This version plans other shapes than the flight has: {loaded.runner.shapes} and "
+            f"{flight.shapes}. Replay it with the version that wrote it."
+        )
+    return loaded.runner
+
+
+class _Comparison:
+    """Goes through the steps and follows each request from row to row."""
+
+    def __init__(self, flight: Flight):
+        self._shapes, self._is_comparable = flight.shapes, not flight.hashed
+        self._requests: list[int | None] = [None] * flight.shapes.max_num_seqs  # by row
+        self._tokens: list[tuple[list[int], list[int]]] = []  # recorded, replayed
+        self._step = -1
+        self.num_compared, self.num_requests = 0, 0
+        self.parting: Parting | None = None
+
+    def add(self, step: Step, output: StepOutput) -> None:
+        self._step += 1
+        fields = plan_layout(step.program, self._shapes).unpack(step.packed)
+        self._follow(fields)
+        if step.output is None or not self._is_comparable:
+            return
+        self.num_compared += 1
+        num_decode = int(fields["num_decode"])
+        chunks = step.program.decode_rows + np.arange(np.count_nonzero(fields["prefill_lens"]))
+        rows = [*range(num_decode), *range(num_decode, num_decode + len(chunks))]
+        places = [*range(num_decode), *chunks.tolist()]  # of the rows in the output
+        for row, place in zip(rows, places, strict=True):
+            self._compare(row, place, step.output, output)
+
+    def _follow(self, fields: dict[str, np.ndarray]) -> None:
+        before = self._requests
+        self._requests = [before[i] if i >= 0 else None for i in fields["prev_positions"]]
+        for row in fields["new_row_index"]:
+            if row >= 0:
+                self._requests[row] = self.num_requests
+                self.num_requests += 1
+                self._tokens.append(([], []))
+
+    def _compare(self, row: int, place: int, recorded: StepOutput, replayed: StepOutput) -> None:
+        request = self._requests[row]
+        if request is None:
+            return  # it entered before the flight's copy of the state
+        for output, tokens in zip((recorded, replayed), self._tokens[request], strict=True):
+            given = output.tokens[:, place].ravel()
+            tokens += given[given >= 0].tolist()
+        for name, values in vars(recorded).items():
+            if self.parting is None and not np.array_equal(
+                values[:, place], getattr(replayed, name)[:, place]
+            ):
+                pair = (
+                    output[:, place].ravel().tolist() for output in (values, vars(replayed)[name])
+                )
+                self.parting = Parting(self._step, row, request, name, *pair)
+
+    def token_partings(self) -> list[TokenParting]:
+        found = []
+        for request, pair in enumerate(self._tokens):
+            for index, (recorded, replayed) in enumerate(zip(*pair, strict=False)):
+                if recorded != replayed:
+                    found.append(TokenParting(request, index, recorded, replayed))
+                    break
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0: all equal, 1: something parted or failed, 2: it can't be replayed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec replay",
+        description="Run the steps of a flight again, and name the first step and row that part.",
+    )
+    parser.add_argument("file", type=Path, help="what a flight recorder wrote")
+    parser.add_argument("--model", metavar="FOLDER", help="where the checkpoint lies here")
+    args = parser.parse_args(argv)
+    try:
+        result = replay(args.file, args.model)
+    except (ValueError, OSError) as error:
+        print(f"jaxspec: {error}", file=sys.stderr)
+        return 2
+    print(report(result))
+    return 0 if result.is_equal else 1
+
+
+def report(result: Replay) -> str:
+    """What came of a replay, in some lines for people."""
+    flight, about = result.flight, result.flight.about
+    start = {
+        "empty": "an empty engine",
+        "idle": "a moment in which no request ran (what lay in its pools is not in the file)",
+        "copy": "a copy of its state",
+    }[flight.start]
+    lines = [
+        f"{len(flight.steps)} dispatches of {result.num_requests} requests from {start}, recorded "
+        f"on {about['device']} with jax {about['versions']['jax']}, ran again on "
+        f"{device.default_device().device_kind} with jax {jax.__version__}."
+    ]
+    if flight.failure:
+        lines.append(f"The recorded engine failed after them with {flight.failure}")
+    if result.failure:
+        lines.append(f"The replay failed too, with {result.failure}")
+    elif flight.failure:
+        lines.append("The replay did not fail.")
+    if flight.hashed:
+        lines.append(
+            "Their token ids were left out, and made-up ones ran in their place. So programs, "
+            "rows, pages and slots were repeated; tokens, drafts and states can't be."
+        )
+    elif result.parting is None:
+        lines.append(f"All {result.num_compared} outputs are equal, bit for bit.")
+    else:
+        lines += _differences(result, result.parting)
+    return "\n".join(lines)
+
+
+def _differences(result: Replay, parting: Parting) -> list[str]:
+    lines = [
+        f"They part first at dispatch {parting.step}, row {parting.row}, which is request "
+        f"{parting.request}: {parting.field} was {parting.recorded} and is {parting.replayed}."
+    ]
+    for found in result.token_partings[:10]:
+        lines.append(
+            f"Request {found.request} has token {found.replayed} in place of {found.recorded} at "
+            f"output token {found.index}."
+        )
+    equal = result.num_requests - len(result.token_partings)
+    lines.append(
+        f"{equal} of {result.num_requests} requests have equal tokens as far as both runs went. "
+        "Another device or version rounds otherwise, so near ties may fall the other way."
+    )
+    return lines
