@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.inputs import Prompt, params_of
-from jaxspec.llm import LLM, first_process
+from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.session import check_process
+from jaxspec.session import check_process, first_process
 
 _KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
 _KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one

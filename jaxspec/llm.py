@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxspec.runner.warmup import warm_up
 from jaxspec.sampler import SAMPLERS, Sampler
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.session import Session, check_process
+from jaxspec.session import Session, check_process, first_process
 from jaxspec.tokenizer import Tokenizer
 
 Groups = list[list[Sample]]  # the samples of each prompt
@@ -315,9 +314,3 @@ LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
 
 def _is_name(name: object) -> bool:
     return isinstance(name, str)
-
-
-@functools.cache
-def first_process() -> int:
-    """The process in which the first LLM was made, by which JAX has threads."""
-    return os.getpid()

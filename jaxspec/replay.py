@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxspec import device
+from jaxspec.flight import Flight, Step
 from jaxspec.flight.about import digest_of
 from jaxspec.flight.file import read
-from jaxspec.flight.flight import Flight, Step
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
 from jaxspec.plan import StepOutput, StepPlan, plan_layout

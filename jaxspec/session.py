@@ -1,6 +1,7 @@
 """Session: samples in, steps that move them on; what every way to call the engine shares."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections import deque
@@ -270,3 +271,9 @@ def check_process(owner: int) -> None:
             "forked from it: threads of JAX do not survive a fork. Make the LLM in the child, "
             "which must be started with multiprocessing's 'spawn'."
         )
+
+
+@functools.cache
+def first_process() -> int:
+    """The process in which the first LLM was made, by which JAX has threads."""
+    return os.getpid()

@@ -246,6 +246,8 @@ def test_a_recovery_that_is_interrupted_is_made_up_for(target, monkeypatch):
     assert not session._samples and not session.scheduler.has_work
 
 
+# An interrupt that comes in JAX's hook of the garbage collector is swallowed there, with a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_time_leaves_no_lock_held_and_nothing_running():
     session, rng = make_session(), random.Random(0)
     interrupts = []  # with their frames, as a notebook keeps them

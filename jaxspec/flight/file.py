@@ -16,7 +16,7 @@ import ml_dtypes  # noqa: F401  registers the 16-bit and 8-bit floats with NumPy
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.flight.flight import Flight, Step
+from jaxspec.flight import Flight, Step
 from jaxspec.plan import Program, StepOutput, output_layout, plan_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import SAMPLERS, Sampler

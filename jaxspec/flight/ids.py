@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.flight.flight import Flight, Step
+from jaxspec.flight import Flight, Step
 from jaxspec.plan import plan_layout
 from jaxspec.row import row_layout
 

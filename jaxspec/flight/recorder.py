@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.engine import Pending, Runner
+from jaxspec.flight import Flight, Start, Step
 from jaxspec.flight.file import write
-from jaxspec.flight.flight import Flight, Start, Step
 from jaxspec.flight.ids import without_ids
 from jaxspec.plan import StepOutput, StepPlan, plan_layout
 
