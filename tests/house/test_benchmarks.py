@@ -9,15 +9,18 @@ import math
 import runpy
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.config import StateConfig
 from jaxspec.models import load_model, parse_config
+from jaxspec.request import Finish
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(p for p in (ROOT / "benchmarks").rglob("*.py") if "__main__" in p.read_text())
@@ -239,3 +242,91 @@ def test_the_floor_of_a_9b_step(
     assert 1000 * seconds == pytest.approx(milliseconds, abs=0.005)
     # With all bytes for nothing it is the arithmetic.
     assert 1000 * floor.step_seconds({}, config, 256, 4.3e12) == pytest.approx(5.14, abs=0.005)
+
+
+@pytest.fixture(scope="module")
+def ab(short_model, tmp_path_factory):
+    """The A/B of a few generations: its module, what it wrote, and the requests of both arms."""
+    ab = importlib.import_module("benchmarks.engine.ab")
+    file, requests, complete = tmp_path_factory.mktemp("ab") / "ab.json", [], ab.Arm.complete
+
+    def noted(arm, prompts, params):
+        requests.append(complete(arm, prompts, params))
+        return requests[-1]
+
+    sizes = "--rounds 1 --prompts 4 --samples 2 --rows 2 --tokens 8 --no-greedy"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ab, "EMBEDDED_MODEL", short_model)
+        patch.setattr(ab.Arm, "complete", noted)
+        patch.setattr(sys, "argv", ["ab.py", *sizes.split(), "--json", str(file)])
+        ab.main()
+        judge = ab.Judge(ab.LONGEST + 8)
+    return types.SimpleNamespace(
+        module=ab,
+        judge=judge,
+        written=json.loads(file.read_text()),
+        requests=requests,
+    )
+
+
+def test_the_ab_compares_drafts_with_plain_decoding(ab):
+    (tally,) = ab.written["results"]
+    assert tally["generations"] == tally["identical"] + tally["ties"] == 8
+    plain, drafted = ab.written["arms"]
+    assert (plain["drafts"], drafted["drafts"]) == (0, 3)
+    assert plain["tokens"] == drafted["tokens"] == 64
+    assert drafted["tokens_per_verify"] > 1 == plain["tokens_per_verify"]
+    assert ab.written["differences"] == []
+
+
+def test_the_ab_scores_every_token_that_came_as_the_best(ab):
+    for request in ab.requests[0]:
+        for at in (0, 3, 7):
+            scores = ab.judge(request, request.output[:at])
+            assert scores.max() - scores[request.output[at]] < 1e-3
+
+
+def changed(request, *tokens, finish=None):
+    """The request with other output."""
+    copy = dataclasses.replace(request, finish=finish or request.finish)
+    copy.tokens += tokens
+    return copy
+
+
+def test_the_ab_tells_ties_from_differences_and_early_ends(ab):
+    plain = ab.requests[0][0]
+    best, *rest = plain.output
+    scores = {best: 5.0, 7: 4.9995, 8: 4.9}
+
+    def score(request, output):
+        assert (request, output) == (plain, [])
+        return np.array([scores.get(token, 0.0) for token in range(2048)])
+
+    tally = ab.module.Tally({})
+    added = [
+        tally.add(plain, changed(plain, *tokens, finish=finish), score, 1e-3)
+        for tokens, finish in [
+            (plain.output, None),
+            ((7, *rest), None),
+            ((8, *rest), None),
+            (plain.output[:5], None),
+            (plain.output, Finish.STOP),
+        ]
+    ]
+    assert added == [None, None, pytest.approx(0.1), math.inf, math.inf]
+    assert (tally.generations, tally.identical, tally.ties, tally.differing) == (5, 1, 1, 3)
+    assert tally.largest_tie == pytest.approx(0.0005)
+    assert (tally.short, tally.short_plain, tally.short_with_drafts_alone) == (1, 0, 1)
+
+
+def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
+    """After its file is written, which describes the difference."""
+    tally, request = ab.module.Tally({}, generations=2, differing=1), ab.requests[0][0]
+    difference = ab.module.describe(3, 1, request, changed(request, *request.output[:5]), math.inf)
+    monkeypatch.setattr(ab.module, "compare", lambda *_: ([tally], [difference], []))
+    monkeypatch.setattr(sys, "argv", ["ab.py", "--json", str(tmp_path / "ab.json")])
+    with pytest.raises(SystemExit, match="Speculation changed an output"):
+        ab.module.main()
+    (told,) = json.loads((tmp_path / "ab.json").read_text())["differences"]
+    assert (told["round"], told["prompt"], told["same_tokens"]) == (3, 1, 5)
+    assert (told["tokens"], told["score_gap"]) == ([8, 5], None)
