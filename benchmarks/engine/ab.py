@@ -36,7 +36,7 @@ from flax import nnx
 from benchmarks.measure import record
 from jaxspec import LLM, RequestMetrics, SamplingParams
 from jaxspec.cache import CacheOptions, PoolSizes, Snapshot, allocate
-from jaxspec.llm import EMBEDDED_MODEL
+from jaxspec.loading import EMBEDDED_MODEL
 from jaxspec.models import load_model
 from jaxspec.models.base import ModelInputs
 from jaxspec.outputs import Sample
