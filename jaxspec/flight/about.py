@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,16 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
         "device": here.device_kind,
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
+            **{name: _version(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
         },
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it runs from its sources
+        return None
 
 
 def digest_of(folder: Path) -> str:
