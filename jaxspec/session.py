@@ -39,7 +39,7 @@ class Session:
         self._added: deque[tuple[Sample, ...]] = deque()
         self._aborted: deque[tuple[Sample, ...] | str] = deque()  # samples, or a request id
         self._turn, self._next = threading.RLock(), threading.Lock()
-        self._is_taken = False  # the thread that holds the lock acts
+        self._holder: int | None = None  # the thread that has the turn
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -241,17 +241,20 @@ class Session:
         Python hears an interrupt after any call, so also right after the lock was taken. The lock
         knows whether it was, and in a `finally` nothing is heard before the first call is over.
         """
+        me = threading.get_ident()
+        if self._holder == me:
+            # The garbage collector closes a stream or a trace within this thread's own turn.
+            return act() if wait else None
         try:
             with self._next if wait else contextlib.nullcontext():
                 is_held = self._turn.acquire(wait)
-            # The garbage collector may close a stream within this thread's own turn.
-            if not is_held or (self._is_taken and not wait):
+            if not is_held:
                 return None
-            was_taken, self._is_taken = self._is_taken, True
+            self._holder = me
             try:
                 return act()
             finally:
-                self._is_taken = was_taken
+                self._holder = None
         finally:
             try:  # noqa: SIM105
                 self._turn.release()
