@@ -55,7 +55,9 @@ class LLM:
         is_dummy = config.load_format == "dummy"
         folder = EMBEDDED_MODEL
         if config.model is not None:
-            folder = resolve_folder(config.model, progress, weights=not is_dummy)
+            folder = resolve_folder(
+                config.model, progress, weights=not is_dummy, revision=config.revision
+            )
         dtype = dtype_of(config.dtype)
         # Taken before anything is loaded: the budget is what other engines leave.
         budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)

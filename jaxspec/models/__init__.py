@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from jaxspec.files import shown
 from jaxspec.models.base import Model
+from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dummy import dummy_weights
 from jaxspec.models.fields import Fields, read_fields
-from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
+from jaxspec.models.hub import resolve_folder
+from jaxspec.models.weights import load_weights
 
 __all__ = ["MODELS", "dtype_of", "load_model", "parse_config", "resolve_folder"]
 
