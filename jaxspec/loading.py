@@ -40,7 +40,12 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     enable_compilation_cache(config.compilation_cache)
     folder = EMBEDDED_MODEL
     if config.model is not None:
-        folder = resolve_folder(config.model, progress, weights=config.load_format != "dummy")
+        folder = resolve_folder(
+            config.model,
+            progress,
+            weights=config.load_format != "dummy",
+            revision=config.revision,
+        )
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)

@@ -35,6 +35,9 @@ class EngineConfig:
         none="the embedded model",
     )
     _: dataclasses.KW_ONLY
+    revision: str | None = option(
+        None, "the branch, tag or commit to take of a hub id", none="main"
+    )
     speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto"] | None = option(
         "auto",
         "a SpeculativeConfig or a dict of its fields; auto drafts 3 tokens with the checkpoint's "
@@ -146,6 +149,11 @@ class EngineConfig:
         """Check words and sizes, and read the speculation."""
         for field in OPTIONS.values():
             _check_word(field, getattr(self, field.name))
+        if self.revision is not None and self.model is None:
+            raise ValueError(
+                "revision chooses among the versions of a hub id, and the embedded model has one. "
+                "Leave revision out, or give a hub id as model."
+            )
         check_sizes(
             max_num_seqs=self.max_num_seqs,
             page_size=self.page_size,

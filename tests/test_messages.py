@@ -203,12 +203,12 @@ COMMAND = [
     (
         ["x", "--model", "CUT"],
         "CUT/model.safetensors must be a whole safetensors file, but it is cut short or damaged "
-        "(609119 bytes). Download it again.",
+        "(609119 bytes): its tensors end at byte 609,124. Download it again.",
     ),
     (
         ["x", "--model", "NOISE"],
         "NOISE/model.safetensors must be a whole safetensors file, but it is cut short or damaged "
-        "(5000 bytes). Download it again.",
+        "(5000 bytes): its header would have 18,446,744,073,709,551,615 bytes. Download it again.",
     ),
     (
         ["x", "--model", "MISFIT"],

@@ -8,10 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.files import shown
 from jaxspec.models.base import Model
-from jaxspec.models.config import Fields, ModelConfig, read_fields
+from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.dummy import dummy_weights
-from jaxspec.models.weights import Checkpoint, load_weights, resolve_folder
+from jaxspec.models.fields import Fields, read_fields
+from jaxspec.models.hub import resolve_folder
+from jaxspec.models.weights import load_weights
 
 __all__ = ["MODELS", "dtype_of", "load_model", "parse_config", "resolve_folder"]
 
@@ -79,7 +83,7 @@ def _family(architecture: str, source: Path | str) -> type[Model]:
     """The class of `MODELS`, imported only now; `source` asks for it."""
     if architecture not in MODELS:
         raise ValueError(
-            f"{source} asks for the model {architecture!r}, and jaxspec runs only "
+            f"{source} asks for the model {shown(architecture)}, and jaxspec runs only "
             f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
             "jaxspec/models/README.md says how."
         )

@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
-from jaxspec.models.config import Fields, ModelConfig
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.fields import Fields
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk

@@ -1,7 +1,8 @@
 """Qwen3 dense: attention in every layer, no recurrent state, no draft head."""
 
 from jaxspec.models.base import Model
-from jaxspec.models.config import Fields, ModelConfig
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.fields import Fields
 
 
 class Qwen3(Model):

@@ -6,7 +6,9 @@ from collections.abc import Collection
 import jax.numpy as jnp
 
 from jaxspec.models.base import Model
-from jaxspec.models.config import Fields, ModelConfig, check_groups
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.fields import Fields, check_groups
+from jaxspec.models.kinds import SIZE, whole
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
 
@@ -16,6 +18,7 @@ _OPTIONS = {
     "attn_output_gate": (True,),
     "mtp_use_dedicated_embeddings": (False,),
 }
+_DRAFT_LAYERS = whole(0, 1)  # the head has one, so far in all checkpoints
 _VISION_LANGUAGE = (
     "model.language_model."  # the text model's prefix in a vision-language checkpoint
 )
@@ -53,7 +56,7 @@ class Qwen3_5(Model):
             config,
             gated_attention=True,
             zero_centred_norms=True,
-            num_draft_layers=fields.get("mtp_num_hidden_layers") or 0,
+            num_draft_layers=fields.find("mtp_num_hidden_layers", _DRAFT_LAYERS) or 0,
             parts=(_gated_delta_net(fields),) if config.num_linear_attention_layers else (),
         )
 
@@ -69,11 +72,11 @@ class Qwen3_5(Model):
 
 def _gated_delta_net(fields: Fields) -> GatedDeltaNetConfig:
     sizes = GatedDeltaNetConfig(
-        key_heads=fields.size("linear_num_key_heads"),
-        value_heads=fields.size("linear_num_value_heads"),
-        key_dim=fields.size("linear_key_head_dim"),
-        value_dim=fields.size("linear_value_head_dim"),
-        conv_kernel=fields.size("linear_conv_kernel_dim"),
+        key_heads=fields.need("linear_num_key_heads", SIZE),
+        value_heads=fields.need("linear_num_value_heads", SIZE),
+        key_dim=fields.need("linear_key_head_dim", SIZE),
+        value_dim=fields.need("linear_value_head_dim", SIZE),
+        conv_kernel=fields.need("linear_conv_kernel_dim", SIZE),
     )
     check_groups(sizes.value_heads, sizes.key_heads, "linear_num_{value,key}_heads")
     return sizes

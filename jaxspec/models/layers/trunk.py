@@ -15,6 +15,8 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs
 from jaxspec.pallas.norm import residual
 
+LAYERS = "model.layers."  # of the layers' tensors' names; then comes the layer's index
+
 
 class Trunk(nnx.Module):
     """All of a model but the heads that draft. The layers are unrolled, one module each.
@@ -66,5 +68,5 @@ class Trunk(nnx.Module):
             yield from self.embedding.checkpoint(embeddings)
             yield from self.lm_head.checkpoint("lm_head.weight")
         for index, layer in enumerate(self.layers):
-            yield from layer.checkpoint(f"model.layers.{index}.")
+            yield from layer.checkpoint(f"{LAYERS}{index}.")
         yield from self.norm.checkpoint("model.norm")

@@ -1,0 +1,150 @@
+"""Checkpoint: the tensors in a folder's safetensors files."""
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.files import read_json, shown
+from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
+
+_INDEX = "model.safetensors.index.json"
+_BESIDE_THE_INDEX = re.compile(r"[^/\\\0]+\.safetensors")
+_NAMED = 4  # tensors or files of a kind that an error names
+_NAME_CHARACTERS = 100
+
+
+class Checkpoint:
+    """The tensors in a folder's safetensors files, read one at a time. A context manager.
+
+    Reads `model.safetensors.index.json` and its shards, or else every `model*.safetensors`.
+    """
+
+    def __init__(self, folder: Path):
+        """Open every file and read its header.
+
+        Raises:
+            FileNotFoundError: there are no weights, or not all that the index names.
+            ValueError: a file is damaged, or the index does not fit the files.
+        """
+        self.folder = folder
+        self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files that hold it
+        index = _read_index(folder)
+        paths = _unindexed(folder) if index is None else _indexed(folder, index)
+        with contextlib.ExitStack() as opened:
+            self._files = [
+                opened.enter_context(contextlib.closing(SafetensorsFile(path))) for path in paths
+            ]
+            for file in self._files:
+                for name in file.tensors:
+                    self._holders.setdefault(name, []).append(file)
+            self._check_index(index or {})
+            self._open_files = opened.pop_all()
+
+    def __enter__(self) -> "Checkpoint":
+        """The checkpoint itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
+        self._open_files.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor's published name."""
+        return frozenset(self._holders)
+
+    def files_of(self, name: str) -> list[str]:
+        """The names of the files that hold a tensor: one, in a sound checkpoint."""
+        return [file.path.name for file in self._holders[name]]
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor's dtype and shape, from the file's header."""
+        return self._holders[name][0].tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as stored; its dtype must be one of `safetensors_file.DTYPES`.
+
+        Raises:
+            ValueError: its file was cut short since it was opened.
+        """
+        return self._holders[name][0].read(name)
+
+    def check_unchanged(self) -> None:
+        """ValueError if a file was written to since it was opened."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def _check_index(self, index: Mapping[str, str]) -> None:
+        """Refuse an index that puts tensors in files that lack them."""
+        misplaced = [
+            f"{name} (in {file})"
+            for name, file in sorted(index.items())
+            if name not in self._holders or file not in self.files_of(name)
+        ]
+        if misplaced:
+            raise ValueError(
+                f"{self.folder / _INDEX} must name the file that holds a tensor, and these are "
+                f"not where it says: {listed(misplaced)}. Download the index and the files again."
+            )
+
+
+def listed(names: list[str]) -> str:
+    """The first of the `names`, and how many more there are: as an error names tensors."""
+    first = ", ".join(map(_plain, names[:_NAMED]))
+    return f"{first} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else first
+
+
+def _plain(name: str) -> str:
+    """A name without what a terminal would obey, and not too long."""
+    name = name if name.isprintable() else repr(name)
+    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, by the index; None where there is no index."""
+    path = folder / _INDEX
+    if not os.path.lexists(path):
+        return None
+    index = read_json(path).get("weight_map")
+    if not index or not isinstance(index, dict):
+        raise ValueError(
+            f"{path} must map tensor names to files under `weight_map`, and does not. Download it "
+            "again."
+        )
+    for name, file in index.items():
+        if not isinstance(file, str) or not _BESIDE_THE_INDEX.fullmatch(file):
+            raise ValueError(
+                f"{path} must name .safetensors files that lie beside it, and puts {shown(name)} "
+                f"in {shown(file)}. Download it again."
+            )
+    return index
+
+
+def _indexed(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    names = sorted(set(index.values()))
+    if absent := [name for name in names if not os.path.lexists(folder / name)]:
+        raise FileNotFoundError(
+            f"{folder} must hold every file that {_INDEX} names, and lacks {listed(absent)}. "
+            "Download what is missing."
+        )
+    return [folder / name for name in names]
+
+
+def _unindexed(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        raise FileNotFoundError(
+            f"{folder} must hold model.safetensors, or {_INDEX} with its shards, and "
+            + (
+                "has only pytorch_model.bin, which jaxspec does not read. Download the safetensors "
+                "files, or convert it with save_pretrained of transformers."
+                if pickled
+                else "has neither. Download the safetensors files."
+            )
+        )
+    return paths

@@ -1,0 +1,236 @@
+"""Fields: the config.json that a family reads its `ModelConfig` from."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.files import read_json, shown
+from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, RopeConfig
+from jaxspec.models.kinds import (
+    FLAG,
+    MOST_LAYERS,
+    SIZE,
+    TOKEN_IDS,
+    WORD,
+    Block,
+    Kind,
+    number,
+    whole,
+    words,
+)
+
+_MOST_ARCHITECTURES = 8
+_LAYERS = whole(1, MOST_LAYERS)
+_VOCABULARY = whole(1, 2**24)
+_POSITIONS = whole(1, 2**31 - 1)
+_EPS = number(1e-12, 0.1)
+_THETA = number(10, 1e12)
+_SHARE = number(1e-3, 1)
+
+# Options of any family that change the output, and their values that the layers compute.
+_COMMON_OPTIONS = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "layer_scale": (False,),
+    "quantization_config": (),
+}
+
+
+class Fields(Block):
+    """The entries of a config.json in any published spelling, with errors that name the field.
+
+    A vision-language config's `text_config` counts, and its top level fills in what that lacks.
+    Each family's `parse_config` makes a `ModelConfig` of them.
+    """
+
+    def __init__(self, published: Mapping[str, Any], generation: Mapping[str, Any] | None = None):
+        """`published`: config.json's content; `generation`: generation_config.json's, if any.
+
+        Raises:
+            ValueError: config.json names no model, or a field of these is of a wrong kind.
+        """
+        top = Block(published)
+        text = top.block("text_config")
+        given = {name: value for name, value in text.entries.items() if value is not None}
+        super().__init__({**published, **given})
+        self.architecture = _architecture(top, text)
+        generated = Block(generation or {}, file="generation_config.json")
+        self.eos_token_ids = _joined(generated, text, top)
+        # A vision-language config carries the flag on both levels, and one of them may be stale.
+        flags = [block.find("tie_word_embeddings", FLAG) for block in (text, top)]
+        self.tie_word_embeddings = True if True in flags else False if False in flags else None
+
+    def layer_types(self) -> tuple[str, ...]:
+        """The mixer of each layer, in Qwen's fields: listed, or attention at an interval.
+
+        Without a field for recurrent layers all are attention.
+
+        Raises:
+            ValueError: a field is missing or malformed, or not each layer has a known mixer.
+        """
+        count = self.need("num_hidden_layers", _LAYERS)
+        interval = self.find("full_attention_interval", _LAYERS) or 4
+        listed = self.find("layer_types", words(MOST_LAYERS))
+        if listed is not None:
+            kinds = tuple(listed)
+        elif self.find("linear_num_value_heads", SIZE) is None:
+            kinds = (FULL_ATTENTION,) * count
+        else:
+            kinds = tuple(
+                LINEAR_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(count)
+            )
+        unknown = sorted(set(kinds) - {FULL_ATTENTION, LINEAR_ATTENTION})
+        if unknown or len(kinds) != count:
+            raise ValueError(
+                f"config.json: `layer_types` must name {FULL_ATTENTION!r} or {LINEAR_ATTENTION!r} "
+                f"for each of {count} layers; it has {len(kinds)} entries"
+                + (f" and the unknown kinds {shown(unknown)}." if unknown else ".")
+            )
+        return kinds
+
+    def rope(self, head_dim: int, default_partial: float) -> RopeConfig:
+        """The rotation of a head; `default_partial`: the share of it that the family rotates.
+
+        Raises:
+            ValueError: a field is missing or malformed, two of them contradict each other, or the
+                rotation is one that jaxspec does not implement.
+        """
+        nested = [self.block(name) for name in ("rope_parameters", "rope_scaling")]
+        for block in nested:
+            _refuse_scaling(block)
+        theta = _agreed("rope_theta", _THETA, [*nested, self])
+        theta = self.need("rope_theta", _THETA) if theta is None else theta
+        partial = _agreed("partial_rotary_factor", _SHARE, [*nested, self])
+        partial = default_partial if partial is None else partial
+        rotary_dim = int(head_dim * partial)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise ValueError(
+                f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
+                f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
+            )
+        return RopeConfig(float(theta), rotary_dim)
+
+    def common(
+        self, layer_types: tuple[str, ...], *, default_partial_rotary: float = 1.0
+    ) -> ModelConfig:
+        """What every family reads alike; a family adds its own by `dataclasses.replace`.
+
+        `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
+        `default_partial_rotary`: the share of a head that is rotated unless config.json says.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        self.refuse_all_but(_COMMON_OPTIONS)
+        hidden_size = self.need("hidden_size", SIZE)
+        num_heads = self.need("num_attention_heads", SIZE)
+        num_kv_heads = self.need("num_key_value_heads", SIZE)
+        check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
+        head_dim = self._head_dim(hidden_size, num_heads)
+        vocab_size = self.need("vocab_size", _VOCABULARY)
+        if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
+            raise ValueError(
+                f"config.json and generation_config.json: `eos_token_id` must be in the vocabulary "
+                f"of {vocab_size:,} ids, 0 to {vocab_size - 1}, got {shown(beyond)}. Take the "
+                "files that were published with the weights."
+            )
+        return ModelConfig(
+            architecture=self.architecture,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=self.need("intermediate_size", SIZE),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=self.rope(head_dim, default_partial_rotary),
+            rms_norm_eps=float(self.need("rms_norm_eps", _EPS)),
+            layer_types=layer_types,
+            max_position_embeddings=self.need("max_position_embeddings", _POSITIONS),
+            eos_token_ids=self.eos_token_ids,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
+
+    def _head_dim(self, hidden_size: int, num_heads: int) -> int:
+        given = self.find("head_dim", SIZE)
+        if given is None and hidden_size % num_heads:
+            raise ValueError(
+                f"config.json must give `head_dim`, because hidden_size {hidden_size} is not a "
+                f"multiple of num_attention_heads {num_heads}. Take the config.json that was "
+                "published with the weights."
+            )
+        return hidden_size // num_heads if given is None else given
+
+
+def read_fields(folder: Path) -> Fields:
+    """The fields of the checkpoint in `folder`.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: it or generation_config.json is no file of JSON, or it names no model.
+    """
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    if not os.path.lexists(path):
+        raise FileNotFoundError(
+            f"A model folder must hold a config.json, and {folder} has none. Give the folder of a "
+            "Hugging Face checkpoint (config.json, *.safetensors, tokenizer files) or its hub id."
+        )
+    return Fields(read_json(path), read_json(generation) if os.path.lexists(generation) else {})
+
+
+def check_groups(num_heads: int, num_groups: int, names: str) -> None:
+    """ValueError if `num_heads` query or value heads can't share `num_groups` key heads evenly."""
+    if num_heads % num_groups:
+        raise ValueError(
+            f"config.json: {names}: {num_heads} is not a multiple of {num_groups}, as grouped "
+            "heads need."
+        )
+
+
+def _architecture(top: Block, text: Block) -> str:
+    blocks = (top, text)
+    lists = [block.find("architectures", words(_MOST_ARCHITECTURES)) or [] for block in blocks]
+    types = [block.find("model_type", WORD) for block in blocks]
+    for name in (*(listed[0] for listed in lists if listed), *types):
+        if name:
+            return name
+    raise ValueError(
+        "config.json must name the model in `architectures` or `model_type`, and has neither. "
+        "Take the config.json that was published with the weights."
+    )
+
+
+def _joined(*blocks: Block) -> tuple[int, ...]:
+    """The ids under `eos_token_id` in all of the `blocks`, each once."""
+    ids: list[int] = []
+    for block in blocks:
+        found = block.find("eos_token_id", TOKEN_IDS)
+        ids += found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(dict.fromkeys(ids))
+
+
+def _refuse_scaling(block: Block) -> None:
+    """ValueError where rope's parameters ask for more than a base and a share of the channels."""
+    for name in ("rope_type", "type"):
+        kind = block.find(name, WORD)
+        # For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
+        if kind not in (None, "default", "mrope"):
+            raise ValueError(
+                f"config.json: the rope type must be 'default', got {shown(kind)}, which jaxspec "
+                "does not implement. Remove the scaling to run within the original context length."
+            )
+    block.refuse_all_but({"factor": ()})  # a scaling that does not say its type
+
+
+def _agreed(name: str, kind: Kind[float], blocks: Sequence[Block]) -> float | None:
+    """The one value that the `blocks` give `name`; None where none gives it."""
+    values = {value for block in blocks if (value := block.find(name, kind)) is not None}
+    if len(values) > 1:
+        raise ValueError(
+            f"config.json must give one `{name}`, and gives {sorted(values)}, at its top level, in "
+            "`rope_parameters` or in `rope_scaling`. Take the config.json that was published with "
+            "the weights."
+        )
+    return values.pop() if values else None

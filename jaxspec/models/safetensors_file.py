@@ -1,0 +1,156 @@
+"""SafetensorsFile: one file of weights, its header checked before a tensor is read.
+
+The format: 8 bytes with the length of the header (little-endian), the header in JSON, and the
+tensors' bytes one behind the other. Tensors are read by `read`: a file that is cut short under a
+memory map would end the process with a signal.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.files import MOST_JSON_BYTES, fill, open_file, parse_json, shown
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+"""The dtypes that weights may be stored in, by their names in the format."""
+
+_LENGTH_BYTES = 8
+_MOST_DIMENSIONS = 8  # as many as NumPy and XLA surely have
+_MOST_SIZE = 2**63  # of a dimension or an offset
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header describes it."""
+
+    dtype: str  # a key of `DTYPES`, or a dtype that jaxspec does not take
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """An open file: its tensors by name, and their values when asked. Close it after use."""
+
+    def __init__(self, path: Path):
+        """Open the file and check its header.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it can't be read, or is no whole safetensors file.
+        """
+        self.path = path
+        self._file = open_file(path)
+        try:
+            self._state = self._now()
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as stored; its dtype must be one of `DTYPES`.
+
+        Raises:
+            ValueError: the file was cut short since it was opened.
+        """
+        tensor = self.tensors[name]
+        content = np.empty(tensor.num_bytes, np.uint8)
+        self._file.seek(tensor.start)
+        fill(self._file, content.data)
+        return content.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def check_unchanged(self) -> None:
+        """ValueError if the file was written to since it was opened."""
+        if self._now() != self._state:
+            raise ValueError(
+                f"{self.path} must stay as it is while it is read, and it was changed. Load the "
+                "model again when nothing writes to it, or download it again."
+            )
+
+    def _now(self) -> tuple[int, int]:
+        """Size, and time of the last change in nanoseconds."""
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        size, _ = self._state
+        if size < _LENGTH_BYTES:
+            raise self._damaged("it has no header")
+        length = int.from_bytes(self._read_bytes(_LENGTH_BYTES), "little")
+        if length > min(size - _LENGTH_BYTES, MOST_JSON_BYTES):
+            raise self._damaged(f"its header would have {length:,} bytes")
+        header = parse_json(self._read_bytes(length), f"the header of {self.path}")
+        header.pop("__metadata__", None)  # remarks of whoever wrote the file
+        start = _LENGTH_BYTES + length
+        tensors = {name: self._tensor(name, entry, start) for name, entry in header.items()}
+        self._check_order(tensors, start)
+        return tensors
+
+    def _read_bytes(self, count: int) -> bytearray:
+        content = bytearray(count)
+        fill(self._file, memoryview(content))
+        return content
+
+    def _tensor(self, name: str, entry: Any, start: int) -> StoredTensor:
+        """The tensor of a header's `entry`; its bytes are counted from `start`."""
+        entry = entry if isinstance(entry, Mapping) else {}
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (
+            isinstance(dtype, str)
+            and _are_sizes(shape)
+            and _are_sizes(offsets)
+            and len(shape) <= _MOST_DIMENSIONS
+            and len(offsets) == 2
+            and offsets[0] <= offsets[1]
+        ):
+            raise self._damaged(f"its header does not say where {shown(name)} is and of what shape")
+        begin, end = offsets
+        if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise self._damaged(
+                f"{shown(name)} has {end - begin:,} bytes, which {dtype} {shape} does not fill"
+            )
+        return StoredTensor(dtype, tuple(shape), start + begin, end - begin)
+
+    def _check_order(self, tensors: Mapping[str, StoredTensor], start: int) -> None:
+        """Refuse tensors that overlap, leave gaps, or do not end where the file does."""
+        place, (size, _) = start, self._state
+        for name, tensor in sorted(tensors.items(), key=lambda item: _span(item[1])):
+            if tensor.start != place:
+                raise self._damaged(
+                    f"{shown(name)} begins at byte {tensor.start:,} in place of {place:,}"
+                )
+            place += tensor.num_bytes
+        if place != size:
+            raise self._damaged(f"its tensors end at byte {place:,}")
+
+    def _damaged(self, fault: str) -> ValueError:
+        size, _ = self._state
+        return ValueError(
+            f"{self.path} must be a whole safetensors file, but it is cut short or damaged "
+            f"({size} bytes): {fault}. Download it again."
+        )
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < _MOST_SIZE for size in value
+    )
+
+
+def _span(tensor: StoredTensor) -> tuple[int, int]:
+    return tensor.start, tensor.num_bytes

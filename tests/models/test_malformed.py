@@ -1,0 +1,568 @@
+"""Some 4,600 checkpoints with one thing wrong: each gets one clear error, or means the same.
+
+An error is clear if it is a ValueError or FileNotFoundError, names what is wrong, and is short. A
+change that is harmless loads to exactly the same model; the tables here say which are and why. No
+case may take long, wait for another process, or raise anything else.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import struct
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.models import load_model, weights
+from jaxspec.models.kinds import Block
+
+MOST_SECONDS = 20
+MOST_CHARACTERS = 2000
+SAME = "the same model"
+FLOAT32 = jnp.dtype("float32")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@contextlib.contextmanager
+def bounded():
+    """End a case that hangs."""
+
+    def stop(*_):
+        raise TimeoutError(f"this took more than {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Corpus:
+    """A copy of a checkpoint, whose files are changed one at a time, and what came of that."""
+
+    def __init__(self, source, folder):
+        self.folder = shutil.copytree(source, folder)
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.config = json.loads(self.files["config.json"])
+        content = self.files[WEIGHTS]
+        start = 8 + int.from_bytes(content[:8], "little")
+        self.header = json.loads(content[8:start])
+        self.header.pop("__metadata__", None)
+        self.tensors = {
+            name: (entry["dtype"], entry["shape"], content[start + begin : start + end])
+            for name, entry in self.header.items()
+            for begin, end in [entry["data_offsets"]]
+        }
+        self.expected = self._load()
+        self.count, self.faults = 0, []
+
+    def _load(self):
+        """What a model is: its leaves, and its configuration but what the tensors overrule."""
+        model = load_model(self.folder, FLOAT32)
+        config = dataclasses.replace(
+            model.config, architecture="", tie_word_embeddings=None, num_draft_layers=0
+        )
+        return config, [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+
+    def outcome(self):
+        """`SAME`, or the text of the error; a note of what it should not have been."""
+        try:
+            with bounded():
+                config, leaves = self._load()
+        except (ValueError, FileNotFoundError) as error:
+            return str(error)
+        except Exception as error:
+            return f"RAW {type(error).__name__}: {error}"
+        if config != self.expected[0] or len(leaves) != len(self.expected[1]):
+            return "ANOTHER configuration"
+        equal = all(map(np.array_equal, leaves, self.expected[1]))
+        return SAME if equal else "OTHER weights"
+
+    def check(self, case, culprits):
+        """One case: `SAME` where `culprits` is that, else an error with one of the culprits."""
+        outcome = self.outcome()
+        self.count += 1
+        culprits = (culprits,) if isinstance(culprits, str) else culprits
+        is_clear = outcome.split(" ")[0] not in ("RAW", "ANOTHER", "OTHER")
+        if not (
+            is_clear and len(outcome) <= MOST_CHARACTERS and any(c in outcome for c in culprits)
+        ):
+            self.faults.append(f"{case}: {outcome:.300}")
+
+    @contextlib.contextmanager
+    def changed(self, **contents):
+        """Files (`config`, `weights`, ...) with other contents; as they were afterwards."""
+        names = {NAMES[key]: content for key, content in contents.items()}
+        for name, content in names.items():
+            (self.folder / name).write_bytes(content)
+        yield
+        for name in names:
+            self.restore(name)
+
+    def restore(self, name):
+        path = self.folder / name
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        if name in self.files:
+            path.write_bytes(self.files[name])
+
+    def done(self, least):
+        """All cases came out as they should, and there were as many as are meant."""
+        assert self.faults == []
+        assert self.count >= least
+
+
+NAMES = {
+    "config": "config.json",
+    "generation": "generation_config.json",
+    "weights": WEIGHTS,
+    "more": "model-2.safetensors",
+    "index": INDEX,
+}
+
+
+def packed(tensors, **entries):
+    """A safetensors file of `tensors`: name -> dtype, shape, bytes. `entries` go to the header."""
+    header, data = {}, []
+    place = 0
+    for name, (dtype, shape, content) in tensors.items():
+        offsets = [place, place + len(content)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data.append(content)
+        place += len(content)
+    return framed(json.dumps(header | entries).encode(), b"".join(data))
+
+
+def framed(header, data):
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_built_once():
+    """Parameters without values, which all cases with the same names and sizes share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "undefined", functools.cache(weights.undefined))
+        yield
+
+
+@pytest.fixture
+def corpus(tmp_path, fixture_folder, request):
+    name = getattr(request, "param", "qwen3_5")
+    return Corpus(fixture_folder(name), tmp_path / "model")
+
+
+ALL = pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_vl", "qwen3"], indirect=True)
+# Dtypes of the format and one that it lacks, with the bytes of an element.
+WRONG_DTYPES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2}
+WRONG_DTYPES |= {"U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8, "Q4_K": 1}
+
+
+def read_names(corpus):
+    """The tensors that the model takes; those of a vision tower it passes over unread."""
+    return [name for name in corpus.tensors if not name.startswith("model.visual.")]
+
+
+@ALL
+def test_a_tensor_that_is_missing_or_doubled_is_named(corpus):
+    for name in read_names(corpus):
+        others = {other: held for other, held in corpus.tensors.items() if other != name}
+        with corpus.changed(weights=packed(others)):
+            corpus.check(f"without {name}", name.replace("language_model.", ""))
+        with corpus.changed(more=packed({name: corpus.tensors[name]})):
+            corpus.check(f"{name} in two files", "(in model-2.safetensors and model.safetensors)")
+    corpus.done(60)
+
+
+def test_a_tensor_of_another_name_is_named(corpus):
+    for name, held in corpus.tensors.items():
+        others = {other: held for other, held in corpus.tensors.items() if other != name}
+        with corpus.changed(weights=packed({**others, f"{name}s": held})):
+            corpus.check(f"{name}s", f"Unexpected (1): {name}s.")
+    corpus.done(60)
+
+
+@ALL
+def test_a_tensor_of_another_shape_is_named(corpus):
+    for name in read_names(corpus):
+        dtype, shape, content = corpus.tensors[name]
+        width = {"F32": 4, "BF16": 2}[dtype]
+        shapes = [shape[::-1], [*shape, 1], [1, *shape], [len(content) // width], [0], []]
+        for other in [other for other in shapes if other != shape]:
+            size = width * int(np.prod(other))
+            held = dtype, other, content[:size].ljust(size, b"\0")
+            with corpus.changed(weights=packed({**corpus.tensors, name: held})):
+                corpus.check(f"{name} {other}", name)
+    corpus.done(100)
+
+
+@pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3"], indirect=True)
+def test_a_tensor_of_another_dtype_is_named(corpus):
+    for name in read_names(corpus):
+        _, shape, _ = corpus.tensors[name]
+        for dtype, size in WRONG_DTYPES.items():
+            held = dtype, shape, bytes(size * int(np.prod(shape)))
+            with corpus.changed(weights=packed({**corpus.tensors, name: held})):
+                corpus.check(f"{name} {dtype}", f"F16 (1): {name} {dtype}.")
+    corpus.done(400)
+
+
+@pytest.mark.parametrize("corpus", ["qwen3_5_vl"], indirect=True)
+def test_the_tensors_of_a_vision_tower_may_be_anything(corpus):
+    unread = corpus.tensors.keys() - set(read_names(corpus))
+    others = {name: held for name, held in corpus.tensors.items() if name not in unread}
+    with corpus.changed(weights=packed(others)):
+        corpus.check("none", SAME)
+    for dtype, size in WRONG_DTYPES.items():
+        held = {f"model.visual.{dtype}": (dtype, [3], bytes(3 * size))}
+        with corpus.changed(weights=packed({**others, **held})):
+            corpus.check(dtype, SAME)
+    corpus.done(1 + len(WRONG_DTYPES))
+
+
+# What a field may wrongly hold; "absent" takes it away.
+ABSENT = object()
+WRONG = [ABSENT, None, True, False, "", "word", [], ["word"], [1], [None], {}, {"x": 1}, 0, -1, 1.5]
+WRONG += [float("nan"), float("inf"), -float("inf"), 1e30, -1e-30, 10**30, -(10**30), 2**63, "1"]
+# Fields that are read, and those of the values above that mean the same as what is there, each for
+# the reason that stands behind it.
+NONE = [ABSENT, None]
+FIELDS = {
+    "text_config": [*NONE, {}, {"x": 1}],  # a text model has none; what is not known is not read
+    "architectures": [*NONE, []],  # then `model_type` names the same family
+    "model_type": [*NONE, "", "word", "1"],  # `architectures` counts
+    "vocab_size": [],
+    "hidden_size": [],
+    "intermediate_size": [],
+    "num_hidden_layers": [],
+    "num_attention_heads": [],
+    "num_key_value_heads": [],
+    "head_dim": [],
+    "rms_norm_eps": [],
+    "max_position_embeddings": [],
+    "layer_types": NONE,  # attention in every fourth layer, as these four have it
+    "full_attention_interval": NONE,  # four is the default
+    "eos_token_id": [*NONE, []],  # there is none
+    "tie_word_embeddings": [*NONE, True, False],  # the tensors tell: there is an output head
+    "mtp_num_hidden_layers": [*NONE, 0],  # the tensors tell: there is a draft head
+    "mtp_use_dedicated_embeddings": [*NONE, False],  # as the family's code assumes, as all below
+    "attention_bias": [*NONE, False],
+    "mlp_bias": [*NONE, False],
+    "use_sliding_window": [*NONE, False],
+    "layer_scale": [*NONE, False],
+    "attn_output_gate": [*NONE, True],
+    "output_gate_type": NONE,
+    "hidden_act": NONE,
+    "quantization_config": NONE,
+    "linear_num_key_heads": [],
+    "linear_num_value_heads": [],
+    "linear_key_head_dim": [],
+    "linear_value_head_dim": [],
+    "linear_conv_kernel_dim": [],
+    "rope_parameters": [],
+    "rope_parameters.rope_theta": [],
+    "rope_parameters.rope_type": NONE,
+    "rope_parameters.type": NONE,
+    "rope_parameters.factor": NONE,
+    "rope_parameters.partial_rotary_factor": NONE,  # a quarter is the family's default
+    "rope_scaling": [*NONE, {}, {"x": 1}],  # `rope_parameters` says all
+    "rope_scaling.rope_type": NONE,
+    "rope_scaling.type": NONE,
+    "rope_scaling.factor": NONE,
+    "rope_scaling.rope_theta": NONE,
+    "rope_scaling.partial_rotary_factor": NONE,
+    "rope_theta": NONE,
+    "partial_rotary_factor": NONE,
+}
+# An id that stands for the end of a text is right or wrong by its value alone.
+NOT_WRONG = {"eos_token_id": [0, [1]]}
+# Where another name than the field's tells what is wrong.
+CULPRITS = {
+    "head_dim": "self_attn",  # by default the heads share the hidden channels
+    "architectures": "config.json asks for the model 'word'",
+    "rope_parameters": "rope_theta",
+    "rope_parameters.rope_type": "rope type",
+    "rope_parameters.type": "rope type",
+    "rope_scaling.rope_type": "rope type",
+    "rope_scaling.type": "rope type",
+}
+
+
+def is_among(value, values):
+    return any(type(value) is type(other) and value == other for other in values)
+
+
+def with_field(config, path, value):
+    """`config` with the field at `path` set to `value` or taken away."""
+    name, _, rest = path.partition(".")
+    if rest and name.startswith("rope"):
+        return {**config, name: with_field(config.get(name) or {}, rest, value)}
+    return {key: v for key, v in config.items() if key != name} | (
+        {} if value is ABSENT else {name: value}
+    )
+
+
+def test_a_field_of_another_kind_is_named(corpus):
+    for path, harmless in FIELDS.items():
+        for value in WRONG:
+            if is_among(value, NOT_WRONG.get(path, ())):
+                continue
+            content = json.dumps(with_field(corpus.config, path, value)).encode()
+            culprits = (path, CULPRITS.get(path, path), path.rpartition(".")[2])
+            with corpus.changed(config=content):
+                shown = "absent" if value is ABSENT else repr(value)
+                corpus.check(f"{path} {shown}", SAME if is_among(value, harmless) else culprits)
+    corpus.done(1000)
+
+
+@ALL
+def test_the_table_has_every_field_that_is_read(corpus, monkeypatch):
+    seen, find, refuse = set(), Block.find, Block.refuse_all_but
+
+    def noted_find(block, name, kind):
+        seen.add(f"{block.prefix}{name}".removeprefix("text_config."))
+        return find(block, name, kind)
+
+    def noted_refuse(block, expected):
+        seen.update(f"{block.prefix}{name}" for name in expected)
+        refuse(block, expected)
+
+    monkeypatch.setattr(Block, "find", noted_find)
+    monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
+    corpus.check("as it is", SAME)
+    assert len(seen) > 20 and seen <= FIELDS.keys()
+
+
+@ALL
+def test_a_size_that_is_near_the_right_one_is_refused(corpus):
+    config = corpus.config.get("text_config", corpus.config)
+    free = {"max_position_embeddings", "mtp_num_hidden_layers"}  # which the tensors do not show
+    sizes = [name for name in FIELDS.keys() - free if type(config.get(name)) is int]
+    for name, value in [(name, config[name]) for name in sizes]:
+        for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:
+            changed = config | {name: other}
+            if "text_config" in corpus.config:
+                changed = corpus.config | {"text_config": changed}
+            with corpus.changed(config=json.dumps(changed).encode()):
+                corpus.check(f"{name} {other}", "config.json")
+    corpus.done(30)
+
+
+@pytest.mark.parametrize("corpus", ["qwen3_5_vl"], indirect=True)
+def test_a_field_on_either_level_of_a_nested_configuration_is_checked(corpus):
+    """But the text's own comes first."""
+    text = corpus.config["text_config"]
+    for name, value in {
+        "quantization_config": {"quant_method": "fp8"},
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "eos_token_id": 264,
+        "tie_word_embeddings": "no",
+        "attn_output_gate": False,
+    }.items():
+        for inner in (ABSENT, None):
+            changed = corpus.config | {"text_config": with_field(text, name, inner), name: value}
+            with corpus.changed(config=json.dumps(changed).encode()):
+                corpus.check(f"{name} beside {inner}", (name, "rope type"))
+    for name in ("hidden_size", "rms_norm_eps", "rope_parameters"):
+        changed = corpus.config | {"text_config": with_field(text, name, None), name: text[name]}
+        with corpus.changed(config=json.dumps(changed).encode()):
+            corpus.check(f"{name} on top", SAME)
+    for value in WRONG[2:]:
+        if value != {"x": 1} and value != {}:
+            with corpus.changed(config=json.dumps(corpus.config | {"text_config": value}).encode()):
+                corpus.check(f"text_config {value!r}", "text_config")
+    corpus.done(30)
+
+
+def test_rope_that_contradicts_itself_is_refused(corpus):
+    for changes in (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"factor": 2.0}},
+        {"rope_scaling": {"rope_theta": 20000.0}},
+        {"rope_theta": 20000.0},
+        {"partial_rotary_factor": 0.5},
+    ):
+        with corpus.changed(config=json.dumps(corpus.config | changes).encode()):
+            corpus.check(str(changes), ("rope type", "factor", "rope_theta"))
+    same = {"rope_scaling": {"type": "mrope", "rope_type": "default", "rope_theta": 10000}}
+    with corpus.changed(config=json.dumps(corpus.config | same).encode()):
+        corpus.check("the same twice", SAME)
+    corpus.done(7)
+
+
+def test_the_ends_in_a_generation_config_are_checked(corpus):
+    for value in [*WRONG[2:], 264, [0, 264], [0, True], [0.0], [[0]], list(range(17))]:
+        if not is_among(value, [0, [1], []]):
+            with corpus.changed(generation=json.dumps({"eos_token_id": value}).encode()):
+                corpus.check(f"eos_token_id {value!r}", "generation_config.json: `eos_token_id`")
+    corpus.done(25)
+
+
+NOT_JSON = {
+    "nothing": b"",
+    "an open brace": b"{",
+    "a list": b"[]",
+    "a string": b'"x"',
+    "null": b"null",
+    "a number": b"1",
+    "a name twice": b'{"x": 1, "x": 2}',
+    "a name twice inside": b'{"x": {"y": 1, "y": 1}}',
+    "nested lists": b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested objects": b'{"x":' * 100_000 + b"1" + b"}" * 100_000,
+    "a mark of UTF-8": b"\xef\xbb\xbf{}",
+    "Latin-1": b'{"x": "\xe4"}',
+    "UTF-16": '{"x": 1}'.encode("utf-16"),
+    "an endless integer": b'{"x": ' + b"1" * 5000 + b"}",
+    "two objects": b"{} {}",
+    "a comma too many": b'{"x": 1,}',
+    "zeros": bytes(100),
+    "17 MiB": b'{"x": "' + b"x" * 17 * 2**20 + b'"}',
+}
+
+
+def test_a_file_that_is_not_json_is_named(corpus):
+    for case, content in NOT_JSON.items():
+        for file in ("config", "generation", "index"):
+            with corpus.changed(**{file: content}):
+                corpus.check(f"{file} {case}", NAMES[file])
+    for case, value in {"NaN": float("nan"), "Infinity": float("inf")}.items():
+        with corpus.changed(config=json.dumps(corpus.config | {"time_step_limit": value}).encode()):
+            corpus.check(f"{case} in a field that is not read", SAME)
+    corpus.done(50)
+
+
+def test_a_header_that_is_malformed_is_refused(corpus):
+    content = corpus.files[WEIGHTS]
+    start = 8 + int.from_bytes(content[:8], "little")
+    data, name = content[start:], "model.norm.weight"
+    ends = [0, 1, 7, 8, 9, 100, start - 1, start, start + 1, len(content) // 2, len(content) - 1]
+    for end in ends:
+        with corpus.changed(weights=content[:end]):
+            corpus.check(f"cut at {end}", WEIGHTS)
+    for length in (0, 1, start - 9, start - 7, len(content), 2**32, 2**63, 2**64 - 1):
+        with corpus.changed(weights=struct.pack("<Q", length) + content[8:]):
+            corpus.check(f"a header of {length} bytes", WEIGHTS)
+    for case, header in NOT_JSON.items():
+        with corpus.changed(weights=framed(header, data)):
+            corpus.check(f"{case} as header", WEIGHTS)
+    for key in ("dtype", "shape", "data_offsets"):
+        for value in WRONG:
+            header = corpus.header | {name: with_field(corpus.header[name], key, value)}
+            with corpus.changed(weights=framed(json.dumps(header).encode(), data)):
+                corpus.check(f"{key} {value!r}", (name, WEIGHTS))
+    begin, end = corpus.header[name]["data_offsets"]
+    for offsets in (
+        [end, begin],
+        [begin, end + 4],
+        [begin - 4, end],
+        [begin + 4, end + 4],
+        [begin - 4, end - 4],
+        [begin, begin],
+        [-4, end],
+        [len(data), len(data) + end - begin],
+        [2**62, 2**62 + end - begin],
+        [begin, end, end],
+        [begin],
+    ):
+        header = corpus.header | {name: corpus.header[name] | {"data_offsets": offsets}}
+        with corpus.changed(weights=framed(json.dumps(header).encode(), data)):
+            corpus.check(f"offsets {offsets}", (name, WEIGHTS))
+    for shape in ([1] * 9 + [64], [2**70], [10**4000], [2**62, 2**62], [64.0], [True] * 6, ["64"]):
+        header = corpus.header | {name: corpus.header[name] | {"shape": shape}}
+        with corpus.changed(weights=framed(json.dumps(header).encode(), data)):
+            corpus.check(f"shape {shape!r:.50}", (name, WEIGHTS))
+    with corpus.changed(weights=content + b"\0"):
+        corpus.check("a byte too many", WEIGHTS)
+    with corpus.changed(weights=packed(corpus.tensors, __metadata__={"x": 1})):
+        corpus.check("remarks of another kind", SAME)  # nobody reads them
+    corpus.done(100)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(corpus):
+    names = list(corpus.tensors)
+    one = {name: WEIGHTS for name in names}
+
+    def check(case, index, culprits):
+        with corpus.changed(index=json.dumps(index).encode()):
+            corpus.check(case, culprits)
+
+    for value in WRONG:
+        check(f"weight_map {value!r}", with_field({}, "weight_map", value), INDEX)
+        check(
+            f"a file {value!r}",
+            {"weight_map": with_field(one, names[0], value)},
+            (INDEX, SAME)[value is ABSENT],
+        )
+    for file in (
+        "/etc/passwd",
+        "../model.safetensors",
+        f"{corpus.folder}/{WEIGHTS}",
+        f"./{WEIGHTS}",
+        f"sub/{WEIGHTS}",
+        f"..\\{WEIGHTS}",
+        "..",
+        ".",
+        "config.json",
+        f"{WEIGHTS}\0",
+        f"{'x' * 300}.safetensors",
+        "absent.safetensors",
+    ):
+        check(f"a file {file!r}", {"weight_map": one | {names[0]: file}}, (INDEX, file))
+    for name in names:
+        half = {name: corpus.tensors[name]}
+        with corpus.changed(more=packed(half)):
+            check(f"{name} elsewhere", {"weight_map": one | {name: "model-2.safetensors"}}, name)
+    check("a tensor that no file holds", {"weight_map": one | {"x.y": WEIGHTS}}, "x.y")
+    check("a tensor left out", {"weight_map": {names[0]: WEIGHTS}}, SAME)  # the headers list all
+    check("as it should be", {"weight_map": one, "metadata": {"total_size": -1}}, SAME)
+    corpus.done(100)
+
+
+SPECIAL = {
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to a pipe": lambda path: (os.mkfifo(path.parent / "pipe"), path.symlink_to("pipe")),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_regular_file_is_not_opened(corpus, kind):
+    for name in NAMES.values():
+        (corpus.folder / name).unlink(missing_ok=True)
+        (corpus.folder / "pipe").unlink(missing_ok=True)
+        SPECIAL[kind](corpus.folder / name)
+        corpus.check(f"{name} is {kind}", name)
+        corpus.restore(name)
+    corpus.done(len(NAMES))
+
+
+def test_a_configuration_of_very_many_layers_costs_no_time(corpus):
+    kinds = ["linear_attention", "full_attention"]
+    start = time.monotonic()
+    for count, culprit in ((1000, "1000 layers, and the tensors are of 4"), (10_000, "num_hidden")):
+        for listed in (None, kinds * (count // 2)):
+            changes = {"num_hidden_layers": count, "layer_types": listed}
+            with corpus.changed(config=json.dumps(corpus.config | changes).encode()):
+                corpus.check(f"{count} layers", culprit)
+    with corpus.changed(config=json.dumps(corpus.config | {"layer_types": kinds * 10**5}).encode()):
+        corpus.check("layer_types of 200,000", "layer_types")
+    extra = {f"model.layers.{i}.x": ("F32", [1], bytes(4)) for i in range(10_000)}
+    with corpus.changed(weights=packed({**corpus.tensors, **extra})):
+        corpus.check("10,000 layers in the weights", "model.layers.0.x")
+    corpus.done(6)
+    assert time.monotonic() - start < 5
