@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import StateConfig
 from jaxspec.engine import Engine, StepTimes
-from jaxspec.inputs import InputProcessor, Prompt, params_of
+from jaxspec.inputs import InputProcessor, Prompt, params_of, prompts_of
 from jaxspec.models import dtype_of, load_model, resolve_folder
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, TextDelta
@@ -66,19 +66,21 @@ class LLM:
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._compile_seconds: dict[str, float] = {}
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+        shapes = config.step_shapes(
+            max_positions=loaded.max_position_embeddings,
+            num_drafts=speculation.num_speculative_tokens if speculation else 0,
+        )
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=loaded.vocab_size,
+            max_model_len=shapes.max_model_len,
             eos_ids=loaded.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
         )
         self._runner = ModelRunner(
             loaded,
-            config.step_shapes(
-                max_positions=loaded.max_position_embeddings,
-                num_drafts=speculation.num_speculative_tokens if speculation else 0,
-            ),
+            shapes,
             proposer,
             dtype=dtype,
             verifier=make_verifier(speculation),
@@ -118,7 +120,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
         """
-        batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        batch = prompts_of(prompts)
         groups = self._prepare(batch, params_of(sampling_params, len(batch)))
         samples = [sample for group in groups for sample in group]
         is_silent = not self._show_progress
@@ -167,8 +169,8 @@ class LLM:
         Raises:
             ValueError: no tokenizer or template, or one it refuses; and as in `generate`.
         """
-        ids = self._inputs.require_tokenizer("chats").chat(list(messages), **template_options)
-        return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
+        prompt = self._inputs.chat(messages, template_options)
+        return self.generate(prompt, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
         """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs."""
@@ -220,7 +222,7 @@ class LLM:
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
 
 
-_KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
+_KEPT: dict[EngineConfig, LLM] = {}  # what `generate` keeps, by its options
 _KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one
 
 
@@ -236,10 +238,10 @@ def generate(
     kept for the next call with the same options.
     """
     is_single = isinstance(prompts, str | Mapping)
-    batch = [prompts] if is_single else list(prompts)
+    batch = prompts_of(prompts)
     num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
     rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
-    key = repr((model, sorted(options.items())))
+    key = EngineConfig.of(model, options)
     with _KEPT_LOCK:
         if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:
             _KEPT.clear()  # one model at a time: the old one's memory goes first
