@@ -6,6 +6,7 @@ from typing import Any, Literal, NoReturn
 
 from jaxspec.options import OPTIONS, default_of, meaning
 
+_MOST_FILE_BYTES = 2**28  # of prompts
 _EXAMPLES = """\
 examples:
   python -m jaxspec "def fibonacci(n):"
@@ -151,19 +152,28 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file that are not blank."""
+    """The lines of a file that are not blank; it may be a pipe, or a device without an end."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors write a mark first
+        with open(path, "rb") as file:
+            content = file.read(_MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(
+            f"The prompts file {path} can't be read: {error.strerror}. Check the path."
+        ) from error
+    if len(content) > _MOST_FILE_BYTES:
+        raise ValueError(
+            f"The prompts file {path} must have at most {_MOST_FILE_BYTES:,} bytes, and has more. "
+            "Split it."
+        )
+    try:
+        text = content.decode("utf-8-sig")  # some editors write a mark first
     except UnicodeDecodeError as error:
         raise ValueError(
             f"The prompts file {path} must be UTF-8 text, and byte {error.start} is not. Save it "
             "as UTF-8."
         ) from error
-    except OSError as error:
-        raise ValueError(
-            f"The prompts file {path} can't be read: {error.strerror}. Check the path."
-        ) from error
-    return [line for line in text.split("\n") if line.strip()]
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return [line for line in lines if line.strip()]
 
 
 def speculation_of(args: argparse.Namespace) -> dict[str, int] | Literal["auto"] | None:

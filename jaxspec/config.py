@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jaxspec.checks import integer, shown
+
 
 def check_sizes(**values: int) -> None:
     """Raise a ValueError for a value that is no integer of at least 1."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+        integer(name, value, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,12 @@ class StepShapes:
         buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
         for name, sizes in buckets.items():
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ValueError(f"{name} must ascend from at least 1, got {sizes}.")
+                raise ValueError(f"{name} must ascend from at least 1, got {shown(sizes)}.")
         if self.decode_rows[-1] != self.max_num_seqs:
             raise ValueError(
                 f"The largest of decode_buckets must equal max_num_seqs, got max_num_seqs="
-                f"{self.max_num_seqs}, decode_buckets={self.decode_rows}. Change one of the two."
+                f"{self.max_num_seqs}, decode_buckets={shown(self.decode_rows)}. Change one of the "
+                "two."
             )
         if self.num_pages < 2:
             raise ValueError(
@@ -201,9 +203,11 @@ class StateConfig:
     def __post_init__(self) -> None:
         """Check the words."""
         if self.policy not in ("snapshot", "replay"):
-            raise ValueError(f"state_policy must be 'snapshot' or 'replay', got {self.policy!r}.")
+            raise ValueError(
+                f"state_policy must be 'snapshot' or 'replay', got {shown(self.policy)}."
+            )
         if self.dtype not in ("float32", "float16", "bfloat16"):
             words = "'float32', 'float16' or 'bfloat16'"
-            raise ValueError(f"state_dtype must be {words}, got {self.dtype!r}.")
+            raise ValueError(f"state_dtype must be {words}, got {shown(self.dtype)}.")
         if self.window is not None:
             check_sizes(window=self.window)

@@ -1,20 +1,17 @@
-"""Files of a checkpoint, which anybody may have written: opened, read and quoted within bounds."""
+"""Files of a checkpoint, which anybody may have written: opened and read within bounds."""
 
 import collections
 import json
 import os
-import reprlib
 import stat
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checks import shown
+
 MOST_JSON_BYTES = 2**24
 """The longest JSON text that is read: some ten times that of the largest published models."""
-
-_SHOWN_CHARACTERS = 80
-_QUOTE = reprlib.Repr()
-_QUOTE.maxstring = _QUOTE.maxother = _SHOWN_CHARACTERS
 
 
 def open_file(path: Path) -> FileIO:
@@ -125,12 +122,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((name, count),) = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"an object has the name {shown(name)} {count} times")
     return content
-
-
-def shown(value: Any) -> str:
-    """`value` as an error quotes it: as Python writes it, in at most 80 characters."""
-    try:
-        text = _QUOTE.repr(value)
-    except ValueError:  # an integer with more digits than Python writes
-        text = f"a value of type {type(value).__name__} that is too long to write"
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

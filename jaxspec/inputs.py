@@ -1,12 +1,12 @@
 """Prompts and parameters in, checked samples out; refusals come before anything is queued."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
+from jaxspec.checks import are_integers, items, shown
 from jaxspec.outputs import Sample
 from jaxspec.request import Request
 from jaxspec.row import MAX_STOP_IDS
@@ -15,6 +15,11 @@ from jaxspec.stop_strings import StopStrings
 from jaxspec.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
+
+MOST_SAMPLES = 2**18
+"""Samples of one call; each holds some 1.4 kB from the start."""
+MOST_PROMPT_TOKENS = 2**28
+"""Prompt tokens of one call over all samples, each of which keeps a list of them."""
 
 
 class InputProcessor:
@@ -25,6 +30,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         *,
         vocab_size: int,
+        max_model_len: int,
         eos_ids: Sequence[int],
         request_key: Callable[[Sequence[int], int], int],
         seed: int,
@@ -35,6 +41,7 @@ class InputProcessor:
         `request_key(prompt, seed)` is the proposer's; `seed` serves requests without one.
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self._eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
         self._request_key, self._seed = request_key, seed
@@ -42,14 +49,23 @@ class InputProcessor:
         self._lock = threading.Lock()
 
     def process(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None = None,
     ) -> list[list[Sample]]:
         """The samples of each prompt, unqueued.
 
+        `request_ids`: what the samples of each prompt are called; None: numbers.
+
         Raises:
-            ValueError: an empty prompt, an id outside the vocabulary, text without a tokenizer, or
-                too many stop ids.
+            ValueError: an empty prompt, one that is too long with its max_tokens, an id outside the
+                vocabulary, text without a tokenizer, too many stop ids, too many samples, or
+                another number of request ids.
         """
+        check_samples(params)
+        if request_ids is not None:
+            _check_names(request_ids, len(prompts))
         encoded = [tuple(self._encode(prompt)) for prompt in prompts]
         for number, ids in enumerate(encoded, 1):
             name = "the prompt" if len(encoded) == 1 else f"prompt {number} of {len(encoded)}"
@@ -60,15 +76,28 @@ class InputProcessor:
                 )
             self._check_ids(name, ids)
         stop_ids = [self._stop_ids(param) for param in params]
+        self._check_lengths(encoded, params)
         with self._lock:
             first = self._num_prompts
             self._num_prompts += len(encoded)
+        numbers = range(first, first + len(encoded))
+        names = map(str, numbers) if request_ids is None else request_ids
         return [
-            self._samples(prompt, param, stops, number)
-            for number, (prompt, param, stops) in enumerate(
-                zip(encoded, params, stop_ids, strict=True), first
-            )
+            self._samples(*each)
+            for each in zip(names, encoded, params, stop_ids, numbers, strict=True)
         ]
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The prompt of a conversation; `options` are those of `Tokenizer.render_chat`.
+
+        Raises:
+            ValueError: no tokenizer, or as in `Tokenizer.chat`.
+        """
+        bound = {"max_model_len": self._max_model_len}
+        ids = self.require_tokenizer("chats").chat(messages, **{**options, **bound})
+        return {"prompt_token_ids": ids}
 
     def require_tokenizer(self, inputs: str) -> Tokenizer:
         """The tokenizer, or a ValueError that says that `inputs` need one."""
@@ -95,6 +124,7 @@ class InputProcessor:
 
     def _samples(
         self,
+        request_id: str,
         prompt: tuple[int, ...],
         params: SamplingParams,
         stop_ids: tuple[int, ...],
@@ -118,29 +148,103 @@ class InputProcessor:
             )
             stream = self._tokenizer.stream() if self._tokenizer else None
             stops = StopStrings(params.stop) if params.stop else None
-            samples.append(Sample(request, index, stream, stops))
+            samples.append(Sample(request, index, stream, stops, request_id))
         return samples
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            ids = prompt["prompt_token_ids"]
-            if not isinstance(ids, Iterable) or any(not isinstance(i, Integral) for i in ids):
-                raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r:.60}.")
-            return [int(token) for token in ids]
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str):
+        key, value = "prompt", prompt
+        if isinstance(prompt, Mapping) and len(prompt) == 1:
+            ((key, value),) = prompt.items()
+        if key == "prompt_token_ids":
+            return self._read_ids(value)
+        if key != "prompt" or not isinstance(value, str):
             raise ValueError(
                 "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got "
-                f"{prompt!r:.60}. Token ids go in as {{'prompt_token_ids': [...]}}."
+                f"{shown(prompt)}. Token ids go in as {{'prompt_token_ids': [...]}}."
             )
-        return self.require_tokenizer("text prompts").encode(text)
+        tokenizer = self.require_tokenizer("text prompts")
+        return tokenizer.encode(value, max_model_len=self._max_model_len)
+
+    def _read_ids(self, value: Any) -> list[int]:
+        """The ids as Python's integers; no more are read than could fit."""
+        ids = items(value, self._max_model_len)
+        if ids is None or not are_integers(ids):
+            raise ValueError(f"prompt_token_ids must be a list of integers, got {shown(value)}.")
+        if len(ids) > self._max_model_len:
+            count = len(value) if isinstance(value, Sized) else f"more than {self._max_model_len}"
+            raise ValueError(
+                f"A prompt must fit max_model_len={self._max_model_len}, got {count} token ids. "
+                "Shorten it, or raise max_model_len."
+            )
+        return list(map(int, ids))
+
+    def _check_lengths(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> None:
+        """Hold prompts with their max_tokens against max_model_len; no other place does."""
+        held = 0
+        for ids, param in zip(prompts, params, strict=True):
+            held += len(ids) * param.n
+            if len(ids) + param.max_tokens > self._max_model_len:
+                raise ValueError(
+                    f"A prompt and its max_tokens must fit max_model_len={self._max_model_len}: "
+                    f"{len(ids)} + {param.max_tokens} tokens came. Shorten one, or raise "
+                    "max_model_len."
+                )
+        if held > MOST_PROMPT_TOKENS:
+            raise ValueError(
+                f"One call may have at most {MOST_PROMPT_TOKENS:,} prompt tokens over all samples, "
+                f"got {held:,}. Lower n, or make several calls."
+            )
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
             raise ValueError(
                 f"Token ids must be 0 to {self._vocab_size - 1} with this model, and {name} has "
-                f"{', '.join(map(str, wrong[:5]))}. Use the ids of this model's own tokenizer."
+                f"{', '.join(map(shown, wrong[:5]))}. Use the ids of this model's own tokenizer."
             )
+
+
+def prompts_of(prompts: Any) -> list[Prompt]:
+    """The prompts of a call: one, or those of an ordered collection or an iterator.
+
+    Raises:
+        ValueError: it is none of these, or too many.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    found = items(prompts, MOST_SAMPLES)
+    if found is None:
+        raise ValueError(
+            "prompts must be a text, a dict with 'prompt' or 'prompt_token_ids', or a list of "
+            f"them, got {shown(prompts)}."
+        )
+    if len(found) > MOST_SAMPLES:
+        raise ValueError(
+            f"One call may have at most {MOST_SAMPLES:,} prompts, got more. Make several calls."
+        )
+    return found
+
+
+def _check_names(names: Any, count: int) -> None:
+    found = None if isinstance(names, str) else items(names, count)
+    if found is None or len(found) != count or not all(isinstance(name, str) for name in found):
+        raise ValueError(
+            f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
+        )
+
+
+def check_samples(params: Sequence[SamplingParams]) -> None:
+    """Refuse more samples than one call may have.
+
+    Raises:
+        ValueError: the sum of all `n` is above `MOST_SAMPLES`.
+    """
+    if (count := sum(param.n for param in params)) > MOST_SAMPLES:
+        raise ValueError(
+            f"One call may have at most {MOST_SAMPLES:,} samples, got {count:,}. Lower n, or make "
+            "several calls."
+        )
 
 
 def params_of(
@@ -157,7 +261,7 @@ def params_of(
         return [params] * count
     if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
         raise ValueError(
-            f"sampling_params must be SamplingParams, one or a list of them, got {params!r:.60}. "
+            f"sampling_params must be SamplingParams, one or a list of them, got {shown(params)}. "
             "Build them as in SamplingParams(temperature=0.8)."
         )
     if len(params) != count:

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.inputs import Prompt, params_of
+from jaxspec.inputs import Prompt, params_of, prompts_of
 from jaxspec.llm import LLM
+from jaxspec.options import EngineConfig
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.session import check_process, first_process
 
-_KEPT: dict[str, LLM] = {}  # what `generate` keeps, by its options
+_KEPT: dict[EngineConfig, LLM] = {}  # what `generate` keeps, by its options
 _KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one
 
 
@@ -27,10 +28,10 @@ def generate(
     kept for the next call with the same options.
     """
     is_single = isinstance(prompts, str | Mapping)
-    batch = [prompts] if is_single else list(prompts)
+    batch = prompts_of(prompts)
     num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
     rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)
-    key = repr((model, sorted(options.items())))
+    key = EngineConfig.of(model, options)
     check_process(first_process())  # whose threads may hold the lock
     with _KEPT_LOCK:
         if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:

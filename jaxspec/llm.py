@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder, default_folder
-from jaxspec.inputs import InputProcessor, Prompt, params_of
+from jaxspec.inputs import InputProcessor, Prompt, params_of, prompts_of
 from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
@@ -55,16 +54,16 @@ class LLM:
         self._show_progress = progress
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._compile_seconds: dict[str, float] = {}
-        self._numbers = itertools.count()  # names of requests that bring none
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+        self.shapes = self._runner.shapes  # with the pages that fit
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model_config.vocab_size,
+            max_model_len=self.shapes.max_model_len,
             eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
         )
-        self.shapes = self._runner.shapes  # with the pages that fit
         self._flight, on_failure = None, None
         if config.flight_recorder != "off":
             self._flight = FlightRecorder(
@@ -139,7 +138,7 @@ class LLM:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
             RuntimeError: the LLM is closed, or this is a forked child of its process.
         """
-        batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        batch = prompts_of(prompts)
         groups = self._prepare(batch, params_of(sampling_params, len(batch)), request_ids)
         samples = [sample for group in groups for sample in group]
         is_silent = not self._show_progress
@@ -196,8 +195,8 @@ class LLM:
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        ids = self._inputs.require_tokenizer("chats").chat(list(messages), **template_options)
-        return self.generate({"prompt_token_ids": ids}, sampling_params)[0]
+        prompt = self._inputs.chat(messages, template_options)
+        return self.generate(prompt, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
         """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs.
@@ -289,28 +288,10 @@ class LLM:
     ) -> Groups:
         """Everything that may refuse or take long, before anything is queued."""
         self.session.require_usable()
-        names = self._request_ids(request_ids, len(prompts))
-        groups = self._inputs.process(prompts, params)
-        for name, group in zip(names, groups, strict=True):
-            for sample in group:
-                sample.request_id = name
+        groups = self._inputs.process(prompts, params, request_ids)
         self.session.check(sample for group in groups for sample in group)
         self._compile(param.sampler for param in params)
         return groups
 
-    def _request_ids(self, names: Sequence[str] | None, count: int) -> Sequence[str]:
-        if names is None:
-            return [str(next(self._numbers)) for _ in range(count)]
-        if isinstance(names, str) or len(names) != count or not all(map(_is_name, names)):
-            raise ValueError(
-                f"request_ids must be a list of {count} texts, one for each prompt, got "
-                f"{names!r:.80}."
-            )
-        return names
-
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str)

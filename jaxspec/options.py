@@ -6,19 +6,29 @@ The signature and docstring of `LLM`, the command's help and docs/options.md are
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from jaxspec.config import StepShapes, check_sizes
+from jaxspec import checks
+from jaxspec.checks import shown
+from jaxspec.config import StepShapes
 from jaxspec.speculation import SpeculativeConfig
 
+_MOST = 2**24  # rows, tokens or pages, of which arrays are made
+_MOST_BUCKETS = 1024
 
-def option(default: Any, help: str, *, none: str | None = None) -> Any:
-    """A field of `EngineConfig`: its default, what it means, and what None stands for."""
-    return dataclasses.field(default=default, metadata={"help": help, "none": none})
+
+def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
+    """A field of `EngineConfig`: its default, what it means, and what None stands for.
+
+    `least`: the smallest integer that it may be; None: any that fits in 64 bits.
+    """
+    metadata = {"help": help, "none": none, "least": least}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +83,7 @@ class EngineConfig:
         none="as many as the model was made for, but not above 8192",
     )
     max_in_flight: int = option(
-        2, "dispatches that may be uncollected; 0 is the synchronous engine"
+        2, "dispatches that may be uncollected; 0 is the synchronous engine", least=0
     )
     steps_per_dispatch: int = option(
         1,
@@ -110,7 +120,7 @@ class EngineConfig:
         "numbers of prompt tokens that get compiled, ascending",
         none="64 and max_num_batched_tokens",
     )
-    seed: int = option(0, "seed of requests that bring none")
+    seed: int = option(0, "seed of requests that bring none", least=None)
     compilation_cache: str | Path | None = option(
         None, "folder of compiled programs", none="the user's cache folder"
     )
@@ -146,25 +156,14 @@ class EngineConfig:
         return EngineConfig(model, **options)
 
     def __post_init__(self) -> None:
-        """Check words and sizes, and read the speculation."""
+        """Check each option by its type, and keep it as Python's own type."""
         for field in OPTIONS.values():
-            _check_word(field, getattr(self, field.name))
+            object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
                 "Leave revision out, or give a hub id as model."
             )
-        check_sizes(
-            max_num_seqs=self.max_num_seqs,
-            page_size=self.page_size,
-            steps_per_dispatch=self.steps_per_dispatch,
-            max_prefill_seqs=self.max_prefill_seqs,
-        )
-        for name in ("decode_buckets", "prefill_buckets"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        speculation = SpeculativeConfig.read(self.speculative_config)
-        object.__setattr__(self, "speculative_config", speculation)
 
     def step_shapes(self, *, max_positions: int, num_drafts: int) -> StepShapes:
         """The sizes of programs for a model of so many positions, which may hold fewer pages later.
@@ -222,16 +221,81 @@ def listing() -> str:
     )
 
 
-def _check_word(field: dataclasses.Field, value: Any) -> None:
-    """Refuse another word than an option's type lists, such as `Literal["auto", "dummy"]`."""
-    kinds = (field.type,) if get_origin(field.type) is Literal else get_args(field.type)
-    if not kinds or any(get_origin(kind) is not Literal and kind is not NoneType for kind in kinds):
-        return
-    words = [word for kind in kinds if kind is not NoneType for word in get_args(kind)]
-    is_none_allowed = NoneType in kinds
-    if value in words or (value is None and is_none_allowed):
-        return
+def _read(field: dataclasses.Field, value: Any) -> Any:
+    """`value` as the type of the option says; `_READERS` has what reads each type.
+
+    Raises:
+        ValueError: it is of no such type, or breaks a rule.
+    """
+    kinds = _alternatives(field.type)
+    if value is None and NoneType in kinds:
+        return None
+    origins = {get_origin(kind) or kind for kind in kinds}
+    for kind, reader in _READERS.items():
+        if kind in origins:
+            return reader(field, value)
+    raise TypeError(f"The type of the option {field.name} needs a line in _READERS: {kinds}.")
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """What `kind` is a union of, which may be itself alone."""
+    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence)
+    return (kind,) if is_whole else get_args(kind)
+
+
+def _speculation(field: dataclasses.Field, value: Any) -> Any:
+    return SpeculativeConfig.read(value)
+
+
+def _word(field: dataclasses.Field, value: Any) -> str:
+    """One of those that the type lists, such as `Literal["auto", "dummy"]`."""
+    kinds = _alternatives(field.type)
+    words = [word for kind in kinds for word in get_args(kind)]
+    if isinstance(value, str) and value in words:
+        return value
     *others, last = map(repr, words)
-    if is_none_allowed:
+    if NoneType in kinds:
         others, last = [*others, last], f"None, {field.metadata['none']}"
-    raise ValueError(f"{field.name} must be {', '.join(others)} or {last}, got {value!r}.")
+    raise ValueError(f"{field.name} must be {', '.join(others)} or {last}, got {shown(value)}.")
+
+
+def _integer(field: dataclasses.Field, value: Any) -> int:
+    least = field.metadata["least"]
+    if least is None:
+        return checks.seed_bits(field.name, value)
+    return checks.integer(field.name, value, least, _MOST)
+
+
+def _number(field: dataclasses.Field, value: Any) -> float:
+    number = checks.real(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{field.name} must be a finite number, got {shown(value)}.")
+    return number
+
+
+def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
+    sizes = checks.items(value, _MOST_BUCKETS)
+    if sizes is None or len(sizes) > _MOST_BUCKETS:
+        raise ValueError(
+            f"{field.name} must be a list of at most {_MOST_BUCKETS} sizes, got {shown(value)}."
+        )
+    return tuple(checks.integer(f"Each of {field.name}", size, 1, _MOST) for size in sizes)
+
+
+def _text(field: dataclasses.Field, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{field.name} must be a text of some length, got {shown(value)}.")
+    return value
+
+
+# The first of these that is in a union reads its value.
+_READERS: dict[Any, Callable[[dataclasses.Field, Any], Any]] = {
+    SpeculativeConfig: _speculation,
+    Path: lambda field, value: checks.path(field.name, value),
+    str: _text,
+    bool: lambda field, value: checks.boolean(field.name, value),
+    int: _integer,
+    float: _number,
+    Sequence: _sizes,
+    Literal: _word,
+}

@@ -80,11 +80,18 @@ class Sample:
     """
 
     def __init__(
-        self, request: Request, index: int, stream: TextStream | None, stops: StopStrings | None
+        self,
+        request: Request,
+        index: int,
+        stream: TextStream | None,
+        stops: StopStrings | None,
+        request_id: str = "",
     ):
-        """Without `stream` (no tokenizer) there is no text."""
-        self.request, self.index = request, index
-        self.request_id = ""  # of all samples of its prompt
+        """Without `stream` (no tokenizer) there is no text.
+
+        `request_id`: what all samples of its prompt are called.
+        """
+        self.request, self.index, self.request_id = request, index, request_id
         self.text = ""
         self._stream, self._stops = stream, stops
         self._num_read = 0  # output tokens that `read` has seen

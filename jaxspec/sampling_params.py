@@ -1,12 +1,19 @@
 """How to choose tokens and when to stop, as the caller says it."""
 
 import dataclasses
-import numbers
+from typing import Any
 
 import numpy as np
 
+from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
 from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
 
+MAX_N = 16_384
+"""Samples that one prompt may have."""
+MAX_STOPS = 256
+"""Stop strings of a request: the text of each token is searched for all of them."""
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string: as many may be held back, and looked at with each token."""
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
 GREEDY_BELOW = 1e-5
 """Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
@@ -20,6 +27,8 @@ class SamplingParams:
     `stop` strings end the text before them; `stop_token_ids` are kept as the last token.
     `min_tokens` forbids stop ids before so many tokens. `n` samples, each with noise of its own,
     share one prefill as far as rows are free when it ends.
+
+    NumPy's numbers are taken, and kept as Python's.
 
     Raises:
         ValueError: a value outside its range; the message names the rule.
@@ -37,53 +46,27 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Check every value."""
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        for name, value in (("stop", stops), ("stop_token_ids", self.stop_token_ids or ())):
-            if not isinstance(value, list | tuple):
-                raise ValueError(f"{name} must be a list, got {value!r}.")
-            object.__setattr__(self, name, tuple(value))
-        self._check_integers()
-        if not all(isinstance(value, numbers.Real) for value in (self.temperature, self.top_p)):
-            raise ValueError(
-                f"temperature and top_p must be numbers, got {self.temperature!r} and "
-                f"{self.top_p!r}."
-            )
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be a number from 0 to {MAX_TEMPERATURE:,.0f}, got "
-                f"{self.temperature}; 0 is greedy."
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1 turns it off.")
-        if any(not isinstance(token, numbers.Integral) for token in self.stop_token_ids):
-            raise ValueError(
-                f"stop_token_ids must be integers, got {list(self.stop_token_ids)}; texts go to "
-                "stop."
-            )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop strings must be non-empty strings, got {list(self.stop)}.")
+        """Check every value, and keep it as Python's own type."""
+        self._keep(
+            n=integer("n", self.n, 1, MAX_N),
+            temperature=_temperature(self.temperature),
+            top_p=_top_p(self.top_p),
+            top_k=integer("top_k", self.top_k, -1, hint="; -1 turns it off"),
+            seed=None if self.seed is None else seed_bits("seed", self.seed),
+            max_tokens=integer("max_tokens", self.max_tokens, 1),
+            min_tokens=integer("min_tokens", self.min_tokens, 0),
+            stop=_stops(self.stop),
+            stop_token_ids=_stop_token_ids(self.stop_token_ids),
+            ignore_eos=boolean("ignore_eos", self.ignore_eos),
+        )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must not exceed max_tokens, got {self.min_tokens} > {self.max_tokens}."
             )
 
-    def _check_integers(self) -> None:
-        minima = {"n": 1, "top_k": -1, "max_tokens": 1, "min_tokens": 0}
-        for name, minimum in minima.items():
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, numbers.Integral)
-                or value < minimum
-            ):
-                off = "; -1 turns it off" if name == "top_k" else ""
-                raise ValueError(
-                    f"{name} must be an integer of at least {minimum}, got {value!r}{off}."
-                )
-        seed = 0 if self.seed is None else self.seed
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise ValueError(f"seed must be an integer that fits in 64 bits, got {seed!r}.")
+    def _keep(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -99,3 +82,50 @@ class SamplingParams:
             TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),
         }
         return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))
+
+
+def _temperature(value: Any) -> float:
+    temperature = real(value)
+    if not 0 <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be a number from 0 to {MAX_TEMPERATURE:,.0f}, got {shown(value)}; 0 "
+            "is greedy."
+        )
+    return temperature
+
+
+def _top_p(value: Any) -> float:
+    top_p = real(value)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {shown(value)}; 1 turns it off.")
+    return top_p
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else _listed("stop", value)
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise ValueError(f"stop strings must be non-empty strings, got {shown(list(stops))}.")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise ValueError(
+            f"stop must be at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH:,} characters, "
+            f"got {len(stops):,} with up to {max(map(len, stops)):,}. Give fewer or shorter ones."
+        )
+    return stops
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    ids = _listed("stop_token_ids", value)
+    if not are_integers(ids):
+        raise ValueError(
+            f"stop_token_ids must be integers, got {shown(list(ids))}; texts go to stop."
+        )
+    return tuple(map(int, ids))
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of a list or tuple, or of a NumPy array; None is the empty one."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | np.ndarray) or getattr(value, "ndim", 1) != 1:
+        raise ValueError(f"{name} must be a list, got {shown(value)}.")
+    return tuple(value)

@@ -66,7 +66,7 @@ class Session:
         """Refuse samples that could never run, even alone.
 
         Raises:
-            ValueError: a sample is longer than max_model_len, or than all pages together.
+            ValueError: a sample is longer than all pages together.
         """
         self.scheduler.check(sample.request for sample in samples)
 

@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxspec.config import check_sizes
+from jaxspec.checks import integer, is_integer, items, real, shown
+
+_MOST_IDS = 2**20  # of draft_vocab; no vocabulary has as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,46 +33,30 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check methods, widths, ids and rates."""
-        if self.method != "mtp":
-            raise ValueError(f"Unknown speculative method {self.method!r}: use 'mtp'.")
+        """Check methods, widths, ids and rates, and keep them as Python's own types."""
+        if not isinstance(self.method, str) or self.method != "mtp":
+            raise ValueError(f"Unknown speculative method {shown(self.method)}: use 'mtp'.")
         drafts = self.num_speculative_tokens
-        if type(drafts) is not int or not 1 <= drafts <= 8:
+        if not is_integer(drafts) or not 1 <= int(drafts) <= 8:
             raise ValueError(
-                f"num_speculative_tokens must be an integer from 1 to 8, got {drafts!r}. To do "
-                "without drafts pass speculative_config=None, or --num-speculative-tokens 0 to the "
-                "command."
+                f"num_speculative_tokens must be an integer from 1 to 8, got {shown(drafts)}. To "
+                "do without drafts pass speculative_config=None, or --num-speculative-tokens 0 to "
+                "the command."
             )
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
+        way = self.draft_sample_method
+        if not isinstance(way, str) or way not in ("greedy", "probabilistic"):
             raise ValueError(
-                f"draft_sample_method must be 'greedy' or 'probabilistic', "
-                f"got {self.draft_sample_method!r}."
+                f"draft_sample_method must be 'greedy' or 'probabilistic', got {shown(way)}."
             )
-        if self.draft_vocab is not None:
-            self._check_draft_vocab(self.draft_vocab)
-        if self.synthetic_acceptance_rates is not None:
-            self._check_rates(self.synthetic_acceptance_rates)
-            if self.draft_sample_method == "probabilistic":
-                raise ValueError(
-                    "Probabilistic drafts come from the MTP head and are verified by rejection "
-                    "sampling: drop the synthetic rates, or draft greedily."
-                )
-
-    def _check_draft_vocab(self, vocab: int | Sequence[int]) -> None:
-        if not isinstance(vocab, Iterable):
-            check_sizes(draft_vocab=vocab)
-            return
-        ids = tuple(vocab)
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, Integral) or i < 0]
-        if wrong or not ids:
+        object.__setattr__(self, "num_speculative_tokens", int(drafts))
+        object.__setattr__(self, "draft_vocab", _draft_vocab(self.draft_vocab))
+        rates = _rates(self.synthetic_acceptance_rates, int(drafts))
+        object.__setattr__(self, "synthetic_acceptance_rates", rates)
+        if rates is not None and way == "probabilistic":
             raise ValueError(
-                "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a "
-                f"list {f'with {wrong[0]!r}' if wrong else 'of none'}."
+                "Probabilistic drafts come from the MTP head and are verified by rejection "
+                "sampling: drop the synthetic rates, or draft greedily."
             )
-        token, times = collections.Counter(ids).most_common(1)[0]
-        if times > 1:
-            raise ValueError(f"draft_vocab must list an id once, got id {token} {times} times.")
-        object.__setattr__(self, "draft_vocab", tuple(map(int, ids)))  # which can be hashed
 
     def draft_ids(self, vocab_size: int) -> tuple[int, ...] | None:
         """The ids that may be drafted, ascending; None: all `vocab_size` of them.
@@ -84,28 +69,16 @@ class SpeculativeConfig:
             return None
         largest = vocab - 1 if isinstance(vocab, int) else max(vocab)
         if largest >= vocab_size:
+            asked = f"{vocab} ids" if isinstance(vocab, int) else f"id {shown(largest)}"
             raise ValueError(
                 f"draft_vocab must lie in the model's vocabulary, ids 0 to {vocab_size - 1}, got "
-                f"{f'{vocab} ids' if isinstance(vocab, int) else f'id {largest}'}. Leave out what "
-                "is beyond."
+                f"{asked}. Leave out what is beyond."
             )
         ids = range(vocab) if isinstance(vocab, int) else sorted(vocab)
         return tuple(ids) if len(ids) < vocab_size else None
 
-    def _check_rates(self, rates: tuple[float, ...]) -> None:
-        if len(rates) != self.num_speculative_tokens or not all(0 <= r <= 1 for r in rates):
-            raise ValueError(
-                f"synthetic_acceptance_rates needs one rate in [0, 1] for each of the "
-                f"{self.num_speculative_tokens} drafts, got {rates}."
-            )
-        if list(rates) != sorted(rates, reverse=True):
-            raise ValueError(
-                "synthetic_acceptance_rates are unconditional, so they can't rise with the "
-                f"position; got {rates}."
-            )
-
     @staticmethod
-    def of(value: "SpeculativeConfig | dict[str, Any]") -> "SpeculativeConfig":
+    def of(value: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
         """`value` itself, or one built from a dict of the fields.
 
         Raises:
@@ -114,33 +87,30 @@ class SpeculativeConfig:
         if isinstance(value, SpeculativeConfig):
             return value
         known = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-        if unknown := sorted(set(value) - set(known)):
-            raise ValueError(f"Unknown keys {unknown} in speculative_config; known are {known}.")
-        rates = "synthetic_acceptance_rates"
-        options: dict[str, Any] = {
-            key: tuple(item) if key == rates and item is not None else item
-            for key, item in value.items()
-        }
-        return SpeculativeConfig(**options)
+        if unknown := [key for key in value if key not in known]:
+            raise ValueError(
+                f"Unknown keys {shown(unknown)} in speculative_config; known are {known}."
+            )
+        return SpeculativeConfig(**value)
 
     @staticmethod
-    def read(
-        value: "SpeculativeConfig | dict[str, Any] | str | None",
-    ) -> "SpeculativeConfig | Literal['auto'] | None":
+    def read(value: Any) -> "SpeculativeConfig | Literal['auto'] | None":
         """`value` as an engine keeps it: a dict becomes a `SpeculativeConfig`.
 
         Raises:
-            ValueError: as in `of`, or another word than "auto".
+            ValueError: as in `of`, or it is neither a dict nor "auto".
         """
-        if value is None or value == "auto":
+        if value is None or (isinstance(value, str) and value == "auto"):
             return value  # pyright: ignore[reportReturnType]
-        if isinstance(value, str):
-            raise ValueError(f"speculative_config must be 'auto', None or a dict, got {value!r}.")
+        if not isinstance(value, SpeculativeConfig | Mapping):
+            raise ValueError(
+                f"speculative_config must be 'auto', None or a dict, got {shown(value)}."
+            )
         return SpeculativeConfig.of(value)
 
     @staticmethod
     def resolve(
-        value: "SpeculativeConfig | dict[str, Any] | str | None", has_draft_head: bool
+        value: "SpeculativeConfig | Mapping[str, Any] | str | None", has_draft_head: bool
     ) -> "SpeculativeConfig | None":
         """The speculation a checkpoint gets: "auto" is MTP if it has the head, None is none.
 
@@ -159,3 +129,43 @@ class SpeculativeConfig:
                 "speculative_config=None, or --num-speculative-tokens 0 to the command."
             )
         return config
+
+
+def _draft_vocab(vocab: Any) -> int | tuple[int, ...] | None:
+    if vocab is None:
+        return None
+    ids = items(vocab, _MOST_IDS)
+    if ids is None:
+        return integer("draft_vocab", vocab, 1)
+    if len(ids) > _MOST_IDS:
+        raise ValueError(
+            f"draft_vocab must list at most {_MOST_IDS:,} ids, got more. List those that the "
+            "vocabulary has."
+        )
+    wrong = [i for i in ids if not is_integer(i) or i < 0]
+    if wrong or not ids:
+        raise ValueError(
+            "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a "
+            f"list {f'with {shown(wrong[0])}' if wrong else 'of none'}."
+        )
+    token, times = collections.Counter(ids).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"draft_vocab must list an id once, got id {shown(token)} {times} times.")
+    return tuple(map(int, ids))  # which can be hashed
+
+
+def _rates(rates: Any, num_drafts: int) -> tuple[float, ...] | None:
+    if rates is None:
+        return None
+    found = tuple(map(real, items(rates, num_drafts) or ()))
+    if len(found) != num_drafts or not all(0 <= rate <= 1 for rate in found):
+        raise ValueError(
+            f"synthetic_acceptance_rates needs one rate in [0, 1] for each of the {num_drafts} "
+            f"drafts, got {shown(rates)}."
+        )
+    if list(found) != sorted(found, reverse=True):
+        raise ValueError(
+            "synthetic_acceptance_rates are unconditional, so they can't rise with the position; "
+            f"got {shown(rates)}."
+        )
+    return found

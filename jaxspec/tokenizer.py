@@ -1,18 +1,23 @@
 """Text to tokens and back: a checkpoint's tokenizer, its chat template, and streamed text."""
 
-import datetime
+import concurrent.futures
 import functools
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-import tokenizers
+from tokenizers import decoders
 
+from jaxspec import checks, tokenizer_files
+from jaxspec.chat_template import ChatTemplate
+from jaxspec.checks import are_integers, shown
+from jaxspec.tokenizer_files import raise_for
+
+SHRINKING = 4
+"""How many bytes a normalizer may make one of: NFC makes at most three."""
+_LONG_TEXT = 2**16  # characters; the tokens of shorter ones are there within milliseconds
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are no character
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -27,90 +32,97 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         """Read `folder`. FileNotFoundError without a tokenizer.json, ValueError if it is broken."""
-        folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"Text needs a tokenizer, but {folder} has no tokenizer.json. Copy the "
-                'checkpoint\'s there, or pass token ids: {"prompt_token_ids": [...]}.'
-            )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"A tokenizer.json must be one that `tokenizers` {tokenizers.__version__} reads, "
-                f"but {path} gave: {error}. Download it again, or update `tokenizers`."
-            ) from error
+        folder = Path(checks.path("The folder of a tokenizer", folder))
+        self._folder = folder
+        self._tokenizer = tokenizer_files.load(folder)
         # The file may carry the padding and truncation of training.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.has_byte_tokens = self._tokenizer.token_to_id("<0x00>") is not None
-        self._folder = folder
-        settings = _read_json(folder / "tokenizer_config.json")
-        self._special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json"))
-        self._special_tokens |= _special_tokens(settings)
-        self._templates = _chat_templates(folder, settings)
-        self.eos_ids = self._find_eos_ids()
+        settings = tokenizer_files.settings(folder / "tokenizer_config.json")
+        special_tokens = tokenizer_files.special_tokens(folder, settings)
+        self._chat_template = ChatTemplate(folder, settings, special_tokens)
+        ends = tokenizer_files.eos_ids(folder)
+        own = special_tokens.get("eos_token")
+        own_id = None if own is None else self._tokenizer.token_to_id(own)
+        self.eos_ids = tuple(sorted(ends if own_id is None else {*ends, own_id}))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`, with what the tokenizer puts around a text (such as BOS)."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
+        """The token ids of `text`, with what the tokenizer puts around a text (such as BOS).
+
+        A text that can't fit `max_model_len` tokens is refused unread: one whose UTF-8 has more
+        bytes than `SHRINKING * max_model_len` of the vocabulary's longest tokens. So is one that
+        would fit only because the tokenizer drops most of it, such as long runs of spaces.
+
+        Ctrl-C ends the wait for a long text's tokens at once.
+
+        Raises:
+            ValueError: `text` is no text, has half of a surrogate pair, or can't fit; or the
+                tokenizer fails.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"A text to be tokenized must be a str, got {shown(text)}.")
+        self._check(text, max_model_len)
+        try:
+            if len(text) > _LONG_TEXT:
+                return self._encode_long(text, add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise_for(error, f"The tokenizer of {self._folder} fails on this text")
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. Ids without a token (a padded vocabulary has some) give nothing."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of `ids`. Ids without a token (a padded vocabulary has some) give nothing.
+
+        Raises:
+            ValueError: `ids` are no integers that fit in 32 bits, or the tokenizer fails.
+        """
+        ids = list(ids)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not are_integers(ids) or any(not 0 <= token < 2**32 for token in ids):
+                raise ValueError(
+                    f"Token ids must be integers from 0 to {2**32 - 1}, got {shown(ids)}."
+                ) from error
+            raise_for(error, f"The tokenizer of {self._folder} fails on {shown(ids)}")
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        max_model_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The token ids of a conversation; arguments and errors as in `render_chat`."""
+        """The token ids of a conversation; arguments as in `render_chat` and `encode`."""
         text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
-        return self.encode(text, add_special_tokens=False)  # the template writes BOS itself
+        # The template writes BOS itself.
+        return self.encode(text, add_special_tokens=False, max_model_len=max_model_len)
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
         """The text of a conversation by the checkpoint's chat template.
 
-        `messages` are `{"role": ..., "content": ...}`; `kwargs` are the template's own
-        switches, such as `enable_thinking=False`. ValueError if the checkpoint has no template
-        or the template refuses the conversation. Templates come with checkpoints, so they run
-        in a sandbox and cannot reach files, attributes of Python objects, or change arguments.
+        `messages` are `{"role": ..., "content": ...}`; `kwargs` are the template's own switches,
+        such as `enable_thinking=False`. All of them are JSON's values.
+
+        Templates come with checkpoints, so they run in a sandbox, in a process of their own: they
+        reach no files and no attributes of Python objects, change no arguments, and have limits of
+        time and memory (`template_process.py`).
+
+        Raises:
+            ValueError: the checkpoint has no template, an argument is no value of JSON's, or the
+                template refuses the conversation or goes beyond a limit.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise ValueError(
-                f"A chat needs a chat template, but {self._folder} has none (chat_template.jinja, "
-                "or chat_template in tokenizer_config.json). Use generate() with the text itself."
-            )
-        if not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError(
-                "A chat message must be a mapping with role and content, but messages="
-                f'{messages!r}. Pass a list such as [{{"role": "user", "content": "Hi"}}].'
-            )
-        variables = {
-            "messages": [_alias_reasoning(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            template = _compile(self._templates[name])
-            return template.render(variables | self._special_tokens | kwargs)
-        except Exception as error:  # a template is a program: it may fail in any way it likes
-            raise ValueError(
-                f"The chat template of {self._folder} must accept the conversation, but it "
-                f"stopped with {type(error).__name__}: {error}. Check roles, their order and "
-                "contents against the template, or use generate() with the text itself."
-            ) from error
+        return self._chat_template.render(messages, tools, add_generation_prompt, kwargs)
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
         """A new incremental detokeniser, for one request."""
@@ -120,17 +132,52 @@ class Tokenizer:
         """Whether the token stands for one byte (`<0xE2>`), as SentencePiece falls back to."""
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
 
-    def _find_eos_ids(self) -> tuple[int, ...]:
-        model = _read_json(self._folder / "config.json")
-        generation = _read_json(self._folder / "generation_config.json")
-        entries = [part.get("eos_token_id") for part in (generation, model)]
-        entries.append((model.get("text_config") or {}).get("eos_token_id"))
-        if "eos_token" in self._special_tokens:
-            entries.append(self._tokenizer.token_to_id(self._special_tokens["eos_token"]))
-        found = set()
-        for entry in entries:
-            found.update(entry if isinstance(entry, list) else [entry])
-        return tuple(sorted(found - {None}))
+    def _check(self, text: str, max_model_len: int | None) -> None:
+        """Refuse what is no Unicode, and what can't fit."""
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"A text must be Unicode, and character {error.start} of this one is half of a "
+                f"surrogate pair, {text[error.start]!r}. Decode its bytes anew, or remove it."
+            ) from error
+        if max_model_len is None or size <= SHRINKING * max_model_len:
+            return  # whatever the vocabulary
+        most = SHRINKING * max_model_len * self._longest_token
+        if size > most:
+            raise ValueError(
+                f"A prompt must fit max_model_len={max_model_len}, and a text of {size:,} bytes "
+                f"can't: the longest of this tokenizer's tokens has {self._longest_token} bytes, "
+                f"so texts of more than {SHRINKING} x {max_model_len} x {self._longest_token} = "
+                f"{most:,} bytes are refused unread. Shorten it, or raise max_model_len."
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Bytes of text that the longest token stands for, or a little more."""
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        longest = max((len(token.encode()) for token in added), default=1)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):  # a character for each byte
+            return max(longest, max(map(len, vocabulary), default=1))
+        return max(longest, max((len(token.encode()) for token in vocabulary), default=1))
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokenize in a thread, for which the caller waits: only so Ctrl-C is heard meanwhile."""
+        result = concurrent.futures.Future[list[int]]()
+
+        def tokenize() -> None:
+            try:
+                # It lets other threads run, as `encode` does not.
+                (encoding,) = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+                result.set_result(encoding.ids)
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=tokenize, name="tokenize", daemon=True).start()
+        return result.result()
 
 
 class TextStream:
@@ -185,88 +232,3 @@ class TextStream:
     def _may_be_in_a_run(self, token_id: int) -> bool:
         is_silent = not self._tokenizer.decode([token_id], self._skip_special_tokens)
         return is_silent or self._tokenizer.is_byte_token(token_id)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} must be JSON, but: {error}. Download it again, or delete it to do without."
-        ) from error
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The entries such as bos_token and eos_token, as text or as `{"content": text}`."""
-    found = {}
-    for name, token in settings.items():
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if name.endswith("_token") and isinstance(token, str) and token:
-            found[name] = token
-    return found
-
-
-def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Template sources by name, in the order of transformers: own file, settings, old file."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return {"default": own.read_text(encoding="utf-8")}
-    source = settings.get("chat_template")
-    source = source or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):
-        return {entry["name"]: entry["template"] for entry in source}
-    return {"default": source} if source else {}
-
-
-def _alias_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning under the names that templates use, whichever the message has."""
-    for name in ("reasoning_content", "thinking", "reasoning"):
-        if message.get(name) is not None:
-            reasoning = message[name]
-            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return message
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what training learns from; here it only lets its content through."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """JSON as the models were trained on; jinja2's own filter escapes it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxspec import files
-from jaxspec.files import fill, open_file, parse_json, read_json, shown
+from jaxspec.files import fill, open_file, parse_json, read_json
 
 
 @pytest.fixture
@@ -85,24 +85,3 @@ def test_a_file_that_is_too_long_is_not_read(path, monkeypatch):
 def test_what_is_no_json_object_is_refused(content, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_json(content, "it")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("yarn", "'yarn'"),
-        ({"quant_method": "fp8"}, "{'quant_method': 'fp8'}"),
-        ("\x1b[2J\ud800", r"'\x1b[2J\ud800'"),
-    ],
-)
-def test_a_value_is_quoted_as_python_writes_it(value, text):
-    assert shown(value) == text
-
-
-def test_no_quotation_is_long():
-    assert shown(10**5000) == "a value of type int that is too long to write"
-    nested = []
-    for _ in range(10**4):
-        nested = [nested, nested]
-    for value in (nested, "x" * 10**6, [[1] * 9] * 9, {str(i): "x" * 99 for i in range(99)}):
-        assert len(shown(value)) <= 80

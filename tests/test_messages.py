@@ -163,6 +163,15 @@ COMMAND = [
         "The prompts file BINARY.txt must be UTF-8 text, and byte 2 is not. Save it as UTF-8.",
     ),
     (
+        ["--prompts-file", "/dev/zero"],
+        "The prompts file /dev/zero must have at most 268,435,456 bytes, and has more. Split it.",
+    ),
+    (
+        ["\udcff"],  # what a terminal gives for a byte that is no UTF-8
+        "A text must be Unicode, and character 0 of this one is half of a surrogate pair, "
+        "'\\udcff'. Decode its bytes anew, or remove it.",
+    ),
+    (
         ["x", "--model", "BLANK.txt"],
         "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; BLANK.txt is "
         "a file. Give the folder that holds it.",
@@ -334,6 +343,43 @@ CALLS = [
         "Token ids go in as {'prompt_token_ids': [...]}.",
     ),
     (
+        lambda llm: llm.generate({"prompt_token_ids": [1], "prompt": "a"}),
+        "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got "
+        "{'prompt_token_ids': [1], 'prompt': 'a'}. Token ids go in as {'prompt_token_ids': "
+        "[...]}.",
+    ),
+    (
+        lambda llm: llm.generate(None),
+        "prompts must be a text, a dict with 'prompt' or 'prompt_token_ids', or a list of them, "
+        "got None.",
+    ),
+    (
+        lambda llm: llm.generate({"prompt_token_ids": range(10**9)}),
+        "A prompt must fit max_model_len=64, got 1000000000 token ids. Shorten it, or raise "
+        "max_model_len.",
+    ),
+    (
+        lambda llm: llm.chat(3),
+        "The model's folder has no tokenizer.json, which chats need. Copy it there from the "
+        "checkpoint, or work with token ids: {'prompt_token_ids': [...]}.",
+    ),
+    (
+        lambda llm: SamplingParams(n=10**7),
+        "n must be at most 16,384, got 10000000.",
+    ),
+    (
+        lambda llm: llm.generate([IDS] * 17, SamplingParams(n=16_384, max_tokens=4)),
+        "One call may have at most 262,144 samples, got 278,528. Lower n, or make several calls.",
+    ),
+    (
+        lambda llm: LLM(decode_buckets=5),
+        "decode_buckets must be a list of at most 1024 sizes, got 5.",
+    ),
+    (
+        lambda llm: LLM(show_progress="yes"),
+        "show_progress must be True or False, got 'yes'.",
+    ),
+    (
         lambda llm: llm.generate(IDS, {"temperature": 0}),
         "sampling_params must be SamplingParams, one or a list of them, got {'temperature': 0}. "
         "Build them as in SamplingParams(temperature=0.8).",
@@ -385,7 +431,7 @@ CALLS = [
     ),
     (
         lambda llm: LLM(max_in_flight=-1),
-        "max_in_flight must be at least 0 (0 is the synchronous engine), got -1.",
+        "max_in_flight must be an integer of at least 0, got -1.",
     ),
     (
         lambda llm: LLM(max_num_seqs=0),
@@ -412,8 +458,8 @@ CALLS = [
         "gpu_memory_utilization must be in (0, 1], got 1.5.",
     ),
     (
-        lambda llm: LLM(num_pages=-3),
-        "num_pages must be at least 2, the null page and one, got -3.",
+        lambda llm: LLM(num_pages=1),
+        "num_pages must be at least 2, the null page and one, got 1.",
     ),
     (
         lambda llm: LLM(load_format="gguf"),

@@ -2,8 +2,11 @@
 
 import dataclasses
 import inspect
+import itertools
+import math
 import re
 
+import numpy as np
 import pytest
 
 import jaxspec
@@ -57,11 +60,62 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"steps_per_dispatch": 1.5}, "steps_per_dispatch must be an integer of at least 1"),
         ({"speculative_config": "mtp"}, "speculative_config must be 'auto', None or a dict"),
         ({"speculative_config": {"draft_vocab": 0}}, "draft_vocab must be an integer"),
+        ({"speculative_config": 3}, "speculative_config must be 'auto', None or a dict, got 3"),
+        ({"model": 3}, "model must be a text or a Path, got 3."),
+        ({"model": ""}, "model must be a path of 1 to 4,096 characters that a file system knows"),
+        ({"load_format": ["auto"]}, "load_format must be 'auto' or 'dummy', got ['auto']."),
+        ({"dtype": np.zeros(2)}, "dtype must be 'float32', 'bfloat16' or 'auto', got array"),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1, got True."),
+        ({"max_num_seqs": 10**5000}, "max_num_seqs must be at most 16,777,216, got an integer of"),
+        ({"max_model_len": "a"}, "max_model_len must be an integer of at least 1, got 'a'."),
+        ({"max_in_flight": True}, "max_in_flight must be an integer of at least 0, got True."),
+        ({"max_in_flight": -1}, "max_in_flight must be an integer of at least 0, got -1."),
+        ({"num_pages": 2.0}, "num_pages must be an integer of at least 1, got 2.0."),
+        ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization must be a finite number, got "),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be a finite number"),
+        ({"decode_buckets": 5}, "decode_buckets must be a list of at most 1024 sizes, got 5."),
+        ({"decode_buckets": "abc"}, "decode_buckets must be a list of at most 1024 sizes, got "),
+        ({"decode_buckets": [1.5]}, "Each of decode_buckets must be an integer of at least 1, go"),
+        ({"decode_buckets": [[1]]}, "Each of decode_buckets must be an integer of at least 1, go"),
+        ({"prefill_buckets": itertools.count(1)}, "prefill_buckets must be a list of at most 102"),
+        ({"seed": "x"}, "seed must be an integer that fits in 64 bits, got 'x'."),
+        ({"seed": 2**64}, "seed must be an integer that fits in 64 bits, got 184467440737095516"),
+        ({"compilation_cache": 3}, "compilation_cache must be a text or a Path, got 3."),
+        ({"show_progress": "yes"}, "show_progress must be True or False, got 'yes'."),
     ],
+    ids=lambda case: " ".join(case) if isinstance(case, dict) else None,
 )
 def test_what_needs_no_model_is_refused_when_a_configuration_is_built(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         EngineConfig(**options)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_refuses_what_is_of_no_type(name):
+    with pytest.raises(ValueError, match=f"{name} must be .*got <object object at"):
+        EngineConfig(**{name: object()})
+    EngineConfig(**{name: OPTIONS[name].default})
+
+
+def test_numbers_of_numpy_are_kept_as_pythons():
+    python = EngineConfig(
+        max_num_seqs=4,
+        max_in_flight=0,
+        gpu_memory_utilization=0.5,
+        decode_buckets=[1, 4],
+        seed=-3,
+        show_progress=True,
+    )
+    numpy = EngineConfig(
+        max_num_seqs=np.int32(4),
+        max_in_flight=np.uint8(0),
+        gpu_memory_utilization=np.float16(0.5),
+        decode_buckets=np.array([1, 4]),
+        seed=np.int64(-3),
+        show_progress=np.True_,
+    )
+    assert numpy == python and repr(numpy) == repr(python) and hash(numpy) == hash(python)
 
 
 def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():

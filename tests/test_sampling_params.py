@@ -1,6 +1,9 @@
 """Sampling parameters: what is taken, what is refused, and what a request then needs."""
 
+import dataclasses
+import json
 import math
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,11 +36,36 @@ from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
         ({"stop": [3]}, r"stop strings must be non-empty strings, got \[3\]"),
         ({"seed": 2**64}, "seed must be an integer that fits in 64 bits, got 18446744073709551616"),
         ({"seed": 1.5}, "seed must be an integer that fits in 64 bits, got 1.5"),
+        ({"seed": True}, "seed must be an integer that fits in 64 bits, got True"),
+        ({"seed": 10**5000}, "seed must be .* 64 bits, got an integer of 16,610 bits"),
+        ({"n": 16_385}, "n must be at most 16,384, got 16385."),
+        ({"n": 10**400}, "n must be at most 16,384, got an integer of 1,329 bits"),
+        ({"max_tokens": 2**63}, "max_tokens must be at most 9,223,372,036,854,775,807, got 92"),
+        ({"temperature": True}, "temperature must be a number from .*, got True; 0 is greedy"),
+        ({"temperature": "1"}, "temperature must be a number from .*, got '1'"),
+        ({"temperature": 10**400}, "temperature must be a number from .*, got an integer of 1,329"),
+        ({"temperature": np.array(1.0)}, "temperature must be a number"),
+        ({"top_p": True}, r"top_p must be in \(0, 1\], got True"),
+        ({"top_p": Fraction(1, 10**400)}, r"top_p must be in \(0, 1\], got "),
+        ({"top_k": np.array([1, 2])}, r"top_k must be an integer of at least -1, got array"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids must be integers, got \[True\]; texts go to"),
+        ({"stop_token_ids": 3}, "stop_token_ids must be a list, got 3"),
+        ({"stop_token_ids": False}, "stop_token_ids must be a list, got False"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a list, got 'ab'"),
+        ({"stop_token_ids": np.ones((2, 2), int)}, "stop_token_ids must be a list, got array"),
+        ({"stop": 3}, "stop must be a list, got 3"),
+        ({"stop": b"a"}, "stop must be a list, got b'a'"),
+        ({"stop": {"a"}}, "stop must be a list, got {'a'}"),
+        ({"stop": ["a"] * 257}, "at most 256 strings of at most 1,024 characters, got 257 with up"),
+        ({"stop": "a" * 1025}, "256 strings of at most 1,024 characters, got 1 with up to 1,025"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ],
+    ids=lambda case: " ".join(case) if isinstance(case, dict) else None,
 )
 def test_a_value_outside_its_range_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         SamplingParams(**changes)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -57,6 +85,22 @@ def test_a_value_outside_its_range_is_refused(changes, message):
 )
 def test_values_at_the_edge_of_their_range_are_taken(changes):
     SamplingParams(**changes)
+
+
+def test_numbers_of_numpy_are_kept_as_pythons():
+    integers = ("n", "top_k", "seed", "max_tokens", "min_tokens")
+    python = dict.fromkeys(integers, 3) | {"temperature": 0.5, "top_p": 0.5, "ignore_eos": True}
+    python["stop_token_ids"] = (1, 2)
+    for kind in (np.int64, np.uint8):
+        numpy = dict.fromkeys(integers, kind(3)) | {"temperature": np.float16(0.5)}
+        numpy |= {"top_p": np.float64(0.5), "ignore_eos": np.True_}
+        for ids in (np.array([1, 2]), [np.int8(1), np.int64(2)]):
+            params = SamplingParams(**numpy, stop_token_ids=ids)
+            assert params == SamplingParams(**python) and repr(params) == repr(
+                SamplingParams(**python)
+            )
+            assert hash(params) == hash(SamplingParams(**python))
+            json.dumps(dataclasses.asdict(params))
 
 
 def test_one_stop_string_is_a_list_of_one():

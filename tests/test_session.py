@@ -380,5 +380,5 @@ def test_a_stop_string_ends_the_request_and_its_tokens():
 
 def test_samples_that_could_never_run_are_refused():
     session = make_session()
-    with pytest.raises(ValueError, match="must fit max_model_len=400"):
-        session.check([make_sample(max_tokens=399)])
+    with pytest.raises(ValueError, match="must fit the page pool alone"):
+        session.check([make_sample(max_tokens=4000)])

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -29,8 +30,20 @@ from jaxspec.speculation import SpeculativeConfig
         ({"draft_vocab": []}, "draft_vocab must be .* a list of token ids .* got a list of none"),
         ({"draft_vocab": [3, -1]}, "a list of token ids from 0 on; got a list with -1"),
         ({"draft_vocab": [3, 1.5]}, "a list of token ids from 0 on; got a list with 1.5"),
+        ({"draft_vocab": [True]}, "a list of token ids from 0 on; got a list with True"),
+        ({"draft_vocab": "ab"}, "draft_vocab must be an integer of at least 1, got 'ab'"),
+        ({"draft_vocab": itertools.count()}, "draft_vocab must list at most 1,048,576 ids, got mo"),
+        ({"method": ["mtp"]}, r"Unknown speculative method \['mtp'\]: use 'mtp'"),
+        ({"method": np.array(["mtp"] * 2)}, "Unknown speculative method array"),
+        ({"num_speculative_tokens": True}, "must be an integer from 1 to 8, got True"),
+        ({"num_speculative_tokens": 10**5000}, "from 1 to 8, got an integer of 16,610 bits"),
+        ({"draft_sample_method": None}, "draft_sample_method must be .* got None"),
+        ({"synthetic_acceptance_rates": 0.5}, r"needs one rate in \[0, 1\] for each .* got 0.5"),
+        ({"synthetic_acceptance_rates": "abc"}, r"needs one rate in \[0, 1\] .* got 'abc'"),
+        ({"synthetic_acceptance_rates": [True] * 3}, r"needs one rate in \[0, 1\] .* got \[True"),
         ({"draft_vocab": (3, 7, 3)}, "draft_vocab must list an id once, got id 3 2 times"),
     ],
+    ids=lambda case: " ".join(case) if isinstance(case, dict) else None,
 )
 def test_speculation_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -63,3 +76,21 @@ def test_the_ids_to_draft_are_the_first_or_those_listed():
     for vocab, what in (9, "9 ids"), ([0, 8], "id 8"):
         with pytest.raises(ValueError, match=f"model's vocabulary, ids 0 to 7, got {what}. Leave"):
             ids(vocab)
+
+
+@pytest.mark.parametrize("value", [3, True, ["mtp"], b"auto", "mtp", np.array(3), {3: 1, "k": 2}])
+def test_speculation_is_auto_none_or_a_dict(value):
+    with pytest.raises(ValueError, match="speculative_config"):
+        SpeculativeConfig.read(value)
+
+
+def test_numbers_of_numpy_are_kept_as_pythons():
+    python = SpeculativeConfig(
+        num_speculative_tokens=2, draft_vocab=5, synthetic_acceptance_rates=(0.5, 0.25)
+    )
+    numpy = SpeculativeConfig(
+        num_speculative_tokens=np.int32(2),
+        draft_vocab=np.int64(5),
+        synthetic_acceptance_rates=np.array([0.5, 0.25], np.float32),
+    )
+    assert numpy == python and repr(numpy) == repr(python) and hash(numpy) == hash(python)

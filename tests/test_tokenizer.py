@@ -1,32 +1,22 @@
 import json
 import random
-import shutil
-from pathlib import Path
+import signal
+import threading
+import time
 
 import pytest
 import tokenizers
+from tokenizer_folders import BYTES, folder_with
 from tokenizers import decoders, models
 
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import SHRINKING, Tokenizer
 
-BYTES = Path(__file__).parent / "fixtures" / "tokenizer_bytes"
-SPECIAL = {"<|im_start|>": 257, "<|im_end|>": 258, "<think>": 259, "</think>": 260}
 UNICODE = "naïve 你好 🙂‍↔️ \u0301é \ufffd\x00\r\n end"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer(BYTES)
-
-
-def folder_with(tmp_path, **files):
-    """A copy of the byte tokenizer's tokenizer.json, with these files beside it."""
-    shutil.copy(BYTES / "tokenizer.json", tmp_path)
-    for name, content in files.items():
-        stem, _, suffix = name.rpartition("_")
-        text = content if isinstance(content, str) else json.dumps(content)
-        (tmp_path / f"{stem}.{suffix}").write_text(text, encoding="utf-8")
-    return tmp_path
 
 
 def split(ids, rng):
@@ -115,159 +105,6 @@ def test_invalid_bytes_do_not_hold_up_what_follows(tokenizer):
     assert stream.push([97]) == "\ufffda"
 
 
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé <b>?"}]
-HEAD = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHé <b>?<|im_end|>\n"
-TOOL = {"type": "function", "function": {"name": "f", "description": "<é>"}}
-
-
-def test_a_chat_renders_as_its_template_says(tokenizer):
-    prompt = "<|im_start|>assistant\n"
-    assert tokenizer.render_chat(CHAT) == HEAD + prompt
-    assert tokenizer.render_chat(CHAT, add_generation_prompt=False) == HEAD
-    no_thinking = tokenizer.render_chat(CHAT, enable_thinking=False)
-    assert no_thinking == HEAD + prompt + "<think>\n\n</think>\n\n"
-    with_tools = tokenizer.render_chat(CHAT, tools=[TOOL], add_generation_prompt=False)
-    assert with_tools == (
-        "<|im_start|>system\nBe brief.\n\n# Tools\n\n"
-        '{"type": "function", "function": {"name": "f", "description": "<é>"}}<|im_end|>\n'
-        "<|im_start|>user\nHé <b>?<|im_end|>\n"
-    )
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_is_found_under_each_of_its_names(name, tokenizer):
-    answer = {"role": "assistant", "content": "4", name: "2+2"}
-    text = tokenizer.render_chat([answer], add_generation_prompt=False)
-    assert text == "<|im_start|>assistant\n<think>\n2+2\n</think>\n\n4<|im_end|>\n"
-
-
-def test_chat_gives_the_ids_of_the_rendered_text(tokenizer):
-    ids = tokenizer.chat([{"role": "user", "content": "a"}], enable_thinking=False)
-    assert ids == [
-        *(257, *b"user\n", *b"a", 258, *b"\n"),
-        *(257, *b"assistant\n", 259, *b"\n\n", 260, *b"\n\n"),
-    ]
-
-
-TEMPLATES = {
-    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}": "hi",
-    "{{ messages | tojson }}": '[{"role": "user", "content": "hi"}]',
-    "{{ messages[0] | tojson(indent=1) }}": '{\n "role": "user",\n "content": "hi"\n}',
-    "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "01",
-    "  {% if true %}\nx\n  {% endif %}\n{{ bos_token }}{{ eos_token }}": "x\n<s><|im_end|>",
-    "{{ strftime_now('%Y') | length }}{{ documents is none }}": "4True",
-}
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_have_what_checkpoints_use(template, tmp_path):
-    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>", "add_bos_token": False}
-    folder = folder_with(tmp_path, chat_template_jinja=template, tokenizer_config_json=settings)
-    text = Tokenizer(folder).render_chat([{"role": "user", "content": "hi"}])
-    assert text == TEMPLATES[template]
-
-
-ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__ }}",
-    "{{ raise_exception.__globals__['json'] }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ '{0.__class__.__mro__}'.format(1) }}",
-    "{{ messages.append(1) }}",
-    "{{ messages[0].update({'content': 'x'}) }}",
-    "{% include '/etc/passwd' %}",
-    "{% for i in range(99999999) %}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("template", ESCAPES)
-def test_a_template_cannot_leave_its_sandbox(template, tmp_path):
-    messages = [{"role": "user", "content": "hi"}]
-    tokenizer = Tokenizer(folder_with(tmp_path, chat_template_jinja=template))
-    with pytest.raises(ValueError, match="chat template of .* must accept"):
-        tokenizer.render_chat(messages)
-    assert messages == [{"role": "user", "content": "hi"}]
-
-
-HIDDEN = [
-    "{{ ''.__class__ }}",
-    "{{ strftime_now.__globals__ }}",
-    "{{ '{x.__class__}'.format_map({'x': 1}) }}",
-    "{{ ('{0.__class__}' | attr('format'))(1) }}",
-    "{{ messages | attr('__class__') }}",
-]
-
-
-@pytest.mark.parametrize("template", HIDDEN)
-def test_a_template_sees_nothing_of_the_python_behind_its_values(template, tmp_path):
-    tokenizer = Tokenizer(folder_with(tmp_path, chat_template_jinja=template))
-    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == ""
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ 'a' + none }}", "TypeError"),
-        ("{{ nothing.content }}", "'nothing' is undefined"),
-    ],
-)
-def test_a_failing_template_says_why(template, reason, tmp_path):
-    tokenizer = Tokenizer(folder_with(tmp_path, chat_template_jinja=template))
-    with pytest.raises(ValueError, match=reason):
-        tokenizer.chat([])
-
-
-def test_a_message_must_be_a_mapping(tokenizer):
-    with pytest.raises(ValueError, match="must be a mapping with role and content"):
-        tokenizer.chat("Hello")
-
-
-def test_a_template_is_taken_from_its_own_file_then_the_settings_then_the_old_file(tmp_path):
-    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
-    folder = folder_with(tmp_path, chat_template_json={"chat_template": "old"})
-    assert Tokenizer(folder).render_chat([]) == "old"
-    folder_with(tmp_path, tokenizer_config_json={"chat_template": "settings"})
-    assert Tokenizer(folder).render_chat([]) == "settings"
-    folder_with(tmp_path, tokenizer_config_json={"chat_template": named})
-    assert Tokenizer(folder).render_chat([]) == "named"
-    assert Tokenizer(folder).render_chat([], tools=[TOOL]) == "tools"
-    folder_with(tmp_path, chat_template_jinja="own")
-    assert Tokenizer(folder).render_chat([]) == "own"
-
-
-def test_a_checkpoint_without_a_template_says_so(tmp_path):
-    tokenizer = Tokenizer(folder_with(tmp_path))
-    with pytest.raises(ValueError, match="has none"):
-        tokenizer.chat(CHAT)
-
-
-def test_a_folder_without_a_tokenizer_points_to_token_ids(tmp_path):
-    with pytest.raises(FileNotFoundError, match="prompt_token_ids"):
-        Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named(name, tmp_path):
-    (folder_with(tmp_path) / name).write_text("{")
-    with pytest.raises(ValueError, match=name):
-        Tokenizer(tmp_path)
-
-
-def test_every_source_of_eos_counts(tmp_path, tokenizer):
-    assert tokenizer.eos_ids == (SPECIAL["<|im_end|>"],)
-    folder = folder_with(
-        tmp_path,
-        generation_config_json={"eos_token_id": [256, 260]},
-        config_json={"eos_token_id": None, "text_config": {"eos_token_id": 7}},
-        special_tokens_map_json={"eos_token": "<|im_start|>"},
-    )
-    assert Tokenizer(folder).eos_ids == (7, 256, 257, 260)
-    folder_with(tmp_path, tokenizer_config_json={"eos_token": "<|im_end|>"})
-    assert Tokenizer(folder).eos_ids == (7, 256, 258, 260)
-
-
 def test_padding_and_truncation_of_training_are_off(tmp_path):
     settings = json.loads((folder_with(tmp_path) / "tokenizer.json").read_text())
     settings["truncation"] = {
@@ -278,3 +115,94 @@ def test_padding_and_truncation_of_training_are_off(tmp_path):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     assert Tokenizer(tmp_path).encode("long text") == list(b"long text")
+
+
+def test_chat_gives_the_ids_of_the_rendered_text(tokenizer):
+    ids = tokenizer.chat([{"role": "user", "content": "a"}], enable_thinking=False)
+    assert ids == [
+        *(257, *b"user\n", *b"a", 258, *b"\n"),
+        *(257, *b"assistant\n", 259, *b"\n\n", 260, *b"\n\n"),
+    ]
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(tokenizer, monkeypatch):
+    longest = len("<|im_start|>")
+    most = SHRINKING * 10 * longest
+    assert len(tokenizer.encode("a" * most, max_model_len=10)) == most  # which others refuse
+    monkeypatch.setattr(tokenizer, "_tokenizer", None)  # so that nothing can be tokenized
+    monkeypatch.setitem(vars(tokenizer), "_longest_token", longest)
+    for text in ("a" * (most + 1), "é" * (most // 2 + 1), "a" * 10**8):
+        started = time.perf_counter()
+        with pytest.raises(ValueError) as caught:
+            tokenizer.encode(text, max_model_len=10)
+        assert time.perf_counter() - started < 1
+        size = len(text.encode())
+        assert str(caught.value) == (
+            f"A prompt must fit max_model_len=10, and a text of {size:,} bytes can't: the longest "
+            "of this tokenizer's tokens has 12 bytes, so texts of more than 4 x 10 x 12 = 480 "
+            "bytes are refused unread. Shorten it, or raise max_model_len."
+        )
+
+
+def test_no_text_that_fits_is_refused(tokenizer, tmp_path):
+    """The longest tokens there are, in characters that NFC makes the most of."""
+    normalizer = {"type": "NFC"}
+    settings = json.loads((folder_with(tmp_path) / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings | {"normalizer": normalizer}))
+    composing = Tokenizer(tmp_path)
+    jamo = "\u1112\u1161\u11ab"  # 9 bytes, which NFC makes 3
+    for one, text in ((tokenizer, "<|im_start|>" * 50), (composing, jamo * 50)):
+        ids = one.encode(text)
+        assert len(ids) == (50 if one is tokenizer else 150)
+        assert one.encode(text, max_model_len=len(ids)) == ids
+
+
+def test_a_long_text_has_the_same_ids_as_its_parts(tokenizer):
+    text = UNICODE * 4000
+    assert tokenizer.encode(text) == tokenizer.encode(UNICODE) * 4000
+    assert len(text) > 2**16
+
+
+def test_ctrl_c_ends_the_wait_for_a_long_text(tokenizer):
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("abcd" * 200_000)  # takes seconds
+    timer.join()
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a", "A text to be tokenized must be a str, got b'a'."),
+        ("ab\ud83d", "character 2 of this one is half of a surrogate pair, '.ud83d'."),
+    ],
+)
+def test_what_is_no_text_is_refused(text, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["a"], [None]])
+def test_what_is_no_id_is_refused(ids, tokenizer):
+    with pytest.raises(ValueError, match=f"Token ids must be integers from 0 to {2**32 - 1}, got"):
+        tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, "panic"])
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_an_error_of_the_library_names_the_tokenizer(method, kind, tokenizer, monkeypatch):
+    class PanicException(BaseException):  # as pyo3's, which can't be imported
+        pass
+
+    class Broken:
+        def __getattr__(self, name):
+            raise (PanicException if kind == "panic" else kind)("index out of bounds" * 100)
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Broken())
+    with pytest.raises(ValueError, match="The tokenizer of .* fails on .*: index out of") as caught:
+        getattr(tokenizer, method)("a" if method == "encode" else [1])
+    assert len(str(caught.value)) < 1000

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.files import shown
+from jaxspec.checks import shown
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.files import read_json, shown
+from jaxspec.checks import shown
+from jaxspec.files import read_json
 from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
 
 _INDEX = "model.safetensors.index.json"

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.files import read_json, shown
+from jaxspec.checks import shown
+from jaxspec.files import read_json
 from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, RopeConfig
 from jaxspec.models.kinds import (
     FLAG,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxspec.files import fill, open_file, shown
+from jaxspec.checks import shown
+from jaxspec.files import fill, open_file
 
 _RULE = "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from jaxspec.files import shown
+from jaxspec.checks import shown
 from jaxspec.row import MAX_STOP_IDS
 
 _Value = TypeVar("_Value")

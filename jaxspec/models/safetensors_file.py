@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.files import MOST_JSON_BYTES, fill, open_file, parse_json, shown
+from jaxspec.checks import shown
+from jaxspec.files import MOST_JSON_BYTES, fill, open_file, parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),

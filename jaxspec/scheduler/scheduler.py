@@ -53,16 +53,10 @@ class Scheduler:
         """Refuse requests that could never run, even alone.
 
         Raises:
-            ValueError: longer than max_model_len, or than all pages together.
+            ValueError: longer than all pages together.
         """
         for request in requests:
             needed = self._pages_for(request.max_len, request)
-            if request.max_len > self.shapes.max_model_len:
-                raise ValueError(
-                    f"A prompt and its max_tokens must fit max_model_len="
-                    f"{self.shapes.max_model_len}: {len(request.prompt)} + "
-                    f"{request.params.max_tokens} tokens came. Shorten one, or raise max_model_len."
-                )
             if needed > self.shapes.num_pages - 1:
                 raise ValueError(
                     f"A request must fit the page pool alone: {request.max_len} tokens need "

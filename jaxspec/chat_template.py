@@ -1,0 +1,209 @@
+"""Chat templates: found in a checkpoint's files, and filled with a conversation."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checks import boolean, items, shown
+from jaxspec.files import fill, open_file, read_json
+from jaxspec.template_process import MOST_CHARACTERS, TemplateFailure, TemplateProcess
+
+MOST_TEMPLATE_BYTES = 2**20
+"""The longest template that is read: some thirty times the largest published ones."""
+_MOST_ENTRIES = 100_000  # messages or tools of a conversation
+_MOST_DEPTH = 64  # of lists and dicts in each other
+_CONTAINER = 32  # characters that a list or a dict counts as, beside what it holds
+_MOST_INTEGER_BITS = 1024
+_OWN_FILE = "chat_template.jinja"
+
+
+class ChatTemplate:
+    """The chat templates of a checkpoint folder, by name; any thread may render."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], special_tokens: dict[str, str]):
+        """Read the templates of `folder`, whose tokenizer_config.json holds `settings`.
+
+        `special_tokens`, such as bos_token, are variables of every template.
+
+        Raises:
+            ValueError: a file or a template is of another kind, or too long.
+        """
+        self._folder, self._special_tokens = folder, special_tokens
+        self._sources = _sources(folder, settings)
+        self._process = TemplateProcess()
+
+    def render(
+        self, messages: Any, tools: Any, add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> str:
+        """The text of a conversation, whose parts are JSON's values.
+
+        Raises:
+            ValueError: there is no template, a part is no such value, or the template fails.
+        """
+        conversation = {
+            "messages": _mappings("messages", messages, "role and content"),
+            "tools": None if tools is None else _mappings("tools", tools, "type and function"),
+            "documents": None,
+            "add_generation_prompt": boolean("add_generation_prompt", add_generation_prompt),
+        }
+        variables = _Copy().of_each(conversation | dict(options))
+        variables["messages"] = list(map(_alias_reasoning, variables["messages"]))
+        name = "tool_use" if variables["tools"] and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ValueError(
+                f"A chat needs a chat template, but {self._folder} has none ({_OWN_FILE}, or "
+                "chat_template in tokenizer_config.json). Use generate() with the text itself."
+            )
+        try:
+            return self._process.render(self._sources[name], self._special_tokens | variables)
+        except TemplateFailure as failure:
+            raise ValueError(
+                f"The chat template of {self._folder} must accept the conversation, but "
+                f"{failure}. Check roles, their order and contents against the template, or use "
+                "generate() with the text itself."
+            ) from failure
+
+
+def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Template sources by name, in the order of transformers: own file, settings, old file."""
+    own = _read_own(folder / _OWN_FILE)
+    if own is not None:
+        return {"default": own}
+    path, source = folder / "tokenizer_config.json", settings.get("chat_template")
+    if source in (None, "", []):
+        path = folder / "chat_template.json"
+        try:
+            source = read_json(path).get("chat_template")
+        except FileNotFoundError:
+            source = None
+    if source in (None, "", []):
+        return {}
+    found = {}
+    entries = source if isinstance(source, list) else [{"name": "default", "template": source}]
+    for entry in entries:
+        name, text = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (0, 0)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(
+                f"{path}: chat_template must be a text, or a list of objects with the texts name "
+                f"and template, got {shown(source)}. Download it again."
+            )
+        if len(text) > MOST_TEMPLATE_BYTES:
+            raise ValueError(_too_long(path))
+        found[name] = text
+    return found
+
+
+def _read_own(path: Path) -> str | None:
+    """The text of a template's own file; None if there is none."""
+    try:
+        file = open_file(path)
+    except FileNotFoundError:
+        return None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_TEMPLATE_BYTES:
+            raise ValueError(_too_long(path))
+        content = bytearray(size)
+        fill(file, memoryview(content))
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} must be UTF-8 text, and byte {error.start} is not. Download it again."
+        ) from error
+
+
+def _too_long(path: Path) -> str:
+    return (
+        f"{path}: a chat template must have at most {MOST_TEMPLATE_BYTES:,} bytes, and this one "
+        "has more. Download it again."
+    )
+
+
+def _mappings(name: str, values: Any, keys: str) -> list[Any]:
+    found = items(values, _MOST_ENTRIES)
+    if found is None or not all(isinstance(value, Mapping) for value in found):
+        example = '[{"role": "user", "content": "Hi"}]' if name == "messages" else "[{...}]"
+        raise ValueError(
+            f"Each of {name} must be a mapping with {keys}, got {shown(values)}. Pass a list such "
+            f"as {example}."
+        )
+    if len(found) > _MOST_ENTRIES:
+        raise ValueError(f"A chat may have at most {_MOST_ENTRIES:,} {name}, got more.")
+    return found
+
+
+class _Copy:
+    """Copies a conversation as JSON's values, as long as it does not get too long."""
+
+    def __init__(self) -> None:
+        self._left = MOST_CHARACTERS
+
+    def of_each(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._of(value, (name,)) for name, value in variables.items()}
+
+    def _of(self, value: Any, place: tuple[Any, ...]) -> Any:
+        if isinstance(value, np.generic):
+            value = value.tolist()
+        if isinstance(value, Mapping | list | tuple):
+            self._count(_CONTAINER)
+            if len(place) > _MOST_DEPTH:
+                raise ValueError(
+                    f"A conversation may have lists and dicts {_MOST_DEPTH} deep in each other, "
+                    f"and {_written(place)} has more. Give it as text."
+                )
+            if isinstance(value, Mapping):
+                return {
+                    self._key(key, place): self._of(part, (*place, key))
+                    for key, part in value.items()
+                }
+            return [self._of(part, (*place, index)) for index, part in enumerate(value)]
+        if isinstance(value, str):
+            self._count(len(value))
+        elif not (
+            value is None
+            or (isinstance(value, float) and math.isfinite(value))
+            or (isinstance(value, int) and value.bit_length() <= _MOST_INTEGER_BITS)
+        ):
+            raise ValueError(
+                f"Messages, tools and template options must be JSON's values (None, True, False, "
+                f"finite numbers, texts, lists and dicts), and {_written(place)} is "
+                f"{shown(value)}. Give it as text."
+            )
+        return value
+
+    def _key(self, key: Any, place: tuple[Any, ...]) -> str:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"The keys of messages, tools and template options must be texts, and "
+                f"{_written(place)} has {shown(key)}. Write it as a text."
+            )
+        self._count(len(key))
+        return key
+
+    def _count(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise ValueError(
+                f"A conversation may have {MOST_CHARACTERS:,} characters, of which each list and "
+                f"dict counts as {_CONTAINER}; this one has more. Shorten it."
+            )
+
+
+def _written(place: tuple[Any, ...]) -> str:
+    """Where a value is, as Python would look it up: messages[0]['content']."""
+    name, *steps = place
+    return name + "".join(f"[{shown(step, 24)}]" for step in steps[:4]) + "..." * (len(steps) > 4)
+
+
+def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the names that templates use, whichever the message has."""
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if message.get(name) is not None:
+            reasoning = message[name]
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message

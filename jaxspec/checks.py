@@ -1,0 +1,137 @@
+"""What a value from outside must be, asked in one place; and how an error shows it, in short."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping, Set
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+_MOST_PATH_CHARACTERS = 4096
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """`value` as Python writes it, cut to `length` characters; even a huge one costs little."""
+    try:
+        text = _written(value, length, depth=3)
+    except Exception:  # a value of the caller's own type may do anything when it is written
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def _written(value: Any, length: int, depth: int) -> str:
+    if isinstance(value, str | bytes | bytearray):
+        return repr(value[:length])
+    if isinstance(value, int) and value.bit_length() > 4 * length:
+        return f"an integer of {value.bit_length():,} bits"
+    if not isinstance(value, list | tuple | dict | set | frozenset) or not value:
+        return repr(value)
+    if not depth:
+        return "..."
+    if isinstance(value, dict):
+        pairs = itertools.islice(value.items(), length)
+        parts = [": ".join(_written(part, length, depth - 1) for part in pair) for pair in pairs]
+    else:
+        parts = [_written(part, length, depth - 1) for part in itertools.islice(value, length)]
+    comma = "," if isinstance(value, tuple) and len(parts) == 1 else ""
+    opening, closing = "()" if isinstance(value, tuple) else "{}"
+    if isinstance(value, list):
+        opening, closing = "[]"
+    return f"{opening}{', '.join(parts)}{comma}{closing}"
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python's or NumPy's; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def are_integers(values: Iterable[Any]) -> bool:
+    """Whether each of them `is_integer`; quick, for a prompt may have many thousands."""
+    kinds = set(map(type, values))
+    return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds)
+
+
+def integer(name: str, value: Any, least: int, most: int = INT64_MAX, hint: str = "") -> int:
+    """`value` as Python's int.
+
+    Raises:
+        ValueError: it is no integer from `least` to `most`; the message ends with `hint`.
+    """
+    if not is_integer(value) or int(value) < least:
+        raise ValueError(
+            f"{name} must be an integer of at least {least}, got {shown(value)}{hint}."
+        )
+    if int(value) > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {shown(value)}{hint}.")
+    return int(value)
+
+
+def seed_bits(name: str, value: Any) -> int:
+    """A seed as Python's int.
+
+    Raises:
+        ValueError: it is no integer from -2**63 to 2**64 - 1.
+    """
+    if not is_integer(value) or not -(2**63) <= int(value) < 2**64:
+        raise ValueError(f"{name} must be an integer that fits in 64 bits, got {shown(value)}.")
+    return int(value)
+
+
+def real(value: Any) -> float:
+    """`value` as Python's float; NaN, which lies in no range, for what is no number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # of which sign, no range asks
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value` as Python's bool.
+
+    Raises:
+        ValueError: it is neither True nor False.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}.")
+    return bool(value)
+
+
+def items(values: Any, most: int) -> list[Any] | None:
+    """The first `most + 1` of an ordered collection or an iterator, which may be endless.
+
+    None: it is neither, as a text, a mapping and a set.
+    """
+    if isinstance(values, str | bytes | bytearray | Mapping | Set):
+        return None
+    try:
+        iterator = iter(values)
+    except TypeError:
+        return None
+    return list(itertools.islice(iterator, most + 1))
+
+
+def path(name: str, value: Any) -> str | Path:
+    """`value`, if a file system can look it up.
+
+    Raises:
+        ValueError: it is no text or Path, is empty, too long, or has characters no path may have.
+    """
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{name} must be a text or a Path, got {shown(value)}.")
+    text = str(value)
+    try:
+        is_sound = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_sound = False
+    if not text or not is_sound or len(text) > _MOST_PATH_CHARACTERS:
+        raise ValueError(
+            f"{name} must be a path of 1 to {_MOST_PATH_CHARACTERS:,} characters that a file "
+            f"system knows, got {shown(value)}."
+        )
+    return value

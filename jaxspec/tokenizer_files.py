@@ -1,0 +1,125 @@
+"""What a checkpoint's files say of its tokens; whatever they hold, an error names the file."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+
+from jaxspec.checks import are_integers, shown
+from jaxspec.files import open_file, read_json
+
+MOST_TOKENIZER_BYTES = 2**28
+"""The longest tokenizer.json that is read."""
+_MOST_REASON_CHARACTERS = 300
+
+
+def raise_for(error: BaseException, what: str) -> NoReturn:
+    """Raise an error of the library `tokenizers` as a ValueError, and any other as it is.
+
+    The library raises nothing narrower than Exception, and its panics are not even that.
+    """
+    is_panic = type(error).__name__ == "PanicException"
+    if not (is_panic or isinstance(error, Exception)) or isinstance(error, MemoryError):
+        raise error
+    reason = str(error)[:_MOST_REASON_CHARACTERS]
+    raise ValueError(
+        f"{what}: {reason}. Download tokenizer.json again, or update `tokenizers` "
+        f"{tokenizers.__version__}."
+    ) from error
+
+
+def load(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in the folder's tokenizer.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no regular file, too long, or none that `tokenizers` reads.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"Text needs a tokenizer, but {folder} has no tokenizer.json. Copy the checkpoint's "
+            'there, or pass token ids: {"prompt_token_ids": [...]}.'
+        ) from error
+    if size > MOST_TOKENIZER_BYTES:
+        raise ValueError(
+            f"{path} must have at most {MOST_TOKENIZER_BYTES:,} bytes, got {size:,}. Download it "
+            "again."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        raise_for(error, f"{path} must be one that `tokenizers` reads, and is not")
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that a checkpoint may lack; empty where it does.
+
+    Raises:
+        ValueError: the file is no JSON object, or can't be read.
+    """
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens such as bos_token by name, as tokenizer_config.json's content `config` has them.
+
+    What it lacks is taken from special_tokens_map.json. A token is a text or `{"content": text}`.
+
+    Raises:
+        ValueError: as `settings`.
+    """
+    found = {}
+    for content in (settings(folder / "special_tokens_map.json"), config):
+        for name, token in content.items():
+            if isinstance(token, Mapping):
+                token = token.get("content")
+            if name.endswith("_token") and isinstance(token, str) and token and _is_unicode(token):
+                found[name] = token
+    return found
+
+
+def eos_ids(folder: Path) -> set[int]:
+    """The ids that end an output, by generation_config.json and config.json with its text_config.
+
+    Raises:
+        ValueError: as `settings`, or a file gives them as something else than integers.
+    """
+    found = set()
+    for name in ("generation_config.json", "config.json"):
+        content = settings(folder / name)
+        parts = [content]
+        if name == "config.json" and content.get("text_config") is not None:
+            parts.append(content["text_config"])
+        for part in parts:
+            found.update(_eos_ids(folder / name, part))
+    return found
+
+
+def _eos_ids(path: Path, content: Any) -> list[int]:
+    """The ids in `eos_token_id`: one, several or none."""
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            f"{path} must have an object as text_config, got {shown(content)}. Download it again."
+        )
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not are_integers(ids):
+        raise ValueError(
+            f"{path} must give eos_token_id as an integer or a list of integers, got "
+            f"{shown(value)}. Download it again."
+        )
+    return ids
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write it: JSON may hold half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,491 @@
+"""Calls of every kind of wrong, drawn at random: each is taken, or refused by one clear error.
+
+What is valid is said here anew, from the documentation, not from the checks.
+"""
+
+import fractions
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizer_folders import BYTES, folder_with
+
+from jaxspec import SamplingParams, SpeculativeConfig, template_process
+from jaxspec.inputs import InputProcessor, params_of, prompts_of
+from jaxspec.options import EngineConfig
+from jaxspec.tokenizer import Tokenizer
+
+LONGEST = 64  # max_model_len
+MOST_SECONDS = 20
+
+
+def cases(count):
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=count, suppress_health_check=slow)
+
+
+def refusal(call):
+    """Why `call` was refused; None if it was not. Anything but one clear error fails."""
+    started = time.monotonic()
+    try:
+        call()
+        return None
+    except (ValueError, FileNotFoundError, TypeError) as error:
+        if type(error) not in (ValueError, FileNotFoundError):
+            raise  # such as UnicodeEncodeError
+        message = str(error)
+    finally:
+        assert time.monotonic() - started < MOST_SECONDS
+    assert 20 < len(message) < 1000 and message[0].isprintable() and message[-1] in ".)", message
+    return message
+
+
+# Values of every kind. What can be read only once is made anew for each call, by `made`.
+
+
+class Hostile:
+    """Fails wherever it is touched, as an object of the caller's own may."""
+
+    def __repr__(self):
+        raise RuntimeError("repr")
+
+    def __eq__(self, other):
+        raise RuntimeError("eq")
+
+    __hash__ = None
+
+
+class Once:
+    """What makes such a value."""
+
+    def __init__(self, make):
+        self.make = make
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 8, 63, 64, 2**31, 2**63, 2**64, -1, -(2**63), 10**400, 10**5000]),
+    st.sampled_from([0.0, 0.5, 1.0, 1.5, -0.5, 1e6, 1e7, 1e400, math.nan, -0.0]),
+    st.sampled_from([np.int64(2), np.uint8(3), np.float32(0.5), np.float64(math.nan), np.int8(-1)]),
+    st.sampled_from([True, False, np.True_, fractions.Fraction(1, 2), 1j]),
+)
+TEXTS = st.one_of(
+    st.sampled_from(["", "a", "auto", "mtp", "greedy", "float32", "\ud800", "a\0b", "é" * 9]),
+    st.sampled_from(["a" * 10**6, b"", b"abc", bytearray(b"a"), memoryview(b"abc")]),
+)
+ODD = st.one_of(
+    st.sampled_from([None, object, print, Ellipsis, Once(Hostile), range(3), range(10**12)]),
+    st.sampled_from([np.array(3), np.arange(3), np.ones((2, 2)), np.array([True]), np.array("a")]),
+    st.sampled_from([{1, 2}, frozenset("a"), {3: 4}, {"prompt": "a"}, {}, [], ()]),
+    st.sampled_from(
+        [
+            Once(lambda: [Hostile()]),
+            Once(itertools.count),
+            Once(lambda: iter([1, 2])),
+            Once(lambda: (c for c in "ab")),
+        ]
+    ),
+)
+LEAVES = st.one_of(NUMBERS, TEXTS, ODD)
+VALUES = st.one_of(
+    LEAVES,
+    st.lists(LEAVES, max_size=4),
+    st.lists(LEAVES, max_size=3).map(tuple),
+    st.dictionaries(st.sampled_from(["role", "content", "prompt", "a", 3]), LEAVES, max_size=3),
+)
+
+
+def mostly(good, odd=VALUES):
+    """Three times in four a good one."""
+    return st.integers(0, 3).flatmap(lambda number: good if number else odd)
+
+
+def made(value):
+    if isinstance(value, Once):
+        return value.make()
+    if type(value) is dict:
+        return {key: made(part) for key, part in value.items()}
+    return type(value)(map(made, value)) if type(value) in (list, tuple) else value
+
+
+def fields_of(good):
+    """Some of the fields: most with a good value of theirs, one or two with any."""
+    some = st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in good.items()})
+    any_of = st.dictionaries(st.sampled_from(sorted(good)), VALUES, max_size=2)
+    return st.builds(lambda usual, odd: usual | odd, some, any_of)
+
+
+# What is valid.
+
+
+def is_integer(value, least=-math.inf, most=math.inf):
+    is_one = type(value) is int or isinstance(value, np.integer)
+    return is_one and least <= int(value) <= most
+
+
+def is_number(value, least, most):
+    is_one = type(value) in (int, float, fractions.Fraction) or isinstance(
+        value, np.integer | np.floating
+    )
+    return is_one and least <= value <= most
+
+
+def is_listed(value, kind):
+    is_list = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return is_list and all(map(kind, value))
+
+
+def is_text(value):
+    return isinstance(value, str) and value != ""
+
+
+def is_flag(value):
+    return isinstance(value, bool | np.bool_)
+
+
+SAMPLING = {
+    "n": ([1, 2, np.int32(3)], lambda v: is_integer(v, 1, 16_384)),
+    "temperature": ([0, 0.7, np.float32(1)], lambda v: is_number(v, 0, 1e6)),
+    "top_p": ([0.1, 1], lambda v: is_number(v, 0, 1) and v > 0),
+    "top_k": ([-1, 0, 5], lambda v: is_integer(v, -1, 2**63 - 1)),
+    "seed": ([None, 0, np.uint8(9)], lambda v: v is None or is_integer(v, -(2**63), 2**64 - 1)),
+    "max_tokens": ([5, 60], lambda v: is_integer(v, 1, 2**63 - 1)),
+    "min_tokens": ([0, 2], lambda v: is_integer(v, 0, 2**63 - 1)),
+    "stop": (["a", ["a", "b"], (), None], lambda v: v is None or is_stop(v)),
+    "stop_token_ids": ([[1, 2], (), None], lambda v: v is None or is_listed(v, is_integer)),
+    "ignore_eos": ([True, False], is_flag),
+}
+
+
+def is_stop(value):
+    stops = [value] if is_text(value) else value
+    return is_listed(stops, is_text) and all(len(stop) <= 1024 for stop in stops)
+
+
+@cases(500)
+@given(fields_of({name: good for name, (good, _) in SAMPLING.items()}))
+def test_sampling_params(fields):
+    kept = []
+    why = refusal(lambda: kept.append(SamplingParams(**made(fields))))
+    wrong = [name for name, value in fields.items() if not SAMPLING[name][1](made(value))]
+    least, most = fields.get("min_tokens", 0), fields.get("max_tokens", 128)
+    if not wrong and least > most:
+        wrong = ["min_tokens"]
+    if why is None:
+        assert not wrong
+        hash(kept[0]), json.dumps(vars(kept[0]))
+    else:
+        assert any(why.startswith(name) for name in wrong), (wrong, why)
+
+
+def is_size(least, most=2**24):
+    return lambda value: value is None or is_integer(value, least, most)
+
+
+def is_word(*words):
+    return lambda value: (value is None or isinstance(value, str)) and value in words
+
+
+def are_sizes(value):
+    try:
+        return value is None or is_listed(list(value)[:9], is_size(1)) and None not in value
+    except (TypeError, RuntimeError):
+        return False
+
+
+def is_path(value):
+    if value is None:
+        return True
+    return is_text(value) and len(value) <= 4096 and not {"\0", "\ud800"} & set(value)
+
+
+def is_speculation(value):
+    if value is None or isinstance(value, str):
+        return value in (None, "auto")
+    if isinstance(value, dict):
+        return all(name in SPECULATION and SPECULATION[name][1](v) for name, v in value.items())
+    return False
+
+
+SPECULATION = {
+    "method": (["mtp"], is_word("mtp")),
+    "num_speculative_tokens": ([1, 3, np.int8(8)], lambda v: is_integer(v, 1, 8)),
+    "draft_vocab": (
+        [None, 9, [1, 2], range(5)],
+        lambda v: v is None or is_integer(v, 1, 2**63 - 1) or are_ids(v),
+    ),
+    "draft_sample_method": (["greedy", "probabilistic"], is_word("greedy", "probabilistic")),
+    "synthetic_acceptance_rates": ([None], lambda v: v is None),
+}
+
+
+def are_ids(value):
+    if isinstance(value, str | bytes | bytearray | dict | set | frozenset):
+        return False
+    try:
+        ids = list(itertools.islice(iter(value), 2**20 + 1))
+    except TypeError:
+        return False
+    return 0 < len(ids) == len(set(map(str, ids))) <= 2**20 and all(is_integer(i, 0) for i in ids)
+
+
+OPTIONS = {
+    "model": ([None, "a/b"], is_path),
+    "speculative_config": (["auto", None, {"num_speculative_tokens": 2}], is_speculation),
+    "load_format": (["auto", "dummy"], is_word("auto", "dummy")),
+    "dtype": (["auto", "float32"], is_word("float32", "bfloat16", "auto")),
+    "kv_dtype": ([None, "bfloat16"], is_word("bfloat16", "float8_e4m3fn", None)),
+    "state_policy": (["auto", "replay"], is_word("auto", "snapshot", "replay")),
+    "state_dtype": (["float32"], is_word("float32", "float16", "bfloat16")),
+    "max_num_seqs": ([1, np.int32(4)], lambda v: is_integer(v, 1, 2**24)),
+    "max_model_len": ([None, 64], is_size(1)),
+    "max_in_flight": ([0, 2], lambda v: is_integer(v, 0, 2**24)),
+    "steps_per_dispatch": ([1], lambda v: is_integer(v, 1, 2**24)),
+    "page_size": ([16], lambda v: is_integer(v, 1, 2**24)),
+    "num_pages": ([None, 9], is_size(1)),
+    "gpu_memory_utilization": ([0.5, 1], lambda v: is_number(v, -1.8e308, 1.8e308)),
+    "max_num_batched_tokens": ([None, 64], is_size(1)),
+    "long_prefill_token_threshold": ([None, 64], is_size(1)),
+    "max_prefill_seqs": ([4], lambda v: is_integer(v, 1, 2**24)),
+    "decode_buckets": ([None, [1, 4], np.arange(1, 3)], are_sizes),
+    "prefill_buckets": ([None, (16, 32)], are_sizes),
+    "seed": ([0, np.int64(-5)], lambda v: is_integer(v, -(2**63), 2**64 - 1)),
+    "compilation_cache": ([None, "a"], is_path),
+    "show_progress": ([None, True], lambda v: v is None or is_flag(v)),
+}
+UNSURE = ("decode_buckets", "prefill_buckets", "draft_vocab", "speculative_config")  # iterators
+
+
+@cases(450)
+@given(fields_of({name: good for name, (good, _) in OPTIONS.items()}))
+def test_options(fields):
+    kept = []
+    why = refusal(
+        lambda: kept.append(
+            EngineConfig.of(
+                made(fields.get("model")),
+                {name: made(value) for name, value in fields.items() if name != "model"},
+            )
+        )
+    )
+    sure = {name: value for name, value in fields.items() if name not in UNSURE}
+    wrong = [name for name, value in sure.items() if not OPTIONS[name][1](value)]
+    if why is None:
+        assert not wrong
+        hash(kept[0])
+    else:
+        unsure = [*UNSURE, *SPECULATION] if set(UNSURE) & set(fields) else []
+        assert any(name in why for name in [*wrong, *unsure]), (wrong, why)
+
+
+@cases(200)
+@given(fields_of({name: good for name, (good, _) in SPECULATION.items()}))
+def test_speculation(fields):
+    why = refusal(lambda: SpeculativeConfig.read(made(fields)))
+    wrong = [n for n, v in fields.items() if n != "draft_vocab" and not SPECULATION[n][1](made(v))]
+    if why is None:
+        assert not [name for name in wrong if name != "synthetic_acceptance_rates"]
+    else:
+        asked = [*wrong, *(["draft_vocab"] if "draft_vocab" in fields else [])]
+        assert any(name in why for name in asked) or "speculative method" in why, (asked, why)
+
+
+@pytest.mark.parametrize("options", [{"n": 1}, {"max_num_seq": 1}, {"": 1}, {"self": 1}])
+def test_an_unknown_option_is_a_type_error(options):
+    with pytest.raises(TypeError, match="LLM has no option"):
+        EngineConfig.of(None, options)
+
+
+# Prompts and chats, by a tokenizer of bytes.
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return InputProcessor(
+        Tokenizer(BYTES),
+        vocab_size=264,
+        max_model_len=LONGEST,
+        eos_ids=[258],
+        request_key=lambda prompt, seed: 0,
+        seed=0,
+    )
+
+
+LISTS = [[1, 2], (3,), np.arange(4), [np.int8(5)], [263], [264], [1] * 70, range(10**12)]
+GOOD_PROMPTS = st.one_of(
+    st.sampled_from(["a", "abc", {"prompt": "ab"}, "a" * 59, "a" * 60, "\ud800", "a" * 10**6]),
+    mostly(st.sampled_from(LISTS)).map(lambda ids: {"prompt_token_ids": ids}),
+)
+PROMPTS = mostly(GOOD_PROMPTS)
+
+
+def num_tokens(prompt):
+    """Tokens of a valid prompt; None if it is none, or it may be either."""
+    if isinstance(prompt, dict) and len(prompt) == 1:
+        ((key, value),) = prompt.items()
+        if key == "prompt_token_ids":
+            good = is_listed(value, lambda i: is_integer(i, 0, 263)) or type(value) is range
+            return len(value) if good else None
+        prompt = value if key == "prompt" else None
+    if isinstance(prompt, str) and "\ud800" not in prompt:
+        return len(prompt.encode())
+    return None
+
+
+@cases(450)
+@given(
+    mostly(st.lists(PROMPTS, min_size=1, max_size=3), PROMPTS),
+    mostly(st.sampled_from([1, 4, 5, 9])),
+)
+def test_prompts(processor, prompts, params):
+    if type(params) is int and 0 < params < 10:
+        params = SamplingParams(max_tokens=params)
+    samples = []
+
+    def call():
+        batch = prompts_of(made(prompts))
+        samples.extend(processor.process(batch, params_of(made(params), len(batch))))
+
+    why = refusal(call)
+    batch = prompts if isinstance(prompts, list) else [prompts]
+    counts = [num_tokens(made(prompt)) for prompt in batch]
+    if why is None:
+        for count, group in zip(counts, samples, strict=False):
+            ids, most = group[0].request.prompt, group[0].request.params.max_tokens
+            assert set(map(type, ids)) == {int} and 0 < len(ids) <= LONGEST - most
+            assert count in (None, len(ids))
+    elif isinstance(params, SamplingParams):
+        good = [c is not None and 0 < c <= LONGEST - params.max_tokens for c in counts]
+        assert not all(good), why
+
+
+SOURCES = [
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
+    "{{ messages | tojson }}{{ tools | tojson }}{{ switch | tojson }}",
+    "{{ messages[0].content + 1 }}",
+    "{{ switch * 10 ** 10 }}",
+    "{{ messages * 10 ** 9 }}",
+    "{{ raise_exception(messages) }}",
+    "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f(messages | string) }}",
+    "{{ strftime_now(switch) }}",
+    "{% if %}",
+]
+GOOD_MESSAGES = st.sampled_from(
+    [{"role": "user", "content": "hi"}, {"role": "user", "content": "\ud800", "thinking": [1]}]
+)
+PARTS = st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "thinking": VALUES})
+MESSAGES = st.lists(mostly(GOOD_MESSAGES, mostly(PARTS)), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Tokenizers with one template each; all of their processes together may use a minute."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_process, "TIME_LIMIT", 1.0)
+        patch.setattr(template_process, "MOST_MEMORY", 2**28)
+        for number, source in enumerate(SOURCES):
+            folder = tmp_path_factory.mktemp(f"chat{number}")
+            found.append(Tokenizer(folder_with(folder, chat_template_jinja=source)))
+        yield found
+
+
+@cases(200)
+@given(
+    st.integers(0, 10**6),
+    mostly(MESSAGES),
+    mostly(st.sampled_from([None, [], [{"type": "function"}]])),
+    mostly(st.sampled_from(["%Y", True, 3, None, ["a"], {"a": 1}])),
+)
+def test_chats(chats, which, messages, tools, switch):
+    # The ones that run into a limit take its time, so they come less often.
+    tokenizer = chats[which % 6 if which % 20 else which // 20 % len(chats)]
+    texts = []
+    why = refusal(
+        lambda: texts.append(
+            tokenizer.render_chat(made(messages), made(tools), switch=made(switch))
+        )
+    )
+    assert (why is None) == (len(texts) == 1)
+    if why is not None:
+        named = ("messages", "tools", "conversation", "switch")
+        assert any(name in why for name in named)
+
+
+# A tokenizer's files: a good one in which something is changed, or anything.
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-3, 300), st.sampled_from(["", "a", "\ud800", 1e9])
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["content", "name", "template", "type"]), inner, max_size=3
+        ),
+    ),
+    max_leaves=6,
+)
+FIELDS = {
+    "tokenizer_config.json": ["chat_template", "eos_token", "bos_token"],
+    "special_tokens_map.json": ["eos_token", "bos_token"],
+    "chat_template.json": ["chat_template"],
+    "generation_config.json": ["eos_token_id"],
+    "config.json": ["eos_token_id", "text_config"],
+}
+WHOLE = json.loads((BYTES / "tokenizer.json").read_text())
+
+
+@st.composite
+def damaged(draw):
+    """The tokenizer with a value somewhere in it that is another."""
+    whole = json.loads(json.dumps(WHOLE))
+    place = whole
+    while True:
+        keys = list(place) if isinstance(place, dict) else range(len(place))
+        key = draw(st.sampled_from(keys))
+        if draw(st.booleans()) or not (isinstance(place[key], dict | list) and place[key]):
+            if draw(st.booleans()) and isinstance(place, dict):
+                del place[key]
+            else:
+                place[key] = draw(JSON)
+            return json.dumps(whole).encode()
+        place = place[key]
+
+
+@st.composite
+def files(draw):
+    """Contents by name."""
+    found = {
+        "tokenizer.json": draw(damaged()) if draw(st.booleans()) else json.dumps(WHOLE).encode()
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True)):
+        content = draw(st.one_of(JSON, st.dictionaries(st.sampled_from(FIELDS[name]), JSON)))
+        found[name] = json.dumps(content).encode()
+    if draw(st.integers(0, 9)) == 0:
+        name = draw(st.sampled_from(sorted([*FIELDS, "tokenizer.json", "chat_template.jinja"])))
+        found[name] = draw(st.binary(max_size=20))
+    return found
+
+
+@cases(400)
+@given(files(), st.text(max_size=20))
+def test_files_of_a_tokenizer(tmp_path_factory, contents, text):
+    folder = tmp_path_factory.mktemp("files")
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    tokenizers = []
+    why = refusal(lambda: tokenizers.append(Tokenizer(folder)))
+    if why is not None:
+        assert any(f"/{name}" in why for name in contents), why
+        return
+    (tokenizer,) = tokenizers
+    assert all(type(token) is int for token in tokenizer.eos_ids)
+    for call in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(range(270))):
+        why = refusal(call)
+        assert why is None or "The tokenizer of" in why or "surrogate" in why

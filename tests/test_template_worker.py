@@ -1,0 +1,47 @@
+"""The program that renders templates, called here as functions; its limits have their own file."""
+
+import io
+import json
+
+from jaxspec import template_worker
+from jaxspec.template_worker import render
+
+
+def test_a_template_gives_its_text_or_why_there_is_none():
+    assert render("{{ a }}-{{ b | tojson }}", {"a": 1, "b": ["é"]}, 99) == (True, '1-["é"]')
+    assert render("{{ raise_exception('no') }}", {}, 99) == (
+        False,
+        "it stopped with TemplateError: no",
+    )
+    wrote, reason = render("{{ raise_exception('no' * 9999) }}", {}, 99)
+    assert not wrote and len(reason) < 500
+
+
+def test_a_text_has_a_longest_length():
+    source = "{% for i in range(10) %}{{ i }}{% endfor %}"
+    assert render(source, {}, 10) == (True, "0123456789")
+    assert render(source, {}, 9) == (False, "it wrote more than 9 characters")
+
+
+def test_memory_that_is_not_there_is_a_reason():
+    wrote, reason = render("{% set x = 'a' * 10 ** 17 %}{{ x }}", {}, 99)
+    assert (wrote, reason) == (False, "it needed more memory than it may take")
+
+
+def test_requests_and_answers_tell_their_lengths(monkeypatch):
+    monkeypatch.setattr(template_worker, "resource", None)  # no limit for the tests
+    asked, limits = (
+        [("{{ a }}", "é\ud800"), ("{{ a.b.c }}", 1)],
+        {"seconds": 5, "characters": 9},
+    )
+    stream = b""
+    for source, value in asked:
+        request = json.dumps({"source": source, "variables": {"a": value}, **limits}).encode()
+        stream += len(request).to_bytes(8, "big") + request
+    answers = io.BytesIO()
+    template_worker._serve(io.BytesIO(stream), answers)
+    answers.seek(0)
+    first, second = (answers.read(int.from_bytes(answers.read(8), "big")) for _ in asked)
+    assert first.decode("utf-8", "surrogatepass") == "Té\ud800"
+    assert second.startswith(b"Eit stopped with UndefinedError: ")
+    assert not answers.read()
