@@ -34,9 +34,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         try:
             chosen = str(_checked(Path(chosen or _default_folder())))
         except (OSError, ValueError, RuntimeError) as error:
-            _warn(
-                f"Compiled programs are kept nowhere, so every start is a slow one. {error!s:.500}"
-            )
+            _warn("Compiled programs are kept nowhere, so every start is a slow one", error)
             _use(None)
             return None
     if chosen != before:
@@ -76,14 +74,17 @@ def _try_to_write(folder: str) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))  # a full disk may still have room for names
     except OSError as error:
-        _warn(f"Compiled programs are read, but no new ones are kept. {error!s:.500}")
+        _warn("Compiled programs are read, but no new ones are kept", error)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
         # XLA compiles no program whose tuning it can't write there.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-def _warn(what: str) -> None:
-    way_out = "Name another folder in the option compilation_cache, or set "
-    way_out += "JAX_ENABLE_COMPILATION_CACHE=0 to keep none."
+def _warn(what: str, why: Exception) -> None:
+    reason = f"{why!s:.500}".rstrip(".")
     # Python shows it once, because it always comes from the same line: not from the caller's.
-    warnings.warn(f"{what} {way_out}", stacklevel=2)
+    warnings.warn(
+        f"{what}: {reason}. Name another folder in the option compilation_cache, or set "
+        "JAX_ENABLE_COMPILATION_CACHE=0 to keep none.",
+        stacklevel=2,
+    )

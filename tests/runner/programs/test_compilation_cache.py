@@ -30,6 +30,7 @@ SETTINGS = (
 def no_cache_yet(monkeypatch, tmp_path):
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield tmp_path
     for name, value in before.items():
