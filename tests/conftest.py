@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import hypothesis
@@ -35,7 +36,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-enable_compilation_cache()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # tests run all the same where nothing can be kept
+    if enable_compilation_cache() is None:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 # The same cases each time, and nothing kept between runs. HYPOTHESIS_PROFILE=search draws others.
 hypothesis.settings.register_profile("same", database=None, deadline=None, derandomize=True)

@@ -1,27 +1,49 @@
 """Keeps compiled programs on disk, so that the second start is quick."""
 
+import math
 import os
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxspec.runner.programs.own_files import check_files, own_folder
 
-def enable_compilation_cache(folder: str | Path | None = None) -> Path:
+
+def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """Turn JAX's persistent compilation cache on and return its folder.
 
     A cache the user has set up (`JAX_COMPILATION_CACHE_DIR` or `jax.config`) is kept unless
-    `folder` is given; otherwise it lies in the user's cache folder.
+    `folder` is given; otherwise it lies in the user's cache folder. Whoever named it, a folder that
+    another user can write is refused (`own_files`); a URL is left to JAX.
+
+    None: no program is kept. A warning says why, unless the user has turned JAX's cache off.
     """
-    own = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if own and (folder is None or str(folder) == own):
-        return Path(own)
-    chosen = folder or _default_folder()
-    jax.config.update("jax_compilation_cache_dir", str(chosen))
-    compilation_cache.reset_cache()  # JAX opens a cache once
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config: Any = jax.config
+    if not config.jax_enable_compilation_cache:
+        return None
+    before = config.jax_compilation_cache_dir
+    is_set_up = bool(before) and (folder is None or str(folder) == before)
+    chosen = str(folder or before or "")
+    is_url = "://" in chosen
+    if not is_url:
+        try:
+            chosen = str(_checked(Path(chosen or _default_folder())))
+        except (OSError, ValueError, RuntimeError) as error:
+            _warn("Compiled programs are kept nowhere, so every start is a slow one", error)
+            _use(None)
+            return None
+    if chosen != before:
+        _use(chosen)
+    if not is_set_up:
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if not is_url:
+        _try_to_write(chosen)
     return Path(chosen)
 
 
@@ -30,4 +52,39 @@ def _default_folder() -> Path:
         base = Path.home() / "Library" / "Caches"
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not base.is_absolute():
+        raise RuntimeError(f"The user's cache folder has no absolute path: {str(base)!r:.300}.")
     return base / "jaxspec" / f"xla-{jax.__version__}"
+
+
+def _checked(folder: Path) -> Path:
+    folder = own_folder(folder)
+    check_files(folder)
+    return folder
+
+
+def _use(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX opens a cache once
+
+
+def _try_to_write(folder: str) -> None:
+    """Where nothing can be written, programs are read all the same, and no new ones kept."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # a full disk may still have room for names
+    except OSError as error:
+        _warn("Compiled programs are read, but no new ones are kept", error)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+        # XLA compiles no program whose tuning it can't write there.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _warn(what: str, why: Exception) -> None:
+    reason = f"{why!s:.500}".rstrip(".")
+    # Python shows it once, because it always comes from the same line: not from the caller's.
+    warnings.warn(
+        f"{what}: {reason}. Name another folder in the option compilation_cache, or set "
+        "JAX_ENABLE_COMPILATION_CACHE=0 to keep none.",
+        stacklevel=2,
+    )

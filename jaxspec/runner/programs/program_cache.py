@@ -4,7 +4,8 @@ XLA's own cache, beside which they lie, spares XLA's work alone. The process tha
 lowers it from the kept bytes, as every later one does: XLA then finds what it compiled of them.
 
 A file is a digest of the rest; a line with the choices that `pallas.dispatch` made when the program
-was traced; and what `jax.export` makes of it. Its name holds a key of all that tracing reads.
+was traced; and what `jax.export` makes of it. Its name holds a key of all that tracing reads. The
+digest tells damage alone: anybody can make one, so `own_files` says whose files are read.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from jax import export
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
+from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 2**28  # of all files; a program of Qwen3.5-9B has 1.5 MB
@@ -56,10 +58,11 @@ def kept(
     name = f"{function.__name__}-{key}"
     if name not in _calls:
         try:
-            content = _read(folder / name)
+            file = own_folder(folder) / name
+            content = _read(file)
             if content is None:
                 content = _traced(function, args)
-                _write(folder / name, content)
+                _write(file, content)
             call = _jitted(content, function.__name__, results, donated)
         except Exception as error:  # JAX exports less than it compiles: no `jax.debug.print`
             _log.info("a program is not kept: %r", error)
@@ -121,8 +124,10 @@ def _jitted(content: bytes, name: str, results: Any, donated: int) -> jax.stages
 
 def _read(path: Path) -> bytes | None:
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = read_own(path)
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            _log.info("a program is traced anew: %s", error)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # used last, removed last
@@ -134,14 +139,8 @@ def _write(path: Path, content: bytes) -> None:
     """In one piece, and not if the sources have changed meanwhile: who knows which were traced."""
     if _sources() != _SOURCES:
         return
-    new = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            new.write_bytes(hashlib.sha256(content).digest() + content)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        write_own(path, hashlib.sha256(content).digest() + content)
         _make_room(path.parent)
 
 

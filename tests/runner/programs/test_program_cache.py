@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,58 @@ def test_a_folder_that_nobody_can_write_is_no_error(folder, counted):
     function = counted.kept()
     assert int(function({"x": jnp.arange(4)}, np.int32(2))[1]) == 8
     assert folder.parent.is_file()
+
+
+def planted(folder, counted, monkeypatch):
+    """Another program under the name of `counted`'s, whole and with its digest: others made it."""
+
+    def step(state, y):
+        return {"x": state["x"] * 0}, y - y
+
+    jitted, counted.jitted = counted.jitted, jax.jit(step, donate_argnums=0)
+    counted.kept()
+    counted.jitted = jitted
+    forget(monkeypatch)
+    (file,) = folder.iterdir()
+    return file
+
+
+def total(function):
+    return int(function({"x": jnp.arange(4)}, np.int32(2))[1])
+
+
+def test_a_program_in_its_place_is_taken_for_it(folder, counted, monkeypatch):
+    """What the tests below plant would work."""
+    planted(folder, counted, monkeypatch)
+    assert total(counted.kept()) == 0 == counted.count
+
+
+def test_a_program_that_others_could_write_is_traced_anew(folder, counted, monkeypatch):
+    file = planted(folder, counted, monkeypatch)
+    file.chmod(0o666)
+    assert total(counted.kept()) == 8 and counted.count == 1
+    forget(monkeypatch)
+    assert total(counted.kept()) == 8 and counted.count == 1  # from the file made anew
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("place", [".", ".."])
+def test_a_program_in_a_folder_that_others_could_write_is_not_used(
+    place, folder, counted, monkeypatch
+):
+    file = planted(folder, counted, monkeypatch)
+    before = file.read_bytes()
+    (folder / place).resolve().chmod(0o775)
+    assert counted.kept() is counted.jitted
+    assert file.read_bytes() == before
+
+
+def test_a_link_in_a_programs_place_is_replaced(folder, counted, monkeypatch, tmp_path):
+    file = planted(folder, counted, monkeypatch)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert total(counted.kept()) == 8 and counted.count == 1
+    assert not file.is_symlink()
 
 
 def test_files_used_last_stay(folder, counted, monkeypatch):
