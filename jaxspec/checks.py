@@ -116,6 +116,13 @@ def items(values: Any, most: int) -> list[Any] | None:
     return list(itertools.islice(iterator, most + 1))
 
 
+def text(name: str, value: Any) -> str:
+    """`value`, if it is a text that is not empty; a ValueError for all else."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a text that is not empty, got {shown(value)}.")
+    return value
+
+
 def path(name: str, value: Any) -> str | Path:
     """`value`, if a file system can look it up.
 

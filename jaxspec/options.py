@@ -282,17 +282,11 @@ def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
     return tuple(checks.integer(f"Each of {field.name}", size, 1, _MOST) for size in sizes)
 
 
-def _text(field: dataclasses.Field, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{field.name} must be a text of some length, got {shown(value)}.")
-    return value
-
-
 # The first of these that is in a union reads its value.
 _READERS: dict[Any, Callable[[dataclasses.Field, Any], Any]] = {
     SpeculativeConfig: _speculation,
     Path: lambda field, value: checks.path(field.name, value),
-    str: _text,
+    str: lambda field, value: checks.text(field.name, value),
     bool: lambda field, value: checks.boolean(field.name, value),
     int: _integer,
     float: _number,

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jaxspec import device
+from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.about import digest_of
+from jaxspec.flight.about import OWN, digest_of
 from jaxspec.flight.file import read
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
@@ -105,10 +106,15 @@ def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutp
 
 
 def _runner(flight: Flight, model: str | Path | None) -> ModelRunner:
-    options = dict(flight.about["options"])
+    options = {name: each for name, each in flight.about["options"].items() if name not in OWN}
     named = options.pop("model")
+    if model is None and named is not None and not Path(named).is_dir():
+        raise ValueError(
+            f"A flight must be replayed with a checkpoint that lies here, and it was recorded with "
+            f"{shown(named)}. Name the folder, or the hub id, with --model."
+        )
     try:
-        config = EngineConfig.of(model or named, options)
+        config = EngineConfig.of(model or named, options | {"flight_recorder": "off"})
     except TypeError as error:
         raise ValueError(
             f"A flight must have the options of this version, and: {error} Replay it with the "

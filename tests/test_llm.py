@@ -54,17 +54,6 @@ def bytes_llm(tmp_path_factory):
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 
-def test_generate_of_one_prompt_gives_one_output_and_of_a_list_a_list(drafted, short_model):
-    single = jaxspec.generate(PROMPTS[0], short_model, GREEDY)
-    several = jaxspec.generate([PROMPTS[0]], short_model, GREEDY, max_num_seqs=1)
-    assert single.outputs[0].token_ids == several[0].outputs[0].token_ids
-    assert single.prompt == PROMPTS[0] and single.outputs[0].finish_reason == "length"
-    assert single.prompt_token_ids == drafted.tokenizer.encode(PROMPTS[0])
-    assert single.outputs[0].text == drafted.tokenizer.decode(single.outputs[0].token_ids)
-    (kept,) = jaxspec.kept_llm._KEPT.values()
-    assert len(kept._runner._programs) <= 3
-
-
 @pytest.mark.soak
 def test_the_embedded_model_drafts_well(embedded, embedded_plain):
     outputs = embedded.generate(PROMPTS, GREEDY)

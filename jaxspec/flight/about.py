@@ -11,7 +11,9 @@ from jaxspec import device
 from jaxspec.options import EngineConfig
 
 _HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, and some weights
-_NOT_KEPT = ("compilation_cache", "show_progress", "flight_recorder", "flight_folder")
+
+OWN = ("compilation_cache", "show_progress", "flight_recorder", "flight_folder")
+"""Options that are the affair of the machine: a flight has none, and brings none in."""
 
 
 def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
     `config`: with everything resolved that the device decided; `folder`: of the checkpoint.
     """
     options = dataclasses.asdict(config)
-    for name in _NOT_KEPT:
+    for name in OWN:
         del options[name]
     if config.model is not None and Path(config.model).expanduser().is_dir():
         options["model"] = str(folder.resolve())

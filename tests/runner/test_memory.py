@@ -97,7 +97,7 @@ def device_with(monkeypatch):
 
     def patch(limit, in_use=0):
         stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": in_use}
-        device = SimpleNamespace(platform="cpu", memory_stats=lambda: stats)
+        device = SimpleNamespace(platform="cpu", device_kind="fake", memory_stats=lambda: stats)
         monkeypatch.setattr("jaxspec.device.default_device", lambda: device)
 
     return patch

@@ -488,8 +488,6 @@ def test_statistics_count_the_drafts_that_were_verified():
 def test_a_request_that_can_never_run_is_refused():
     scheduler = Scheduler(make_buckets(max_model_len=40, page_size=4, num_pages=6))
     scheduler.check(make_group(1, 10, 10))
-    with pytest.raises(ValueError, match=r"max_model_len=40: 31 \+ 10 tokens came"):
-        scheduler.check(make_group(1, 31, 10))
     with pytest.raises(ValueError, match="21 tokens need 6 pages of 4, the pool has 5"):
         scheduler.check([*make_group(1, 2, 2), *make_group(2, 11, 10)])
     assert not scheduler.has_work

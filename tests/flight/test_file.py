@@ -1,0 +1,197 @@
+"""Flights from files that anybody may have written."""
+
+import dataclasses
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from fake_device import make_buckets
+
+from jaxspec.flight import Flight, Step, file
+from jaxspec.flight.file import read, write
+from jaxspec.plan import MOVES, Program, StepOutput, pack_plan
+from jaxspec.sampler import FULL, GREEDY
+
+SHAPES = make_buckets(num_drafts=2)
+DECODE, PREFILL = Program(2, 0, GREEDY), Program(5, 16, FULL)
+
+
+def make_flight():
+    rng = np.random.default_rng(0)
+
+    def output(rows):
+        counts = [rng.integers(0, 9, (1, rows), np.int32) for _ in range(3)]
+        return StepOutput(rng.integers(0, 9, (1, rows, 3), np.int32), *counts)
+
+    none = np.zeros((0, 0), np.int32)
+    moves = StepOutput(np.zeros((0, 0, 3), np.int32), none, none, none)
+    steps = [
+        Step(PREFILL, pack_plan(PREFILL, SHAPES, {"prefill_lens": [3]}), output(8)),
+        Step(MOVES, pack_plan(MOVES, SHAPES, {}), moves),
+        Step(DECODE, pack_plan(DECODE, SHAPES, {"prev_positions": [1, 0]}), output(2)),
+        Step(DECODE, pack_plan(DECODE, SHAPES, {"num_decode": 2})),
+    ]
+    about = {"vocab_size": 9, "versions": {"jax": "1.2"}}
+    return Flight(about, SHAPES, "empty", steps, failure="RuntimeError: gone", hashed=True)
+
+
+def test_what_is_written_is_read(tmp_path):
+    flight = make_flight()
+    write(tmp_path / "a.npz", flight)
+    got = read(tmp_path / "a.npz")
+    for name in ("about", "shapes", "start", "failure", "hashed", "state"):
+        assert getattr(got, name) == getattr(flight, name)
+    for step, want in zip(got.steps, flight.steps, strict=True):
+        assert step.program == want.program and np.array_equal(step.packed, want.packed)
+        assert (step.output is None) == (want.output is None)
+        for name in vars(want.output) if want.output else ():
+            assert np.array_equal(getattr(step.output, name), getattr(want.output, name))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_a_step_takes_a_few_kilobytes_at_most(tmp_path):
+    """A plan of 64 rows is 4 kB, mostly nothing, and its output 2 kB."""
+    shapes = make_buckets(num_drafts=3, max_num_seqs=64, decode_rows=(64,), num_pages=2000)
+    program, rng = Program(64, 0, GREEDY), np.random.default_rng(0)
+    steps = []
+    for _ in range(50):
+        values = {"prev_positions": np.arange(64), "num_decode": 64}
+        tokens = rng.integers(0, 250_000, (1, 64, 4), np.int32)
+        counts = [rng.integers(0, 4, (1, 64), np.int32) for _ in range(3)]
+        steps.append(Step(program, pack_plan(program, shapes, values), StepOutput(tokens, *counts)))
+    write(tmp_path / "a.npz", Flight({}, shapes, "empty", steps))
+    assert (tmp_path / "a.npz").stat().st_size < 50 * 1024
+
+
+def mutated(content: bytes, member: str, change) -> bytes:
+    """A copy of an archive with one array changed."""
+    new = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(new, "w") as archive:
+        for name in old.namelist():
+            data = old.read(name)
+            if name == f"{member}.npy":
+                array = np.load(io.BytesIO(data))
+                buffer = io.BytesIO()
+                np.save(buffer, change(array))
+                data = buffer.getvalue()
+            archive.writestr(name, data)
+    return new.getvalue()
+
+
+def of_header(change):
+    def apply(array):
+        header = json.loads(array.tobytes())
+        change(header)
+        return np.frombuffer(json.dumps(header).encode(), np.uint8)
+
+    return apply
+
+
+def entry(index, value):
+    def change(array):
+        array = array.copy()
+        array[index] = value
+        return array
+
+    return change
+
+
+HEADER_FIELDS = [field.name for field in dataclasses.fields(SHAPES)]
+BROKEN = {
+    "another format": ("header", of_header(lambda h: h.update(format=2))),
+    "no shapes": ("header", of_header(lambda h: h.pop("shapes"))),
+    "an unknown start": ("header", of_header(lambda h: h.update(start="anywhere"))),
+    "a copy that is not there": (
+        "header",
+        of_header(lambda h: h.update(start="copy", leaves=[["int32", [2]]])),
+    ),
+    "a program that its shapes lack": (
+        "header",
+        of_header(lambda h: h["programs"][0].update(decode_rows=4)),
+    ),
+    "a program without end": (
+        "header",
+        of_header(lambda h: h["programs"][2].update(num_steps=10**9)),
+    ),
+    "an unknown sampler": (
+        "header",
+        of_header(lambda h: h["programs"][0].update(sampler=[["magic"]])),
+    ),
+    "a program of no integers": (
+        "header",
+        of_header(lambda h: h["programs"][0].update(decode_rows=True)),
+    ),
+    "a header of no object": ("header", lambda array: np.frombuffer(b"[1]", np.uint8)),
+    "a header of no JSON": ("header", lambda array: array[:-5]),
+    "a step of no program": ("steps", entry(0, 7)),
+    "too few plans": ("plans", lambda array: array[:-1]),
+    "too many outputs": ("outputs", lambda array: np.append(array, np.int32(0))),
+    "plans of another dtype": ("plans", lambda array: array.astype(np.int64)),
+    "steps of another rank": ("steps", lambda array: array[None]),
+    "a row that is not there": ("plans", entry(0, 5)),
+    "pickles": ("plans", lambda array: array.astype(str)),
+    **{
+        f"{name} of another type": (
+            "header",
+            of_header(lambda h, name=name: h["shapes"].update({name: "x"})),
+        )
+        for name in HEADER_FIELDS
+    },
+    **{
+        f"{name} out of range": (
+            "header",
+            of_header(lambda h, name=name: h["shapes"].update({name: -7})),
+        )
+        for name in HEADER_FIELDS
+    },
+}
+
+
+@pytest.mark.parametrize("member, change", BROKEN.values(), ids=BROKEN)
+def test_a_file_that_no_recorder_wrote_is_refused(tmp_path, member, change):
+    path = tmp_path / "a.npz"
+    write(path, make_flight())
+    path.write_bytes(mutated(path.read_bytes(), member, change))
+    with pytest.raises(ValueError, match="A flight must be a whole file") as error:
+        read(path)
+    assert len(str(error.value)) < 600
+
+
+def test_indices_of_a_plan_lie_where_they_point(tmp_path):
+    """Each field of every plan in turn is set far out."""
+    layouts = [file.plan_layout(step.program, SHAPES) for step in make_flight().steps]
+    indices = {"prev_positions", "num_decode", "new_row_index", "append_slots", "append_pages"}
+    indices |= {"append_indices", "prefill_lens", "source_slots", "target_slots", "target_tables"}
+    indices |= {"source_pages", "target_pages", "new_rows"}
+    write(tmp_path / "a.npz", make_flight())
+    content, start, refused = (tmp_path / "a.npz").read_bytes(), 0, set()
+    for layout in layouts:
+        for name, where in layout.slices.items():
+            if where.start < where.stop:
+                changed = mutated(content, "plans", entry(start + where.start, 10**6))
+                (tmp_path / "b.npz").write_bytes(changed)
+                try:
+                    read(tmp_path / "b.npz")
+                except ValueError as error:
+                    refused.add(name)
+                    assert "a plan" in str(error)
+        start += layout.size
+    assert refused == indices
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY" + b"x" * 99, b"text"])
+def test_what_is_no_archive_is_refused(tmp_path, content):
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="A flight must be a whole file"):
+        read(tmp_path / "a.npz")
+    with pytest.raises(FileNotFoundError, match="and .* is none"):
+        read(tmp_path)
+
+
+def test_a_file_that_would_fill_the_memory_is_not_unpacked(tmp_path, monkeypatch):
+    write(tmp_path / "a.npz", make_flight())
+    monkeypatch.setattr(file, "MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match="it would unpack to"):
+        read(tmp_path / "a.npz")
