@@ -25,12 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     can mend; 130 after Ctrl-C and 141 when nobody reads the output any more, as shells count.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["replay"]:
-        return replay.main(words[1:])
-    args = parser().parse_args(words)
     try:
-        failed, total = _run(args)
+        status = replay.main(words[1:]) if words[:1] == ["replay"] else _complete(words)
         sys.stdout.flush()  # a closed pipe shows here, not when Python ends
+        return status
     except KeyboardInterrupt:
         print(file=sys.stderr)  # the shell's next line starts below the text
         return 130
@@ -41,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"jaxspec: {error}", file=sys.stderr)
         return 2
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Complete the prompts of a command line; 1 if the model failed on one of them, else 0."""
+    failed, total = _run(parser().parse_args(words))
     if not failed:
         return 0
     which = f" for {failed} of {total} prompts" if total > 1 else ""

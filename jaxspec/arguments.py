@@ -6,7 +6,7 @@ from typing import Any, Literal, NoReturn
 
 from jaxspec.options import OPTIONS, default_of, meaning
 
-_MOST_FILE_BYTES = 2**28  # of prompts
+_MAX_FILE_BYTES = 2**28  # of prompts
 _EXAMPLES = """\
 examples:
   python -m jaxspec "def fibonacci(n):"
@@ -20,6 +20,7 @@ exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was aske
 # The options of `LLM` that the command has too, and what stands for their values in its help.
 _ENGINE_OPTIONS = {
     "model": "MODEL",
+    "revision": "REVISION",
     "dtype": "DTYPE",
     "kv_dtype": "DTYPE",
     "state_policy": "POLICY",
@@ -155,14 +156,14 @@ def _lines(path: Path) -> list[str]:
     """The lines of a file that are not blank; it may be a pipe, or a device without an end."""
     try:
         with open(path, "rb") as file:
-            content = file.read(_MOST_FILE_BYTES + 1)
+            content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(
             f"The prompts file {path} can't be read: {error.strerror}. Check the path."
         ) from error
-    if len(content) > _MOST_FILE_BYTES:
+    if len(content) > _MAX_FILE_BYTES:
         raise ValueError(
-            f"The prompts file {path} must have at most {_MOST_FILE_BYTES:,} bytes, and has more. "
+            f"The prompts file {path} must have at most {_MAX_FILE_BYTES:,} bytes, and has more. "
             "Split it."
         )
     try:

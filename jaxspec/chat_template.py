@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxspec.checks import boolean, items, shown
 from jaxspec.files import fill, open_file, read_json
-from jaxspec.template_process import MOST_CHARACTERS, TemplateFailure, TemplateProcess
+from jaxspec.template_process import MAX_CHARACTERS, TemplateFailure, TemplateProcess
 
-MOST_TEMPLATE_BYTES = 2**20
+MAX_TEMPLATE_BYTES = 2**20
 """The longest template that is read: some thirty times the largest published ones."""
-_MOST_ENTRIES = 100_000  # messages or tools of a conversation
-_MOST_DEPTH = 64  # of lists and dicts in each other
+_MAX_ENTRIES = 100_000  # messages or tools of a conversation
+_MAX_DEPTH = 64  # of lists and dicts in each other
 _CONTAINER = 32  # characters that a list or a dict counts as, beside what it holds
-_MOST_INTEGER_BITS = 1024
+_MAX_INTEGER_BITS = 1024
 _OWN_FILE = "chat_template.jinja"
 
 
@@ -91,7 +91,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
                 f"{path}: chat_template must be a text, or a list of objects with the texts name "
                 f"and template, got {shown(source)}. Download it again."
             )
-        if len(text) > MOST_TEMPLATE_BYTES:
+        if len(text) > MAX_TEMPLATE_BYTES:
             raise ValueError(_too_long(path))
         found[name] = text
     return found
@@ -105,7 +105,7 @@ def _read_own(path: Path) -> str | None:
         return None
     with file:
         size = os.fstat(file.fileno()).st_size
-        if size > MOST_TEMPLATE_BYTES:
+        if size > MAX_TEMPLATE_BYTES:
             raise ValueError(_too_long(path))
         content = bytearray(size)
         fill(file, memoryview(content))
@@ -119,21 +119,21 @@ def _read_own(path: Path) -> str | None:
 
 def _too_long(path: Path) -> str:
     return (
-        f"{path}: a chat template must have at most {MOST_TEMPLATE_BYTES:,} bytes, and this one "
+        f"{path}: a chat template must have at most {MAX_TEMPLATE_BYTES:,} bytes, and this one "
         "has more. Download it again."
     )
 
 
 def _mappings(name: str, values: Any, keys: str) -> list[Any]:
-    found = items(values, _MOST_ENTRIES)
+    found = items(values, _MAX_ENTRIES)
     if found is None or not all(isinstance(value, Mapping) for value in found):
         example = '[{"role": "user", "content": "Hi"}]' if name == "messages" else "[{...}]"
         raise ValueError(
             f"Each of {name} must be a mapping with {keys}, got {shown(values)}. Pass a list such "
             f"as {example}."
         )
-    if len(found) > _MOST_ENTRIES:
-        raise ValueError(f"A chat may have at most {_MOST_ENTRIES:,} {name}, got more.")
+    if len(found) > _MAX_ENTRIES:
+        raise ValueError(f"A chat may have at most {_MAX_ENTRIES:,} {name}, got more.")
     return found
 
 
@@ -141,7 +141,7 @@ class _Copy:
     """Copies a conversation as JSON's values, as long as it does not get too long."""
 
     def __init__(self) -> None:
-        self._left = MOST_CHARACTERS
+        self._left = MAX_CHARACTERS
 
     def of_each(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._of(value, (name,)) for name, value in variables.items()}
@@ -151,9 +151,9 @@ class _Copy:
             value = value.tolist()
         if isinstance(value, Mapping | list | tuple):
             self._count(_CONTAINER)
-            if len(place) > _MOST_DEPTH:
+            if len(place) > _MAX_DEPTH:
                 raise ValueError(
-                    f"A conversation may have lists and dicts {_MOST_DEPTH} deep in each other, "
+                    f"A conversation may have lists and dicts {_MAX_DEPTH} deep in each other, "
                     f"and {_written(place)} has more. Give it as text."
                 )
             if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ class _Copy:
         elif not (
             value is None
             or (isinstance(value, float) and math.isfinite(value))
-            or (isinstance(value, int) and value.bit_length() <= _MOST_INTEGER_BITS)
+            or (isinstance(value, int) and value.bit_length() <= _MAX_INTEGER_BITS)
         ):
             raise ValueError(
                 f"Messages, tools and template options must be JSON's values (None, True, False, "
@@ -189,7 +189,7 @@ class _Copy:
         self._left -= characters
         if self._left < 0:
             raise ValueError(
-                f"A conversation may have {MOST_CHARACTERS:,} characters, of which each list and "
+                f"A conversation may have {MAX_CHARACTERS:,} characters, of which each list and "
                 f"dict counts as {_CONTAINER}; this one has more. Shorten it."
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
-_MOST_PATH_CHARACTERS = 4096
+_MAX_PATH_CHARACTERS = 4096
 
 
 def shown(value: Any, length: int = 80) -> str:
@@ -136,9 +136,9 @@ def path(name: str, value: Any) -> str | Path:
         is_sound = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         is_sound = False
-    if not text or not is_sound or len(text) > _MOST_PATH_CHARACTERS:
+    if not text or not is_sound or len(text) > _MAX_PATH_CHARACTERS:
         raise ValueError(
-            f"{name} must be a path of 1 to {_MOST_PATH_CHARACTERS:,} characters that a file "
+            f"{name} must be a path of 1 to {_MAX_PATH_CHARACTERS:,} characters that a file "
             f"system knows, got {shown(value)}."
         )
     return value

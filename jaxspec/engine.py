@@ -33,6 +33,10 @@ class Runner(Protocol):
         """Start again from an empty state, whatever became of the last one."""
         ...
 
+    def close(self) -> None:
+        """Give the device's memory back; nothing is dispatched any more."""
+        ...
+
 
 @dataclasses.dataclass
 class EngineMetrics:
@@ -119,6 +123,11 @@ class Engine:
         """Drop what is in flight and empty the device; every request must have ended."""
         self._in_flight.clear()
         self.runner.reset()
+
+    def close(self) -> None:
+        """Drop what is in flight and give the device's memory back."""
+        self._in_flight.clear()
+        self.runner.close()
 
     @property
     def has_work(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.checks import shown
 
-MOST_JSON_BYTES = 2**24
+MAX_JSON_BYTES = 2**24
 """The longest JSON text that is read: some ten times that of the largest published models."""
 
 
@@ -77,13 +77,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: as `open_file`.
-        ValueError: as `open_file` and `parse_json`, or the file is longer than `MOST_JSON_BYTES`.
+        ValueError: as `open_file` and `parse_json`, or the file is longer than `MAX_JSON_BYTES`.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MOST_JSON_BYTES:
+        if size > MAX_JSON_BYTES:
             raise ValueError(
-                f"{path} must be JSON of at most {MOST_JSON_BYTES:,} bytes, got {size:,}. Download "
+                f"{path} must be JSON of at most {MAX_JSON_BYTES:,} bytes, got {size:,}. Download "
                 "it again."
             )
         content = bytearray(size)

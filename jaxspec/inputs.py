@@ -16,9 +16,9 @@ from jaxspec.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
 
-MOST_SAMPLES = 2**18
+MAX_SAMPLES = 2**18
 """Samples of one call; each holds some 1.4 kB from the start."""
-MOST_PROMPT_TOKENS = 2**28
+MAX_PROMPT_TOKENS = 2**28
 """Prompt tokens of one call over all samples, each of which keeps a list of them."""
 
 
@@ -64,24 +64,26 @@ class InputProcessor:
                 another number of request ids.
         """
         check_samples(params)
-        if request_ids is not None:
-            _check_names(request_ids, len(prompts))
-        encoded = [tuple(self._encode(prompt)) for prompt in prompts]
-        for number, ids in enumerate(encoded, 1):
-            name = "the prompt" if len(encoded) == 1 else f"prompt {number} of {len(encoded)}"
+        given = None if request_ids is None else _read_names(request_ids, len(prompts))
+        stop_ids = [self._stop_ids(param) for param in params]
+        encoded, held = list[tuple[int, ...]](), 0
+        for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
+            ids = tuple(self._encode(prompt))
+            name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
             if not ids:
                 raise ValueError(
                     f"A prompt must have at least one token, and {name} has none. Give it some "
                     "text or token ids."
                 )
             self._check_ids(name, ids)
-        stop_ids = [self._stop_ids(param) for param in params]
-        self._check_lengths(encoded, params)
+            held += len(ids) * param.n
+            self._check_length(len(ids), param, held)
+            encoded.append(ids)
         with self._lock:
             first = self._num_prompts
             self._num_prompts += len(encoded)
         numbers = range(first, first + len(encoded))
-        names = map(str, numbers) if request_ids is None else request_ids
+        names = given or map(str, numbers)
         return [
             self._samples(*each)
             for each in zip(names, encoded, params, stop_ids, numbers, strict=True)
@@ -178,23 +180,20 @@ class InputProcessor:
             )
         return list(map(int, ids))
 
-    def _check_lengths(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> None:
-        """Hold prompts with their max_tokens against max_model_len; no other place does."""
-        held = 0
-        for ids, param in zip(prompts, params, strict=True):
-            held += len(ids) * param.n
-            if len(ids) + param.max_tokens > self._max_model_len:
-                raise ValueError(
-                    f"A prompt and its max_tokens must fit max_model_len={self._max_model_len}: "
-                    f"{len(ids)} + {param.max_tokens} tokens came. Shorten one, or raise "
-                    "max_model_len."
-                )
-        if held > MOST_PROMPT_TOKENS:
+    def _check_length(self, length: int, params: SamplingParams, held: int) -> None:
+        """Hold a prompt with its max_tokens against max_model_len; no other place does.
+
+        `held`: prompt tokens of the call so far, over all samples.
+        """
+        if length + params.max_tokens > self._max_model_len:
             raise ValueError(
-                f"One call may have at most {MOST_PROMPT_TOKENS:,} prompt tokens over all samples, "
-                f"got {held:,}. Lower n, or make several calls."
+                f"A prompt and its max_tokens must fit max_model_len={self._max_model_len}: "
+                f"{length} + {params.max_tokens} tokens came. Shorten one, or raise max_model_len."
+            )
+        if held > MAX_PROMPT_TOKENS:
+            raise ValueError(
+                f"One call may have at most {MAX_PROMPT_TOKENS:,} prompt tokens over all samples, "
+                f"got {held:,} or more. Lower n, or make several calls."
             )
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
@@ -213,36 +212,37 @@ def prompts_of(prompts: Any) -> list[Prompt]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    found = items(prompts, MOST_SAMPLES)
+    found = items(prompts, MAX_SAMPLES)
     if found is None:
         raise ValueError(
             "prompts must be a text, a dict with 'prompt' or 'prompt_token_ids', or a list of "
             f"them, got {shown(prompts)}."
         )
-    if len(found) > MOST_SAMPLES:
+    if len(found) > MAX_SAMPLES:
         raise ValueError(
-            f"One call may have at most {MOST_SAMPLES:,} prompts, got more. Make several calls."
+            f"One call may have at most {MAX_SAMPLES:,} prompts, got more. Make several calls."
         )
     return found
 
 
-def _check_names(names: Any, count: int) -> None:
-    found = None if isinstance(names, str) else items(names, count)
+def _read_names(names: Any, count: int) -> list[str]:
+    found = items(names, count)
     if found is None or len(found) != count or not all(isinstance(name, str) for name in found):
         raise ValueError(
             f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
         )
+    return found
 
 
 def check_samples(params: Sequence[SamplingParams]) -> None:
     """Refuse more samples than one call may have.
 
     Raises:
-        ValueError: the sum of all `n` is above `MOST_SAMPLES`.
+        ValueError: the sum of all `n` is above `MAX_SAMPLES`.
     """
-    if (count := sum(param.n for param in params)) > MOST_SAMPLES:
+    if (count := sum(param.n for param in params)) > MAX_SAMPLES:
         raise ValueError(
-            f"One call may have at most {MOST_SAMPLES:,} samples, got {count:,}. Lower n, or make "
+            f"One call may have at most {MAX_SAMPLES:,} samples, got {count:,}. Lower n, or make "
             "several calls."
         )
 

@@ -9,8 +9,8 @@ from jaxspec.inputs import Prompt, params_of, prompts_of
 from jaxspec.llm import LLM
 from jaxspec.options import EngineConfig
 from jaxspec.outputs import RequestOutput
+from jaxspec.process import check_process, first_process
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.session import check_process, first_process
 
 _KEPT: dict[EngineConfig, LLM] = {}  # what `generate` keeps, by its options
 _KEPT_LOCK = threading.Lock()  # one thread at a time loads or drops one
@@ -35,7 +35,7 @@ def generate(
     check_process(first_process())  # whose threads may hold the lock
     with _KEPT_LOCK:
         if key not in _KEPT or _KEPT[key].shapes.max_num_seqs < rows:
-            _KEPT.clear()  # one model at a time: the old one's memory goes first
+            _KEPT.clear()  # one model at a time: the old one's memory goes first, if nobody uses it
             _KEPT[key] = LLM(model, **{"max_num_seqs": rows, **options})
         llm = _KEPT[key]
     outputs = llm.generate(batch, sampling_params)

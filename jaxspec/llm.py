@@ -11,18 +11,19 @@ from tqdm import tqdm
 
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.flight.about import about
-from jaxspec.flight.recorder import FlightRecorder, default_folder
+from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.inputs import InputProcessor, Prompt, params_of, prompts_of
 from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.pallas import dispatch
+from jaxspec.process import check_process, first_process
 from jaxspec.runner.memory import memory_map
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampler import SAMPLERS, Sampler
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
-from jaxspec.session import Session, check_process, first_process
+from jaxspec.session import Session
 from jaxspec.tokenizer import Tokenizer
 
 Groups = list[list[Sample]]  # the samples of each prompt
@@ -45,8 +46,8 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         """Load the model and allocate its state; programs are compiled when first needed."""
-        check_process(first_process())
         config = EngineConfig.of(model, options)
+        check_process(first_process())
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
         loaded = load(config, progress=progress)
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
@@ -72,8 +73,7 @@ class LLM:
                 about(loaded.config, folder, model_config.vocab_size),
                 hashed=config.flight_recorder == "hashed",
             )
-            folder = Path(config.flight_folder or default_folder())
-            on_failure = functools.partial(self._flight.save_failure, folder=folder)
+            on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
         engine = Engine(
             Scheduler(self.shapes),
             self._flight or self._runner,
@@ -92,7 +92,6 @@ class LLM:
     def close(self) -> None:
         """End what runs with "abort" and give the device's memory back; later calls are refused."""
         self.session.close()
-        self._runner.close()
 
     def abort(self, request_id: str) -> None:
         """End every sample of the requests of this id that are queued, with "abort".
@@ -115,6 +114,7 @@ class LLM:
 
     def _compile_in_turn(self, samplers: Iterable[Sampler]) -> None:
         """Programs run on the engine's state once they are compiled."""
+        self.session.require_usable()  # another thread may have closed it
         self._samplers.update(samplers)  # a step may have rows of any two that ever came
         self._compile_seconds |= warm_up(
             self._runner,
@@ -225,9 +225,9 @@ class LLM:
             ValueError: the flight recorder is off, or had to drop its steps.
             OSError: the file can't be written.
         """
-        flight = self._require_flight()
-        self.session.in_turn(lambda: flight.save(Path(path)))
-        return Path(path)
+        flight, path = self._require_flight(), Path(path).expanduser()
+        self.session.in_turn(lambda: flight.save(path))
+        return path
 
     def restart_flight(self) -> None:
         """Record from here on: copy the device's state to the host and forget the steps before.
@@ -237,8 +237,8 @@ class LLM:
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        flight = self._require_flight()
-        self.session.in_turn(lambda: flight.restart(self._runner.copy_state()))
+        flight, session = self._require_flight(), self.session
+        session.in_turn(lambda: session.guarded(lambda: flight.restart(self._runner.copy_state())))
 
     def _require_flight(self) -> FlightRecorder:
         if self._flight is None:
@@ -268,7 +268,7 @@ class LLM:
         try:
             yield steps
         finally:
-            self.session.in_turn(lambda: self._end_trace(watching))
+            self.session.leave_note(lambda: self._end_trace(watching))
 
     def _start_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
         if self.session.engine.trace is not None:

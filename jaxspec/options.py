@@ -18,8 +18,8 @@ from jaxspec.checks import shown
 from jaxspec.config import StepShapes
 from jaxspec.speculation import SpeculativeConfig
 
-_MOST = 2**24  # rows, tokens or pages, of which arrays are made
-_MOST_BUCKETS = 1024
+_MAX = 2**24  # rows, tokens or pages, of which arrays are made
+_MAX_BUCKETS = 1024
 
 
 def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
@@ -263,7 +263,7 @@ def _integer(field: dataclasses.Field, value: Any) -> int:
     least = field.metadata["least"]
     if least is None:
         return checks.seed_bits(field.name, value)
-    return checks.integer(field.name, value, least, _MOST)
+    return checks.integer(field.name, value, least, _MAX)
 
 
 def _number(field: dataclasses.Field, value: Any) -> float:
@@ -274,12 +274,12 @@ def _number(field: dataclasses.Field, value: Any) -> float:
 
 
 def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
-    sizes = checks.items(value, _MOST_BUCKETS)
-    if sizes is None or len(sizes) > _MOST_BUCKETS:
+    sizes = checks.items(value, _MAX_BUCKETS)
+    if sizes is None or len(sizes) > _MAX_BUCKETS:
         raise ValueError(
-            f"{field.name} must be a list of at most {_MOST_BUCKETS} sizes, got {shown(value)}."
+            f"{field.name} must be a list of at most {_MAX_BUCKETS} sizes, got {shown(value)}."
         )
-    return tuple(checks.integer(f"Each of {field.name}", size, 1, _MOST) for size in sizes)
+    return tuple(checks.integer(f"Each of {field.name}", size, 1, _MAX) for size in sizes)
 
 
 # The first of these that is in a union reads its value.

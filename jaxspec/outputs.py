@@ -69,7 +69,10 @@ class Stream(Iterator[TextDelta]):
         self.close()
 
     def close(self) -> None:
-        """End the request if it runs; its row is free then."""
+        """End the request if it runs; its row is free then.
+
+        Only the thread that reads the stream may call it; for others there is `LLM.abort`.
+        """
         self._deltas.close()
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from jaxspec.flight.about import OWN, digest_of
 from jaxspec.flight.file import read
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
-from jaxspec.plan import StepOutput, StepPlan, plan_layout
+from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.output import PendingOutput
 
@@ -59,8 +58,8 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all that could be compared is equal, bit for bit."""
-        return self.parting is None and self.failure is None and not self.flight.hashed
+        """Whether nothing failed, and all that could be compared is equal, bit for bit."""
+        return self.parting is None and self.failure is None
 
 
 def replay(path: str | Path, model: str | Path | None = None) -> Replay:
@@ -108,6 +107,8 @@ def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutp
 def _runner(flight: Flight, model: str | Path | None) -> ModelRunner:
     options = {name: each for name, each in flight.about["options"].items() if name not in OWN}
     named = options.pop("model")
+    if model is not None and Path(model).is_dir():
+        options["revision"] = None  # of the hub id that the flight names
     if model is None and named is not None and not Path(named).is_dir():
         raise ValueError(
             f"A flight must be replayed with a checkpoint that lies here, and it was recorded with "
@@ -153,26 +154,33 @@ class _Comparison:
         if step.output is None or not self._is_comparable:
             return
         self.num_compared += 1
+        recorded = StepOutput.unpack(step.output, output_layout(self._shapes.num_drafts))
         num_decode = int(fields["num_decode"])
         chunks = step.program.decode_rows + np.arange(np.count_nonzero(fields["prefill_lens"]))
         rows = [*range(num_decode), *range(num_decode, num_decode + len(chunks))]
         places = [*range(num_decode), *chunks.tolist()]  # of the rows in the output
         for row, place in zip(rows, places, strict=True):
-            self._compare(row, place, step.output, output)
+            self._compare(row, place, recorded, output)
 
     def _follow(self, fields: dict[str, np.ndarray]) -> None:
         before = self._requests
+        for row in fields["prev_positions"]:
+            if row >= 0 and before[row] is None:
+                before[row] = self._next_request()  # it ran before the flight's copy of the state
         self._requests = [before[i] if i >= 0 else None for i in fields["prev_positions"]]
         for row in fields["new_row_index"]:
             if row >= 0:
-                self._requests[row] = self.num_requests
-                self.num_requests += 1
-                self._tokens.append(([], []))
+                self._requests[row] = self._next_request()
+
+    def _next_request(self) -> int:
+        self._tokens.append(([], []))
+        self.num_requests += 1
+        return self.num_requests - 1
 
     def _compare(self, row: int, place: int, recorded: StepOutput, replayed: StepOutput) -> None:
         request = self._requests[row]
         if request is None:
-            return  # it entered before the flight's copy of the state
+            raise ValueError(f"A plan of the flight gives tokens to row {row}, which is empty.")
         for output, tokens in zip((recorded, replayed), self._tokens[request], strict=True):
             given = output.tokens[:, place].ravel()
             tokens += given[given >= 0].tolist()
@@ -196,7 +204,7 @@ class _Comparison:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0: all equal, 1: something parted or failed, 2: it can't be replayed."""
+    """Run the command; 0: nothing parted or failed, 1: something did. Raises as `replay`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec replay",
         description="Run the steps of a flight again, and name the first step and row that part.",
@@ -204,11 +212,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="what a flight recorder wrote")
     parser.add_argument("--model", metavar="FOLDER", help="where the checkpoint lies here")
     args = parser.parse_args(argv)
-    try:
-        result = replay(args.file, args.model)
-    except (ValueError, OSError) as error:
-        print(f"jaxspec: {error}", file=sys.stderr)
-        return 2
+    result = replay(args.file, args.model)
     print(report(result))
     return 0 if result.is_equal else 1
 
@@ -237,6 +241,8 @@ def report(result: Replay) -> str:
             "Their token ids were left out, and made-up ones ran in their place. So programs, "
             "rows, pages and slots were repeated; tokens, drafts and states can't be."
         )
+    elif not result.num_compared:
+        lines.append("The flight has no outputs, so nothing could be compared.")
     elif result.parting is None:
         lines.append(f"All {result.num_compared} outputs are equal, bit for bit.")
     else:

@@ -1,7 +1,6 @@
 """Session: samples in, steps that move them on; what every way to call the engine shares."""
 
 import contextlib
-import functools
 import os
 import threading
 from collections import deque
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
+from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
 
 _Result = TypeVar("_Result")
@@ -23,8 +23,9 @@ class Session:
         thread A    add(a)  step: a    wait           step: a, b    a has ended
         thread B    add(b)             step: a, b     wait          step: b   ...
 
-    `add` and `abort` never wait for a turn: they leave a note for the thread that has it, or has it
-    next. So a stream may be dropped at any time: the garbage collector may close it within a step.
+    `add`, `abort` and `leave_note` never wait for a turn: they leave a note for the thread that has
+    it, or has it next. So a stream may be dropped at any time: the garbage collector may close it
+    within a step.
     """
 
     def __init__(self, engine: Engine, on_failure: Callable[[Exception], None] | None = None):
@@ -37,7 +38,7 @@ class Session:
         self._on_failure = on_failure
         self._samples: dict[Request, Sample] = {}  # those that the scheduler has
         self._added: deque[tuple[Sample, ...]] = deque()
-        self._aborted: deque[tuple[Sample, ...] | str] = deque()  # samples, or a request id
+        self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
         self._turn, self._next = threading.RLock(), threading.Lock()
         self._holder: int | None = None  # the thread that has the turn
         self._is_whole = True  # False: a step began and did not end well
@@ -59,8 +60,12 @@ class Session:
             raise RuntimeError("An LLM can't be used once it is closed, and this one is. Make one.")
 
     def close(self) -> None:
-        """End every sample with "abort" and collect what is in flight; `add` is refused then."""
-        self.in_turn(lambda: self.guarded(self._end_all))
+        """End every sample with "abort", and give back what the engine holds; `add` is refused.
+
+        Raises:
+            RuntimeError: as in `in_turn`.
+        """
+        self.in_turn(self._close)
 
     def check(self, samples: Iterable[Sample]) -> None:
         """Refuse samples that could never run, even alone.
@@ -85,8 +90,16 @@ class Session:
         A text stands for all samples of the request of that id. Once nothing runs, what is in
         flight is collected.
         """
-        self._aborted.append(samples if isinstance(samples, str) else tuple(samples))
-        self._end_aborted()
+        noted = samples if isinstance(samples, str) else tuple(samples)
+        self.leave_note(lambda: self._end_each(noted))
+
+    def leave_note(self, act: Callable[[], None]) -> None:
+        """Have `act` done within a turn: at once, or when the turn that is on ends.
+
+        It may be done twice, should an interrupt come.
+        """
+        self._notes.append(act)
+        self._do_notes()
 
     def step(self) -> list[Sample]:
         """Dispatch a step and collect one; the samples that got tokens or their end.
@@ -131,13 +144,19 @@ class Session:
         """What `act` returns, done while no other thread steps.
 
         Raises:
-            RuntimeError: this is a forked child of the session's process.
+            RuntimeError: this is a forked child of the session's process, or the thread has the
+                turn already, as where a signal's handler calls within a step.
         """
         check_process(self._process)
+        if self._holder == threading.get_ident():
+            raise RuntimeError(
+                "An LLM can't be called from within its own step, as by a signal's handler or a "
+                "finalizer. Set a flag there, and call when the step is over."
+            )
         try:
             return self._hold(act)  # pyright: ignore[reportReturnType]
         finally:
-            self._end_aborted()
+            self._do_notes()
 
     def guarded(self, act: Callable[[], _Result]) -> _Result:
         """What `act` returns; within a turn. After an error or an interrupt the session is new.
@@ -151,20 +170,25 @@ class Session:
         try:
             result = act()
         except BaseException as error:
-            if self._on_failure is not None and isinstance(error, Exception):
-                self._on_failure(error)
-            self._recover()
+            try:
+                if self._on_failure is not None and isinstance(error, Exception):
+                    self._on_failure(error)
+            finally:
+                self._recover()
             raise
         self._is_whole = True
         return result
 
-    # These run within a turn, except `_end_aborted` and `_hold`.
+    # These run within a turn, except `_do_notes` and `_hold`.
 
     def _step(self) -> list[Sample]:
         return self.guarded(self._step_once)
 
     def _step_once(self) -> list[Sample]:
         self._let_in()
+        if self.is_closed:
+            self._end_each(None)  # added while it was closed
+            return []
         return [self._read(progress.request) for progress in self.engine.step()]
 
     def _next_delta(self, sample: Sample) -> TextDelta | None:
@@ -192,37 +216,39 @@ class Session:
             del self._samples[request]
         return sample
 
-    def _end(self, request: Request) -> None:
-        if self._samples.pop(request, None):
-            self.scheduler.end(request, Finish.ABORT)
-
-    def _end_all(self) -> None:
-        self.is_closed = True
+    def _end_each(self, samples: Iterable[Sample] | str | None) -> None:
+        """End those that still run; a text stands for all of that request id, None for all."""
         self._let_in()
-        for request in list(self._samples):
-            self._end(request)
-        self.engine.drain()
+        if samples is None:
+            samples = list(self._samples.values())
+        elif isinstance(samples, str):
+            samples = [each for each in self._samples.values() if each.request_id == samples]
+        for sample in samples:
+            if self._samples.pop(sample.request, None):
+                self.scheduler.end(sample.request, Finish.ABORT)
+        if not self.scheduler.has_work:
+            self.engine.drain()
 
-    def _end_aborted(self) -> None:
-        """End what was aborted; a thread that has the turn does so when that is over.
+    def _close(self) -> None:
+        self.is_closed = True
+        try:
+            self.guarded(lambda: self._end_each(None))
+        finally:
+            self.engine.close()
+
+    def _do_notes(self) -> None:
+        """Do what was noted; a thread that has the turn does so when that is over.
 
         Not in a forked child, which drops its copies of what its parent runs.
         """
-        while self._aborted and os.getpid() == self._process:
-            if not self._hold(lambda: self.guarded(self._end_noted), wait=False):
+        while self._notes and os.getpid() == self._process:
+            if not self._hold(lambda: self.guarded(self._do_each_note), wait=False):
                 return
 
-    def _end_noted(self) -> bool:
-        self._let_in()
-        while self._aborted:
-            note = self._aborted[0]
-            if isinstance(note, str):
-                note = [sample for sample in self._samples.values() if sample.request_id == note]
-            for sample in note:
-                self._end(sample.request)
-            self._aborted.popleft()
-        if not self.scheduler.has_work:
-            self.engine.drain()
+    def _do_each_note(self) -> bool:
+        while self._notes:
+            self._notes[0]()
+            self._notes.popleft()
         return True
 
     def _recover(self) -> None:
@@ -243,8 +269,7 @@ class Session:
         """
         me = threading.get_ident()
         if self._holder == me:
-            # The garbage collector closes a stream or a trace within this thread's own turn.
-            return act() if wait else None
+            return None  # the garbage collector closes a stream within this thread's own turn
         try:
             with self._next if wait else contextlib.nullcontext():
                 is_held = self._turn.acquire(wait)
@@ -256,27 +281,7 @@ class Session:
             finally:
                 self._holder = None
         finally:
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105 (a call of `suppress` would come before that of `release`)
                 self._turn.release()
             except RuntimeError:
-                pass  # it was not
-
-
-def check_process(owner: int) -> None:
-    """Refuse to run JAX in a forked child of the process `owner`, where it would hang.
-
-    Raises:
-        RuntimeError: this is another process.
-    """
-    if os.getpid() != owner:
-        raise RuntimeError(
-            f"An LLM works only in the process that made it, {owner}, and this is {os.getpid()}, "
-            "forked from it: threads of JAX do not survive a fork. Make the LLM in the child, "
-            "which must be started with multiprocessing's 'spawn'."
-        )
-
-
-@functools.cache
-def first_process() -> int:
-    """The process in which the first LLM was made, by which JAX has threads."""
-    return os.getpid()
+                pass  # it was not taken

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxspec.checks import integer, is_integer, items, real, shown
 
-_MOST_IDS = 2**20  # of draft_vocab; no vocabulary has as many
+_MAX_IDS = 2**20  # of draft_vocab; no vocabulary has as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +134,12 @@ class SpeculativeConfig:
 def _draft_vocab(vocab: Any) -> int | tuple[int, ...] | None:
     if vocab is None:
         return None
-    ids = items(vocab, _MOST_IDS)
+    ids = items(vocab, _MAX_IDS)
     if ids is None:
         return integer("draft_vocab", vocab, 1)
-    if len(ids) > _MOST_IDS:
+    if len(ids) > _MAX_IDS:
         raise ValueError(
-            f"draft_vocab must list at most {_MOST_IDS:,} ids, got more. List those that the "
+            f"draft_vocab must list at most {_MAX_IDS:,} ids, got more. List those that the "
             "vocabulary has."
         )
     wrong = [i for i in ids if not is_integer(i) or i < 0]

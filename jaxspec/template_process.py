@@ -18,9 +18,9 @@ from typing import Any
 
 TIME_LIMIT = 5.0
 """Seconds that a template may take, the start of the process counted in."""
-MOST_CHARACTERS = 2**23
+MAX_CHARACTERS = 2**23
 """The longest text that a template may write: some 2 million tokens."""
-MOST_MEMORY = 2**30
+MAX_MEMORY = 2**30
 """Bytes of memory that the process may map, where the system can bound that."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -48,7 +48,7 @@ class TemplateProcess:
         Raises:
             TemplateFailure: the template failed, or went beyond a limit.
         """
-        limits = {"seconds": TIME_LIMIT, "characters": MOST_CHARACTERS}
+        limits = {"seconds": TIME_LIMIT, "characters": MAX_CHARACTERS}
         request = json.dumps({"source": source, "variables": variables, **limits}).encode()
         with self._lock:
             is_text, text = self._ask(request)
@@ -88,7 +88,7 @@ class TemplateProcess:
     def _running(self) -> "subprocess.Popen[bytes]":
         """The process, started if there is none."""
         if self._process is None:
-            command = [sys.executable, "-I", "-S", str(_WORKER), str(MOST_MEMORY), *_folders()]
+            command = [sys.executable, "-I", "-S", str(_WORKER), str(MAX_MEMORY), *_folders()]
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -131,7 +131,7 @@ def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | Non
     head = process.stdout.read(8)
     if len(head) < 8:
         return None
-    size = min(int.from_bytes(head, "big"), 1 + 4 * MOST_CHARACTERS)
+    size = min(int.from_bytes(head, "big"), 1 + 4 * MAX_CHARACTERS)
     answer = process.stdout.read(size)
     return answer if len(answer) == size else None
 

@@ -31,7 +31,7 @@ try:
 except ImportError:  # Windows: there the time limit of the other side must do
     resource = None
 
-_MOST_ERROR_CHARACTERS = 400
+_MAX_ERROR_CHARACTERS = 400
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -92,7 +92,7 @@ def render(source: str, variables: Mapping[str, Any], characters: int) -> tuple[
     except MemoryError:
         return False, "it needed more memory than it may take"
     except Exception as error:  # a template is a program: it may fail in any way it likes
-        reason = str(error)[:_MOST_ERROR_CHARACTERS]
+        reason = str(error)[:_MAX_ERROR_CHARACTERS]
         return False, f"it stopped with {type(error).__name__}: {reason}"
 
 

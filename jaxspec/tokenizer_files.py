@@ -10,9 +10,9 @@ import tokenizers
 from jaxspec.checks import are_integers, shown
 from jaxspec.files import open_file, read_json
 
-MOST_TOKENIZER_BYTES = 2**28
+MAX_TOKENIZER_BYTES = 2**28
 """The longest tokenizer.json that is read."""
-_MOST_REASON_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 300
 
 
 def raise_for(error: BaseException, what: str) -> NoReturn:
@@ -23,7 +23,7 @@ def raise_for(error: BaseException, what: str) -> NoReturn:
     is_panic = type(error).__name__ == "PanicException"
     if not (is_panic or isinstance(error, Exception)) or isinstance(error, MemoryError):
         raise error
-    reason = str(error)[:_MOST_REASON_CHARACTERS]
+    reason = str(error)[:_MAX_REASON_CHARACTERS]
     raise ValueError(
         f"{what}: {reason}. Download tokenizer.json again, or update `tokenizers` "
         f"{tokenizers.__version__}."
@@ -46,9 +46,9 @@ def load(folder: Path) -> tokenizers.Tokenizer:
             f"Text needs a tokenizer, but {folder} has no tokenizer.json. Copy the checkpoint's "
             'there, or pass token ids: {"prompt_token_ids": [...]}.'
         ) from error
-    if size > MOST_TOKENIZER_BYTES:
+    if size > MAX_TOKENIZER_BYTES:
         raise ValueError(
-            f"{path} must have at most {MOST_TOKENIZER_BYTES:,} bytes, got {size:,}. Download it "
+            f"{path} must have at most {MAX_TOKENIZER_BYTES:,} bytes, got {size:,}. Download it "
             "again."
         )
     try:

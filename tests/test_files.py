@@ -67,7 +67,7 @@ def test_a_file_that_is_cut_short_or_fails_while_it_is_read_is_named(path, monke
 
 
 def test_a_file_that_is_too_long_is_not_read(path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_JSON_BYTES", 20)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 20)
     with pytest.raises(ValueError, match="file must be JSON of at most 20 bytes, got 21. Download"):
         read_json(path)
 

@@ -21,7 +21,7 @@ from jaxspec.options import EngineConfig
 from jaxspec.tokenizer import Tokenizer
 
 LONGEST = 64  # max_model_len
-MOST_SECONDS = 20
+MAX_SECONDS = 20
 
 
 def cases(count):
@@ -40,7 +40,7 @@ def refusal(call):
             raise  # such as UnicodeEncodeError
         message = str(error)
     finally:
-        assert time.monotonic() - started < MOST_SECONDS
+        assert time.monotonic() - started < MAX_SECONDS
     assert 20 < len(message) < 1000 and message[0].isprintable() and message[-1] in ".)", message
     return message
 
@@ -388,7 +388,7 @@ def chats(tmp_path_factory):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template_process, "TIME_LIMIT", 1.0)
-        patch.setattr(template_process, "MOST_MEMORY", 2**28)
+        patch.setattr(template_process, "MAX_MEMORY", 2**28)
         for number, source in enumerate(SOURCES):
             folder = tmp_path_factory.mktemp(f"chat{number}")
             found.append(Tokenizer(folder_with(folder, chat_template_jinja=source)))

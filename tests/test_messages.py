@@ -319,7 +319,7 @@ CALLS = [
         "this model's own tokenizer.",
     ),
     (
-        lambda llm: llm.generate([IDS, {"prompt_token_ids": [999]}]),
+        lambda llm: llm.generate([IDS, {"prompt_token_ids": [999]}], SamplingParams(max_tokens=5)),
         "Token ids must be 0 to 263 with this model, and prompt 2 of 2 has 999. Use the ids of "
         "this model's own tokenizer.",
     ),
@@ -529,6 +529,7 @@ options:
   --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
   --model MODEL         a folder with config.json and safetensors, or a Hugging Face hub id
                         (default: the embedded model)
+  --revision REVISION   the branch, tag or commit to take of a hub id (default: main)
   --dtype DTYPE         dtype of weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32
                         elsewhere) (default: auto)
   --kv-dtype DTYPE      dtype of cached keys and values: bfloat16 or float8_e4m3fn, unscaled and cut

@@ -121,7 +121,7 @@ def test_a_tokenizer_that_the_library_refuses_is_named(content, tmp_path):
 
 def test_a_tokenizer_of_more_than_so_many_bytes_is_refused(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
-        file.truncate(tokenizer_files.MOST_TOKENIZER_BYTES + 1)  # a hole, which takes no disk
+        file.truncate(tokenizer_files.MAX_TOKENIZER_BYTES + 1)  # a hole, which takes no disk
     with pytest.raises(ValueError, match="at most 268,435,456 bytes, got 268,435,457"):
         Tokenizer(tmp_path)
 

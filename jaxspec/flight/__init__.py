@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Program, StepOutput
+from jaxspec.plan import Program
 
 Start = Literal["empty", "idle", "copy"]
 """What the first plan finds: a new state, one in which no row goes on, or the flight's copy."""
@@ -21,7 +21,8 @@ class Step:
 
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, shapes)`
-    output: StepOutput | None = None  # None: it was in flight at the end, or failed
+    output: np.ndarray | None = None  # int32 `[steps, rows, output_layout(K).size]`
+    """None: it was in flight at the end, or failed."""
 
 
 @dataclasses.dataclass(frozen=True)

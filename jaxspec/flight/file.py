@@ -8,6 +8,7 @@ the leaves of the device's state if the flight starts from a copy. It may come f
 import dataclasses
 import json
 import os
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.plan import Program, StepOutput, output_layout, plan_layout
+from jaxspec.plan import Program, output_layout, plan_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import SAMPLERS, Sampler
 
@@ -33,7 +34,7 @@ def write(path: Path, flight: Flight) -> None:
         OSError: it can't be written.
     """
     programs = list(dict.fromkeys(step.program for step in flight.steps))
-    outputs = [_packed(step.output, flight.shapes) for step in flight.steps]
+    outputs = [step.output for step in flight.steps if step.output is not None]
     header = {
         "format": FORMAT,
         **{name: getattr(flight, name) for name in ("about", "start", "failure", "hashed")},
@@ -50,10 +51,13 @@ def write(path: Path, flight: Flight) -> None:
     }
     for index, leaf in enumerate(flight.state or ()):
         arrays[f"leaf_{index}"] = np.frombuffer(leaf.tobytes(), np.uint8)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    # A state hardly shrinks, and compressing gigabytes takes minutes.
+    save = np.savez_compressed if flight.state is None else np.savez
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 0600
+    new = Path(name)
     try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+        with os.fdopen(handle, "wb") as file:
+            save(file, allow_pickle=False, **arrays)
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
@@ -70,14 +74,16 @@ def read(path: Path) -> Flight:
         raise FileNotFoundError(
             f"A flight must be a file that a flight recorder wrote, and {path} is none."
         )
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"A flight must be a file that can be read. Check the rights of {path}.")
     try:
         arrays = _arrays(path)
         header = json.loads(arrays["header"].tobytes())
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']}, and this version reads {FORMAT}")
         return _flight(header, arrays)
-    except (KeyError, TypeError, ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+    except Exception as error:  # a damaged archive fails in whatever way its bytes lead to
+        why = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise ValueError(
             f"A flight must be a whole file as a flight recorder wrote it, and {path} is not "
             f"({why:.200}). Copy it again, or read it with the version that wrote it."
@@ -85,14 +91,6 @@ def read(path: Path) -> Flight:
 
 
 # Writing.
-
-
-def _packed(output: StepOutput | None, shapes: StepShapes) -> np.ndarray:
-    if output is None:
-        return np.zeros(0, np.int32)
-    layout = output_layout(shapes.num_drafts)
-    fields = [layout.bits(name, getattr(output, name)) for name in layout.fields]
-    return np.concatenate(fields, axis=-1)
 
 
 def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
@@ -112,6 +110,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
+    about = _about(header["about"])
     sizes = {**header["shapes"]}
     for name in ("decode_rows", "prefill_tokens"):
         sizes[name] = tuple(sizes[name])
@@ -127,8 +126,9 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     steps = []
     for index, packed, has_output in zip(arrays["steps"], plans, shown, strict=True):
         program = programs[index]
-        _check_plan(program, packed, shapes)
-        output = _output(next(outputs), program, shapes) if has_output else None
+        _check_plan(program, packed, shapes, about["vocab_size"])
+        rows = program.num_steps, _num_output_rows(program, shapes), row_size
+        output = next(outputs).reshape(rows) if has_output else None
         steps.append(Step(program, packed, output))
     state = None
     if header["start"] == "copy":
@@ -139,7 +139,7 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     elif header["start"] not in ("empty", "idle"):
         raise ValueError(f"it starts from {header['start']!r:.40}")
     return Flight(
-        about=dict(header["about"]),
+        about=about,
         shapes=shapes,
         start=header["start"],
         steps=steps,
@@ -147,6 +147,14 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
         failure=header["failure"],
         hashed=bool(header["hashed"]),
     )
+
+
+def _about(entries: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"options": dict, "vocab_size": int, "checkpoint": str, "device": str, "versions": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(entries[name], kind)]
+    if wrong or "model" not in entries["options"] or not 0 < entries["vocab_size"] < 2**31:
+        raise ValueError(f"it says nothing sensible of its engine ({wrong or 'options'})")
+    return entries
 
 
 def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
@@ -179,13 +187,7 @@ def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.nda
     return np.split(flat, ends[:-1]) if len(which) else []
 
 
-def _output(packed: np.ndarray, program: Program, shapes: StepShapes) -> StepOutput:
-    layout = output_layout(shapes.num_drafts)
-    rows = program.num_steps, _num_output_rows(program, shapes), layout.size
-    return StepOutput.unpack(packed.reshape(rows), layout)
-
-
-def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes) -> None:
+def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_size: int) -> None:
     """Refuse an index that lies outside of what it points into."""
     fields = plan_layout(program, shapes).unpack(packed)
     rows = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
@@ -200,12 +202,16 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes) -> Non
         **dict.fromkeys(("append_slots", "source_slots", "target_slots"), (0, last_slot)),
         **dict.fromkeys(("append_pages", "source_pages", "target_pages"), (0, last_page)),
         "target_tables": (0, last_page),
+        "prefill_tokens": (0, vocab_size - 1),
+        "next_prefill_tokens": (-1, vocab_size - 1),
     }
     of_rows = {
         "slot": (0, last_slot),
         "state_offset": (0, shapes.num_drafts),
         **dict.fromkeys(("prefill_len", "max_len", "num_computed", "min_len"), (0, 2 * most)),
         **dict.fromkeys(("ring_length", "num_drafts"), (0, 0)),
+        "last_token": (0, vocab_size - 1),
+        "proposer_key": (0, 2**31 - 1),
     }
     found = [(name, fields[name], *bound) for name, bound in bounds.items()]
     found += [(name, rows[name], *bound) for name, bound in of_rows.items()]
@@ -214,3 +220,5 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes) -> Non
             raise ValueError(f"a plan has {name} outside {low} to {high}")
     if fields["prefill_lens"].sum() > program.prefill_tokens:
         raise ValueError("the chunks of a plan are longer than its program")
+    if fields["num_decode"] + np.count_nonzero(fields["prefill_lens"]) > shapes.max_num_seqs:
+        raise ValueError("a plan has more rows than its engine")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.plan import plan_layout
+from jaxspec.plan import output_layout, plan_layout
 from jaxspec.row import row_layout
 
 # Fields of a plan and of its new rows that hold token ids, or what is made of a prompt's.
@@ -40,7 +40,9 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
     for name in _ROW_FIELDS:
         columns[name][...] = made_up(columns[name])
     if output is not None:
-        output = dataclasses.replace(output, tokens=made_up(output.tokens))
+        output = output.copy()
+        tokens = output_layout(shapes.num_drafts).read(output, "tokens")
+        tokens[...] = made_up(tokens)
     return Step(step.program, packed, output)
 
 

@@ -1,7 +1,9 @@
 """FlightRecorder: a runner that remembers every plan that passes through it, and what came back."""
 
+import contextlib
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,28 +12,24 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.engine import Pending, Runner
-from jaxspec.flight import Flight, Start, Step
-from jaxspec.flight.file import write
+from jaxspec.flight import Flight, Start, Step, file
 from jaxspec.flight.ids import without_ids
-from jaxspec.plan import StepOutput, StepPlan, plan_layout
+from jaxspec.layout import PackedLayout
+from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
+from jaxspec.user_folders import state_folder
 
 MAX_BYTES = 2**27  # of plans and outputs in the host's memory: some 10,000 dispatches of 64 rows
 MAX_FILES = 8  # that failures leave in a folder; the oldest goes first
+_OVERHEAD = 200  # bytes that Python takes for an array and its place in a list
+_OF_FAILURES = re.compile(r"flight-\d{8}-\d{6}-\d{9}\.npz")
 _log = logging.getLogger(__name__)
-
-
-def default_folder() -> Path:
-    """Where failures leave their files: the user's state folder, by the XDG specification."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "jaxspec" / "flights"
 
 
 class FlightRecorder:
     """A `Runner` around another one.
 
     It remembers from the start, from a saved copy of the state (`restart`), or, once `MAX_BYTES`
-    were full, from the next plan that no row of an earlier one goes on in. Remembering a step keeps
-    two arrays that exist already; they are packed when a file is written.
+    were full, from the next plan that no row of an earlier one goes on in.
     """
 
     def __init__(self, runner: Runner, shapes: StepShapes, about: dict[str, Any], *, hashed: bool):
@@ -47,19 +45,32 @@ class FlightRecorder:
         """Note `plan`, and enqueue it without waiting."""
         step = self._note(plan)
         pending = self._runner.dispatch(plan)
-        return pending if step is None else _Recorded(pending, step, self)
+        if step is None:
+            return pending
+        return _Recorded(pending, step, self, output_layout(self._shapes.num_drafts))
 
     def reset(self) -> None:
         """Start again from an empty state, and forget what led to the last one."""
         self._runner.reset()
         self._begin("empty")
 
+    def close(self) -> None:
+        """Forget all, and close the runner."""
+        self._begin("empty")
+        self._runner.close()
+
     def restart(self, state: list[np.ndarray]) -> None:
         """Forget what was recorded: `state` is the newest state of the device, copied.
 
         Raises:
-            ValueError: ids are hashed, while a state holds the keys and values of prompts.
+            ValueError: ids are hashed, while a state holds the keys and values of prompts; or it is
+                too big for a file.
         """
+        if (size := sum(leaf.nbytes for leaf in state)) > file.MAX_BYTES:
+            raise ValueError(
+                f"A copy of the state must have at most {file.MAX_BYTES:,} bytes, and this one has "
+                f"{size:,}. Record from the start, or with fewer pages."
+            )
         if self._hashed:
             raise ValueError(
                 "A copy of the state would show what prompts said, and flight_recorder='hashed' "
@@ -87,26 +98,29 @@ class FlightRecorder:
             state=self._state,
             failure=failure,
         )
-        write(path, without_ids(flight) if self._hashed else flight)
+        file.write(path, without_ids(flight) if self._hashed else flight)
 
-    def save_failure(self, error: Exception, folder: Path) -> None:
-        """Write what led to `error` into `folder`, and note in the error where; never raises."""
-        name = time.strftime(f"flight-%Y%m%d-%H%M%S-{os.getpid()}.npz")
+    def save_failure(self, error: Exception, folder: str | Path | None) -> None:
+        """Write what led to `error`, and note in the error where; never raises an exception.
+
+        `folder`: None is the user's state folder.
+        """
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.save(folder / name, failure=f"{type(error).__name__}: {error}"[:2000])
-            _drop_oldest(folder)
+            place = Path(folder) if folder else state_folder() / "flights"
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = place / time.strftime(f"flight-%Y%m%d-%H%M%S-{time.time_ns() % 10**9:09d}.npz")
+            self.save(path, failure=f"{type(error).__name__}: {error}"[:2000])
         except Exception as why:  # the error itself is what the caller must hear of
             _log.warning("no flight was written: %s", why)
             return
         error.add_note(
-            f"The steps before it are in {folder / name}; `python -m jaxspec replay` runs them "
-            "again."
+            f"The steps before it are in {path}; `python -m jaxspec replay` runs them again."
         )
+        _drop_oldest(place)
 
-    def grow(self, num_bytes: int) -> None:
+    def remember(self, array: np.ndarray) -> None:
         """Count what is remembered, and drop all of it once it is too much."""
-        self._num_bytes += num_bytes
+        self._num_bytes += array.nbytes + _OVERHEAD
         if self._num_bytes > MAX_BYTES:
             self._begin("idle")
             self._is_full = True
@@ -125,19 +139,25 @@ class FlightRecorder:
                 return None
         step = Step(plan.program, plan.packed)
         self._steps.append(step)
-        self.grow(plan.packed.nbytes)
+        self.remember(plan.packed)
         return step
 
 
 class _Recorded:
     """A step's output on its way, which is noted when it comes."""
 
-    def __init__(self, pending: Pending, step: Step, recorder: FlightRecorder):
+    def __init__(
+        self, pending: Pending, step: Step, recorder: FlightRecorder, layout: PackedLayout
+    ):
         self._pending, self._step, self._recorder = pending, step, recorder
+        self._layout = layout
 
     def result(self) -> StepOutput:
-        self._step.output = output = self._pending.result()
-        self._recorder.grow(sum(field.nbytes for field in vars(output).values()))
+        output = self._pending.result()
+        # A copy: what the fields are views of belongs to the device's runtime.
+        fields = [self._layout.bits(name, getattr(output, name)) for name in self._layout.fields]
+        self._step.output = np.concatenate(fields, axis=-1)
+        self._recorder.remember(self._step.output)
         return output
 
     def done_time(self) -> float | None:
@@ -145,6 +165,8 @@ class _Recorded:
 
 
 def _drop_oldest(folder: Path) -> None:
-    files = sorted(folder.glob("flight-*.npz"), key=lambda file: file.stat().st_mtime)
-    for file in files[:-MAX_FILES]:
-        file.unlink(missing_ok=True)
+    """Of the files that failures left; their names are in the order in which they were written."""
+    with contextlib.suppress(OSError):  # another process may do the same
+        names = sorted(name for name in os.listdir(folder) if _OF_FAILURES.fullmatch(name))
+        for name in names[:-MAX_FILES]:
+            (folder / name).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from jaxspec.files import read_json
 from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, RopeConfig
 from jaxspec.models.kinds import (
     FLAG,
-    MOST_LAYERS,
+    MAX_LAYERS,
     SIZE,
     TOKEN_IDS,
     WORD,
@@ -21,8 +21,8 @@ from jaxspec.models.kinds import (
     words,
 )
 
-_MOST_ARCHITECTURES = 8
-_LAYERS = whole(1, MOST_LAYERS)
+_MAX_ARCHITECTURES = 8
+_LAYERS = whole(1, MAX_LAYERS)
 _VOCABULARY = whole(1, 2**24)
 _POSITIONS = whole(1, 2**31 - 1)
 _EPS = number(1e-12, 0.1)
@@ -74,7 +74,7 @@ class Fields(Block):
         """
         count = self.need("num_hidden_layers", _LAYERS)
         interval = self.find("full_attention_interval", _LAYERS) or 4
-        listed = self.find("layer_types", words(MOST_LAYERS))
+        listed = self.find("layer_types", words(MAX_LAYERS))
         if listed is not None:
             kinds = tuple(listed)
         elif self.find("linear_num_value_heads", SIZE) is None:
@@ -192,7 +192,7 @@ def check_groups(num_heads: int, num_groups: int, names: str) -> None:
 
 def _architecture(top: Block, text: Block) -> str:
     blocks = (top, text)
-    lists = [block.find("architectures", words(_MOST_ARCHITECTURES)) or [] for block in blocks]
+    lists = [block.find("architectures", words(_MAX_ARCHITECTURES)) or [] for block in blocks]
     types = [block.find("model_type", WORD) for block in blocks]
     for name in (*(listed[0] for listed in lists if listed), *types):
         if name:

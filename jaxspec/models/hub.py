@@ -14,7 +14,7 @@ from jaxspec.files import fill, open_file
 _RULE = "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt")
 _WEIGHTS = "*.safetensors"
-_MOST_CHARACTERS = 200  # of a revision
+_MAX_CHARACTERS = 200  # of a revision
 _SHA256, _GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _CHECKED = ".jaxspec-checked"  # a folder in the hub's cache of a model
 _PART = 2**20  # bytes that are digested at once
@@ -94,7 +94,7 @@ def _is_revision(value: object) -> bool:
     """Whether git could have a branch, tag or commit of that name."""
     return (
         isinstance(value, str)
-        and 0 < len(value) <= _MOST_CHARACTERS
+        and 0 < len(value) <= _MAX_CHARACTERS
         and value.isprintable()
         and not set(value) & set(" ~^:?*[\\")
         and ".." not in value

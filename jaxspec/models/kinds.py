@@ -9,7 +9,7 @@ from jaxspec.row import MAX_STOP_IDS
 
 _Value = TypeVar("_Value")
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Layers that a config.json may ask for; the deepest published models have some 130."""
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checks import shown
-from jaxspec.files import MOST_JSON_BYTES, fill, open_file, parse_json
+from jaxspec.files import MAX_JSON_BYTES, fill, open_file, parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -26,8 +26,8 @@ DTYPES = {
 """The dtypes that weights may be stored in, by their names in the format."""
 
 _LENGTH_BYTES = 8
-_MOST_DIMENSIONS = 8  # as many as NumPy and XLA surely have
-_MOST_SIZE = 2**63  # of a dimension or an offset
+_MAX_DIMENSIONS = 8  # as many as NumPy and XLA surely have
+_MAX_SIZE = 2**63  # of a dimension or an offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SafetensorsFile:
         if size < _LENGTH_BYTES:
             raise self._damaged("it has no header")
         length = int.from_bytes(self._read_bytes(_LENGTH_BYTES), "little")
-        if length > min(size - _LENGTH_BYTES, MOST_JSON_BYTES):
+        if length > min(size - _LENGTH_BYTES, MAX_JSON_BYTES):
             raise self._damaged(f"its header would have {length:,} bytes")
         header = parse_json(self._read_bytes(length), f"the header of {self.path}")
         header.pop("__metadata__", None)  # remarks of whoever wrote the file
@@ -115,7 +115,7 @@ class SafetensorsFile:
             isinstance(dtype, str)
             and _are_sizes(shape)
             and _are_sizes(offsets)
-            and len(shape) <= _MOST_DIMENSIONS
+            and len(shape) <= _MAX_DIMENSIONS
             and len(offsets) == 2
             and offsets[0] <= offsets[1]
         ):
@@ -149,7 +149,7 @@ class SafetensorsFile:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(
-        type(size) is int and 0 <= size < _MOST_SIZE for size in value
+        type(size) is int and 0 <= size < _MAX_SIZE for size in value
     )
 
 

@@ -152,7 +152,7 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        return bytes_held(self._weights, self._tables, self.state, self._specs)
+        return self._held_with(self.shapes)
 
     def _held_with(self, shapes: StepShapes) -> dict[str, int]:
         state = jax.eval_shape(lambda: self._init_state(shapes))

@@ -50,6 +50,7 @@ def warm_up(
 
     Then they run on the state of `runner`. `guard` calls what does that: an interrupt loses the
     state.
+
     Returns the seconds that each took by its label. Some are compiled at the same time.
     """
     jobs = _jobs(runner, samplers)

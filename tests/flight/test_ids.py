@@ -5,7 +5,7 @@ from fake_device import make_buckets
 
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.ids import without_ids
-from jaxspec.plan import Program, StepOutput, pack_plan, plan_layout
+from jaxspec.plan import Program, StepOutput, output_layout, pack_plan, plan_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import GREEDY
 
@@ -32,9 +32,10 @@ def make_flight():
     tokens = np.full((1, 8, 2), -1, np.int32)
     tokens[0, 5, 0] = 78
     counts = np.zeros((1, 8), np.int32)
-    step = Step(
-        PROGRAM, pack_plan(PROGRAM, SHAPES, values), StepOutput(tokens, counts, counts, counts)
-    )
+    layout = output_layout(1)
+    output = StepOutput(tokens, counts, counts, counts)
+    packed = np.concatenate([layout.bits(name, vars(output)[name]) for name in layout.fields], -1)
+    step = Step(PROGRAM, pack_plan(PROGRAM, SHAPES, values), packed)
     return Flight({"vocab_size": VOCAB}, SHAPES, "empty", [step])
 
 
@@ -50,7 +51,9 @@ def test_equal_ids_stay_equal_and_all_else_stays_as_it_is():
     assert first == third != second and not {first, second} & {77, 78}
     rows, rows_were = (row_layout(1).unpack(each["new_rows"]) for each in (fields, was))
     assert rows["last_token"][0] == first
-    assert hashed.steps[0].output.tokens[0, 5].tolist() == [second, -1]
+    output = StepOutput.unpack(hashed.steps[0].output, output_layout(1))
+    assert output.tokens[0, 5].tolist() == [second, -1] and not output.num_accepted.any()
+    assert output_layout(1).read(flight.steps[0].output, "tokens")[0, 5].tolist() == [78, -1]
     for name in fields:
         if name not in ("prefill_tokens", "next_prefill_tokens", "new_rows"):
             assert np.array_equal(fields[name], was[name])

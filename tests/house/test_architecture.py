@@ -97,7 +97,7 @@ def test_only_the_output_waits_for_the_device():
 
 def test_the_environment_says_no_more_than_where_files_lie():
     found = {name(path) for path in SOURCES if "os.environ" in path.read_text()}
-    assert found == {"runner/programs/compilation_cache.py", "flight/recorder.py"}
+    assert found == {"user_folders.py"}
 
 
 def test_every_kernel_has_a_name_of_its_own_in_profiles():

@@ -24,8 +24,8 @@ from flax import nnx
 from jaxspec.models import load_model, weights
 from jaxspec.models.kinds import Block
 
-MOST_SECONDS = 20
-MOST_CHARACTERS = 2000
+MAX_SECONDS = 20
+MAX_CHARACTERS = 2000
 SAME = "the same model"
 FLOAT32 = jnp.dtype("float32")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,10 +36,10 @@ def bounded():
     """End a case that hangs."""
 
     def stop(*_):
-        raise TimeoutError(f"this took more than {MOST_SECONDS} s")
+        raise TimeoutError(f"this took more than {MAX_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(MOST_SECONDS)
+    signal.alarm(MAX_SECONDS)
     try:
         yield
     finally:
@@ -95,7 +95,7 @@ class Corpus:
         culprits = (culprits,) if isinstance(culprits, str) else culprits
         is_clear = outcome.split(" ")[0] not in ("RAW", "ANOTHER", "OTHER")
         if not (
-            is_clear and len(outcome) <= MOST_CHARACTERS and any(c in outcome for c in culprits)
+            is_clear and len(outcome) <= MAX_CHARACTERS and any(c in outcome for c in culprits)
         ):
             self.faults.append(f"{case}: {outcome:.300}")
 

@@ -1,8 +1,6 @@
 """Keeps compiled programs on disk, so that the second start is quick."""
 
 import math
-import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -12,6 +10,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.runner.programs.own_files import check_files, own_folder
+from jaxspec.user_folders import cache_folder
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
@@ -48,13 +47,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
 
 
 def _default_folder() -> Path:
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if not base.is_absolute():
-        raise RuntimeError(f"The user's cache folder has no absolute path: {str(base)!r:.300}.")
-    return base / "jaxspec" / f"xla-{jax.__version__}"
+    return cache_folder() / f"xla-{jax.__version__}"
 
 
 def _checked(folder: Path) -> Path:
