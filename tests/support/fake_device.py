@@ -92,20 +92,25 @@ class FakeDevice:
     """
 
     def __init__(self, buckets: StepShapes, requests: dict[int, Request], random, accuracy=0.6):
-        """`requests` by their seed, which is how a row is known; it may grow."""
+        """`requests` by their `proposer_key`, which is how a row is known; it may grow."""
         self.buckets, self.requests = buckets, requests
         self.random, self.accuracy = random, accuracy
+        self.num_scheduled = 0  # tokens computed
+        self.num_wasted = 0  # decode rows of requests that had finished
+        self.num_forks = self.num_copied_pages = 0
+        self.admitted: list[Request] = []  # in order of their first admission
+        self.reset()
+        self.log: list[tuple[list, list]] = []  # seeds that decoded; (seed, tokens) of prefills
+
+    def reset(self):
+        """Forget what runs: nothing of it may be seen again."""
+        buckets = self.buckets
         self.rows: list[Row | None] = [None] * buckets.max_num_seqs
         self.tables = np.zeros((buckets.num_slots, buckets.pages_per_seq), np.int32)
         self.pages = np.full((buckets.num_pages, buckets.page_size), JUNK)
         self.states: list[tuple] = [()] * buckets.num_slots
         self.owner: dict[Request, int] = {}  # generation of each running request
-        self.num_scheduled = 0  # tokens computed
-        self.num_wasted = 0  # decode rows of requests that had finished
-        self.num_forks = self.num_copied_pages = 0
-        self.admitted: list[Request] = []  # in order of their first admission
         self.uncollected: deque[ScheduledStep] = deque()
-        self.log: list[tuple[list, list]] = []  # seeds that decoded; (seed, tokens) of prefills
 
     def run(self, scheduler: Scheduler, step: ScheduledStep) -> StepOutput:
         """Carry out a plan that `scheduler` just gave."""
@@ -219,13 +224,13 @@ class FakeDevice:
         self.owner = {request: request.generation for request in present}
 
     def _new_row(self, fields):
-        request = self.requests[fields["seed"]]
+        request = self.requests[fields["proposer_key"]]
         params, num_tokens = request.params, len(request.tokens)
+        assert fields["seed"] == request.seed
         assert fields["prefill_len"] == num_tokens
         assert fields["last_token"] == request.tokens[-1]
         assert fields["max_len"] == len(request.prompt) + params.max_tokens
         assert fields["min_len"] == len(request.prompt) + params.min_tokens
-        assert fields["proposer_key"] == request.proposer_key
         assert fields["top_k"] == params.top_k
         assert [i for i in fields["stop_ids"] if i >= 0] == list(request.stop_ids)
         for name in ("temperature", "top_p"):
