@@ -35,7 +35,7 @@ from jaxspec.session import Session
 
 real_leave, real_launch, real_preempt = Scheduler._leave, Scheduler._launch, Scheduler._preempt
 real_enter, real_reset = Scheduler._enter, Scheduler.reset
-real_recover, real_end = Session._recover, Session._end
+real_recover, real_end_each = Session._recover, Session._end_each
 real_fork = scheduler_module.fork
 
 WAYS_IN = st.sampled_from(("add", "run", "stream"))
@@ -269,14 +269,16 @@ def the_device_is_not_emptied(self):
     self._in_flight.clear()
 
 
-def an_abort_ends_the_neighbours(self, request):
-    for sample in [*self._samples]:
-        if sample.leader is request.leader:
-            real_end(self, sample)
+def an_abort_ends_the_neighbours(self, samples):
+    if samples is not None and not isinstance(samples, str):
+        leaders = {sample.request.leader for sample in samples}
+        samples = [each for each in self._samples.values() if each.request.leader in leaders]
+    real_end_each(self, samples)
 
 
 def an_abort_waits_for_a_step(self, samples):
-    self._aborted.append(tuple(samples))
+    noted = samples if isinstance(samples, str) else tuple(samples)
+    self._notes.append(lambda: self._end_each(noted))
 
 
 def tokens_behind_a_stop_string_stay(self, request, num_tokens):
@@ -295,7 +297,7 @@ BUGS = [
     (Scheduler, "reset", a_slot_is_lost_in_a_recovery),
     (Session, "_recover", a_recovery_that_is_cut_short_counts),
     (Engine, "reset", the_device_is_not_emptied),
-    (Session, "_end", an_abort_ends_the_neighbours),
+    (Session, "_end_each", an_abort_ends_the_neighbours),
     (Session, "abort", an_abort_waits_for_a_step),
     (Scheduler, "cut", tokens_behind_a_stop_string_stay),
 ]

@@ -35,6 +35,7 @@ class Runner:
 
     def __init__(self, device: FakeDevice, scheduler: WatchedScheduler, interrupter: Interrupter):
         self.device, self.scheduler, self.interrupter = device, scheduler, interrupter
+        self.is_closed = False
         self.turn = None  # the session's
         self.at: dict[str, Callable[[], None]] = {}  # what happens at a place of `PLACES`, once
 
@@ -51,6 +52,9 @@ class Runner:
         self._pass("reset")
         self.device.reset()
 
+    def close(self):
+        self.is_closed = True
+
     def collected(self, step):
         self._pass("result")
         self.device.collected(step)
@@ -59,6 +63,7 @@ class Runner:
     def _pass(self, place):
         self.at.pop(place, lambda: None)()
         assert self.turn._is_owned(), "a step without the turn"
+        assert not self.is_closed or place == "reset", "a step of a closed engine"
 
 
 class Pending:
@@ -311,7 +316,7 @@ class Schedule:
     def _check_nothing_is_left(self):
         session, scheduler = self.session, self.scheduler
         assert not session.has_work and not session._samples
-        assert not session._added and not session._aborted
+        assert not session._added and not session._notes
         assert not scheduler.has_work and not scheduler._followers
         assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
         assert len(scheduler._free_slots) == scheduler.shapes.num_slots - 1
