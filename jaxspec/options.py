@@ -127,7 +127,7 @@ class EngineConfig:
     flight_recorder: Literal["full", "hashed", "off"] = option(
         "full",
         "what is kept of every step for `python -m jaxspec replay`, in memory until a step fails: "
-        "full keeps token ids, hashed leaves them out of files, off keeps nothing",
+        "full keeps token ids, hashed puts made-up ones into files, off keeps nothing",
     )
     flight_folder: str | Path | None = option(
         None,

@@ -58,6 +58,32 @@ def acceptance(figures: Figures) -> str:
     )
 
 
+def ab(figures: Figures) -> str:
+    """Speculation against plain decoding, by how tokens were chosen and what ended the texts."""
+    head = ["tokens", "generations", "identical", "ties", "different", "ended by a stop", "short"]
+    keys = ["generations", "identical", "ties", "differing", "ended_by_stop", "short"]
+    return markdown(
+        [*head, "short with drafts alone"],
+        (
+            [
+                _params_name(result["params"]),
+                *(f"{result[key]:,}" for key in [*keys, "short_with_drafts_alone"]),
+            ]
+            for result in figures["results"]
+        ),
+    )
+
+
+def _params_name(params: Figures) -> str:
+    temperature = params["temperature"]
+    words = [f"temperature {temperature:g}" if temperature else "greedy"]
+    if "stop" in params:
+        words.append(f"stop string {json.dumps(params['stop'])}")
+    if "stop_token_ids" in params:
+        words.append(f"stop id {params['stop_token_ids'][0]}")
+    return ", ".join(words)
+
+
 def decoding(figures: Figures) -> str:
     cases = figures["greedy"]
     yardstick = max(
@@ -212,6 +238,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "decoding": (decoding, "cpu_decoding.json"),
     "drafts": (drafts, "cpu_decoding.json"),
     "scaling": (scaling, "cpu_decoding.json"),
+    "a/b": (ab, "ab_h200.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode, "decode_h200.json"),
     "prefill": (prefill, "decode_h200.json"),
