@@ -25,9 +25,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """The tokenizer of a checkpoint folder, from its `tokenizer.json` and settings files.
 
-    `eos_ids` are the ids that end an output, ascending: those of generation_config.json,
-    config.json (and its text_config) and the tokenizer's own. All of them count: a chat model
-    ends a turn with another token than a text.
+    `eos_ids` holds the id of its own end token, if it has one. The model's configuration names
+    others: a chat model ends a turn with another token than a text, and all of them count.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -42,10 +41,9 @@ class Tokenizer:
         settings = tokenizer_files.settings(folder / "tokenizer_config.json")
         special_tokens = tokenizer_files.special_tokens(folder, settings)
         self._chat_template = ChatTemplate(folder, settings, special_tokens)
-        ends = tokenizer_files.eos_ids(folder)
-        own = special_tokens.get("eos_token")
-        own_id = None if own is None else self._tokenizer.token_to_id(own)
-        self.eos_ids = tuple(sorted(ends if own_id is None else {*ends, own_id}))
+        end = special_tokens.get("eos_token")
+        end_id = None if end is None else self._tokenizer.token_to_id(end)
+        self.eos_ids = () if end_id is None else (end_id,)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import tokenizers
 
-from jaxspec.checks import are_integers, shown
 from jaxspec.files import open_file, read_json
 
 MAX_TOKENIZER_BYTES = 2**28
@@ -85,39 +84,6 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             if name.endswith("_token") and isinstance(token, str) and token and _is_unicode(token):
                 found[name] = token
     return found
-
-
-def eos_ids(folder: Path) -> set[int]:
-    """The ids that end an output, by generation_config.json and config.json with its text_config.
-
-    Raises:
-        ValueError: as `settings`, or a file gives them as something else than integers.
-    """
-    found = set()
-    for name in ("generation_config.json", "config.json"):
-        content = settings(folder / name)
-        parts = [content]
-        if name == "config.json" and content.get("text_config") is not None:
-            parts.append(content["text_config"])
-        for part in parts:
-            found.update(_eos_ids(folder / name, part))
-    return found
-
-
-def _eos_ids(path: Path, content: Any) -> list[int]:
-    """The ids in `eos_token_id`: one, several or none."""
-    if not isinstance(content, Mapping):
-        raise ValueError(
-            f"{path} must have an object as text_config, got {shown(content)}. Download it again."
-        )
-    value = content.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not are_integers(ids):
-        raise ValueError(
-            f"{path} must give eos_token_id as an integer or a list of integers, got "
-            f"{shown(value)}. Download it again."
-        )
-    return ids
 
 
 def _is_unicode(text: str) -> bool:

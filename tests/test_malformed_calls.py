@@ -435,8 +435,6 @@ FIELDS = {
     "tokenizer_config.json": ["chat_template", "eos_token", "bos_token"],
     "special_tokens_map.json": ["eos_token", "bos_token"],
     "chat_template.json": ["chat_template"],
-    "generation_config.json": ["eos_token_id"],
-    "config.json": ["eos_token_id", "text_config"],
 }
 WHOLE = json.loads((BYTES / "tokenizer.json").read_text())
 

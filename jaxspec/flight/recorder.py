@@ -165,7 +165,7 @@ class _Recorded:
 
 
 def _drop_oldest(folder: Path) -> None:
-    """Of the files that failures left; their names are in the order in which they were written."""
+    """Delete all but the newest files that failures left; their names sort by time."""
     with contextlib.suppress(OSError):  # another process may do the same
         names = sorted(name for name in os.listdir(folder) if _OF_FAILURES.fullmatch(name))
         for name in names[:-MAX_FILES]:
