@@ -21,8 +21,9 @@ from jaxspec.sampling_params import SamplingParams
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Returns its exit status: 0; 1 if the model failed on a prompt; 2 after an error that the user
-    can mend; 130 after Ctrl-C and 141 when nobody reads the output any more, as shells count.
+    Returns its exit status: 0; 1 if the model failed on a prompt, or a replay differs; 2 after an
+    error that the user can mend; 130 after Ctrl-C and 141 when nobody reads the output any more, as
+    shells count.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:

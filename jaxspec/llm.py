@@ -106,7 +106,7 @@ class LLM:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
         (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
         """
-        self._compile(map(Sampler.named, samplers))
+        self._compile([Sampler.named(word) for word in samplers])
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
         self.session.require_usable()
@@ -219,12 +219,15 @@ class LLM:
     def save_flight(self, path: str | Path) -> Path:
         """Write the steps since the start to `path`, for `python -m jaxspec replay`.
 
-        Since the last `restart_flight`, if there was one. By itself this happens when a step fails.
+        Since the last `restart_flight` or failure, if there was one. When a step fails, this
+        happens by itself.
 
         Raises:
             ValueError: the flight recorder is off, or had to drop its steps.
             OSError: the file can't be written.
+            RuntimeError: as in `generate`.
         """
+        self.session.require_usable()
         flight, path = self._require_flight(), Path(path).expanduser()
         self.session.in_turn(lambda: flight.save(path))
         return path
@@ -237,8 +240,11 @@ class LLM:
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        flight, session = self._require_flight(), self.session
-        session.in_turn(lambda: session.guarded(lambda: flight.restart(self._runner.copy_state())))
+        self.session.in_turn(self._restart_flight_in_turn)
+
+    def _restart_flight_in_turn(self) -> None:
+        self.session.require_usable()  # another thread may have closed it
+        self._require_flight().restart(lambda: self.session.guarded(self._runner.copy_state))
 
     def _require_flight(self) -> FlightRecorder:
         if self._flight is None:
@@ -264,11 +270,11 @@ class LLM:
         """
         self.session.require_usable()
         watching, steps = contextlib.ExitStack(), list[StepTimes]()
-        self.session.in_turn(lambda: self._start_trace(watching, steps))
         try:
+            self.session.in_turn(lambda: self._start_trace(watching, steps))
             yield steps
         finally:
-            self.session.leave_note(lambda: self._end_trace(watching))
+            self.session.leave_note(lambda: self._end_trace(watching, steps))
 
     def _start_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
         if self.session.engine.trace is not None:
@@ -276,8 +282,9 @@ class LLM:
         watching.enter_context(self._runner.watch())
         self.session.engine.trace = steps
 
-    def _end_trace(self, watching: contextlib.ExitStack) -> None:
-        self.session.engine.trace = None
+    def _end_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
+        if self.session.engine.trace is steps:
+            self.session.engine.trace = None
         watching.close()
 
     def _prepare(

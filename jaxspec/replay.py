@@ -62,17 +62,26 @@ class Replay:
         return self.parting is None and self.failure is None
 
 
-def replay(path: str | Path, model: str | Path | None = None) -> Replay:
+def replay(
+    path: str | Path, model: str | Path | None = None, revision: str | None = None
+) -> Replay:
     """Run the steps of a flight again, on the default device, and compare their outputs.
 
-    `model`: where the checkpoint lies here; None: where it lay.
+    `model`: where the checkpoint lies here, a folder or a hub id of which `revision` is taken;
+    None: the folder where it lay.
 
     Raises:
         FileNotFoundError: no flight or no model there.
         ValueError: it is no flight, or of another checkpoint, or this version makes other programs.
     """
     flight = read(Path(path))
-    runner = _runner(flight, model)
+    try:
+        runner = _runner(flight, model, revision)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"The engine of a flight must fit this device, and it does not: {error!s:.300}. Replay "
+            "it on a device like the one it was recorded on."
+        ) from error
     comparison = _Comparison(flight)
     waiting: deque[tuple[Step, PendingOutput]] = deque()
     failure = None
@@ -104,11 +113,11 @@ def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutp
     return step, pending.result()
 
 
-def _runner(flight: Flight, model: str | Path | None) -> ModelRunner:
+def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> ModelRunner:
     options = {name: each for name, each in flight.about["options"].items() if name not in OWN}
     named = options.pop("model")
-    if model is not None and Path(model).is_dir():
-        options["revision"] = None  # of the hub id that the flight names
+    if model is not None:
+        options["revision"] = revision  # a stranger's flight may name any
     if model is None and named is not None and not Path(named).is_dir():
         raise ValueError(
             f"A flight must be replayed with a checkpoint that lies here, and it was recorded with "
@@ -128,10 +137,13 @@ def _runner(flight: Flight, model: str | Path | None) -> ModelRunner:
             f"{flight.about['checkpoint'][:12]}, and {loaded.folder} is another one, "
             f"{digest[:12]}. Name the folder with --model."
         )
-    if loaded.runner.shapes != flight.shapes:
+    here, there = dataclasses.asdict(loaded.runner.shapes), dataclasses.asdict(flight.shapes)
+    here |= {"vocab_size": loaded.model.vocab_size}
+    there |= {"vocab_size": flight.about["vocab_size"]}
+    if wrong := [name for name in here if here[name] != there[name]]:
         raise ValueError(
-            f"This version plans other shapes than the flight has: {loaded.runner.shapes} and "
-            f"{flight.shapes}. Replay it with the version that wrote it."
+            f"This version plans other shapes than the flight has, in {', '.join(wrong)}. Replay "
+            "it with the version that wrote it."
         )
     return loaded.runner
 
@@ -210,9 +222,12 @@ def main(argv: Sequence[str]) -> int:
         description="Run the steps of a flight again, and name the first step and row that part.",
     )
     parser.add_argument("file", type=Path, help="what a flight recorder wrote")
-    parser.add_argument("--model", metavar="FOLDER", help="where the checkpoint lies here")
+    parser.add_argument(
+        "--model", help="the checkpoint's folder here, or its hub id (default: where it lay)"
+    )
+    parser.add_argument("--revision", help="of that hub id (default: main)")
     args = parser.parse_args(argv)
-    result = replay(args.file, args.model)
+    result = replay(args.file, args.model, args.revision)
     print(report(result))
     return 0 if result.is_equal else 1
 
@@ -227,13 +242,13 @@ def report(result: Replay) -> str:
     }[flight.start]
     lines = [
         f"{len(flight.steps)} dispatches of {result.num_requests} requests from {start}, recorded "
-        f"on {about['device']} with jax {about['versions']['jax']}, ran again on "
+        f"on {_bare(about['device'])} with jax {_bare(about['versions']['jax'])}, ran again on "
         f"{device.default_device().device_kind} with jax {jax.__version__}."
     ]
     if flight.failure:
-        lines.append(f"The recorded engine failed after them with {flight.failure}")
+        lines.append(f"The recorded engine failed after them with {_bare(flight.failure, 1000)}")
     if result.failure:
-        lines.append(f"The replay failed too, with {result.failure}")
+        lines.append(f"The replay failed: {result.failure}")
     elif flight.failure:
         lines.append("The replay did not fail.")
     if flight.hashed:
@@ -241,13 +256,18 @@ def report(result: Replay) -> str:
             "Their token ids were left out, and made-up ones ran in their place. So programs, "
             "rows, pages and slots were repeated; tokens, drafts and states can't be."
         )
-    elif not result.num_compared:
+    elif not result.num_compared and result.failure is None:
         lines.append("The flight has no outputs, so nothing could be compared.")
     elif result.parting is None:
         lines.append(f"All {result.num_compared} outputs are equal, bit for bit.")
     else:
         lines += _differences(result, result.parting)
     return "\n".join(lines)
+
+
+def _bare(text: str, length: int = 80) -> str:
+    """A text from a file, with what a terminal would obey written out."""
+    return shown(text, length)[1:-1]
 
 
 def _differences(result: Replay, parting: Parting) -> list[str]:

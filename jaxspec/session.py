@@ -39,7 +39,8 @@ class Session:
         self._samples: dict[Request, Sample] = {}  # those that the scheduler has
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
-        self._turn, self._next = threading.RLock(), threading.Lock()
+        # A signal's handler may call while its thread waits in line: that lock is an RLock too.
+        self._turn, self._next = threading.RLock(), threading.RLock()
         self._holder: int | None = None  # the thread that has the turn
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
@@ -60,7 +61,7 @@ class Session:
             raise RuntimeError("An LLM can't be used once it is closed, and this one is. Make one.")
 
     def close(self) -> None:
-        """End every sample with "abort", and give back what the engine holds; `add` is refused.
+        """End every sample that runs, and give back what the engine holds; `add` is refused.
 
         Raises:
             RuntimeError: as in `in_turn`.
@@ -87,10 +88,10 @@ class Session:
     def abort(self, samples: Iterable[Sample] | str) -> None:
         """End those of `samples` that still run, at the latest when the current step is done.
 
-        A text stands for all samples of the request of that id. Once nothing runs, what is in
-        flight is collected.
+        A text stands for all samples that are there now of the request of that id. Once nothing
+        runs, what is in flight is collected.
         """
-        noted = samples if isinstance(samples, str) else tuple(samples)
+        noted = self._of_request(samples) if isinstance(samples, str) else tuple(samples)
         self.leave_note(lambda: self._end_each(noted))
 
     def leave_note(self, act: Callable[[], None]) -> None:
@@ -122,7 +123,8 @@ class Session:
                 left = [sample for sample in left if sample.request in self._samples]
                 yield left
         finally:
-            self.abort(left)
+            self._notes.append(lambda: self._end_each(left))  # first, for an interrupt may follow
+            self._do_notes()
 
     def stream(self, sample: Sample) -> Generator[TextDelta, None, None]:
         """Add a sample and yield what it gets, piece by piece, until it has ended.
@@ -138,7 +140,8 @@ class Session:
                     is_over = delta.finish_reason is not None
                     yield delta
         finally:
-            self.abort([sample])
+            self._notes.append(lambda: self._end_each([sample]))
+            self._do_notes()
 
     def in_turn(self, act: Callable[[], _Result]) -> _Result:
         """What `act` returns, done while no other thread steps.
@@ -154,7 +157,7 @@ class Session:
                 "finalizer. Set a flag there, and call when the step is over."
             )
         try:
-            return self._hold(act)  # pyright: ignore[reportReturnType]
+            return self._hold(lambda: self._after_notes(act))  # pyright: ignore[reportReturnType]
         finally:
             self._do_notes()
 
@@ -180,6 +183,11 @@ class Session:
         return result
 
     # These run within a turn, except `_do_notes` and `_hold`.
+
+    def _after_notes(self, act: Callable[[], _Result]) -> _Result:
+        if self._notes:
+            self.guarded(self._do_each_note)
+        return act()
 
     def _step(self) -> list[Sample]:
         return self.guarded(self._step_once)
@@ -216,16 +224,19 @@ class Session:
             del self._samples[request]
         return sample
 
-    def _end_each(self, samples: Iterable[Sample] | str | None) -> None:
-        """End those that still run; a text stands for all of that request id, None for all."""
+    def _of_request(self, request_id: str) -> tuple[Sample, ...]:
+        """Those that are there, in any thread: a sample is let in before its note goes."""
+        added = [sample for samples in tuple(self._added) for sample in samples]
+        there = [*added, *tuple(self._samples.values())]
+        return tuple(sample for sample in there if sample.request_id == request_id)
+
+    def _end_each(self, samples: Iterable[Sample] | None) -> None:
+        """End those that still run; None stands for all."""
         self._let_in()
-        if samples is None:
-            samples = list(self._samples.values())
-        elif isinstance(samples, str):
-            samples = [each for each in self._samples.values() if each.request_id == samples]
-        for sample in samples:
-            if self._samples.pop(sample.request, None):
+        for sample in list(self._samples.values()) if samples is None else samples:
+            if sample.request in self._samples:
                 self.scheduler.end(sample.request, Finish.ABORT)
+                del self._samples[sample.request]  # last: `run` takes what is not there for whole
         if not self.scheduler.has_work:
             self.engine.drain()
 

@@ -143,13 +143,27 @@ def test_a_recorder_that_is_off_has_no_flight(tmp_path):
             call()
 
 
+def test_a_recorder_that_can_t_start_anew_disturbs_nobody():
+    llm = LLM(FIXTURES / "qwen3_5", **OPTIONS, flight_recorder="hashed")
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=9))
+    next(stream)
+    with pytest.raises(ValueError, match="would show what prompts said"):
+        llm.restart_flight()
+    assert [piece.finish_reason for piece in stream][-1] == "length"
+    llm.close()
+    for call in (lambda: llm.save_flight("a.npz"), llm.restart_flight):
+        with pytest.raises(RuntimeError, match="once it is closed"):
+            call()
+
+
 @pytest.mark.parametrize(
     "change, why",
     [
         ({"model": "some/model"}, "checkpoint that lies here"),
         ({"model": str(FIXTURES / "qwen3_5_tied")}, "is another one"),
         ({"magic": 1}, "options of this version"),
-        ({"page_size": 8}, "plans other shapes"),
+        ({"page_size": 8}, "plans other shapes than the flight has, in page_size"),
+        ({"num_pages": 90}, "plans other shapes than the flight has, in num_pages"),
         ({"dtype": "float64"}, "dtype must be"),
     ],
 )

@@ -4,6 +4,7 @@ import functools
 import os
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -357,6 +358,50 @@ def test_a_call_from_within_one_s_own_step_is_refused_and_harms_nothing():
     session.engine.within_step = call
     assert run(session, [sample]) == [letters(0, 5)]
     assert len(refused) == 3 and not session._samples and not session.scheduler.has_work
+
+
+def test_a_signal_s_handler_may_call_while_its_thread_waits_for_the_turn():
+    session, handled, sample = make_session(), [], make_sample(0, 400)
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def holding():
+        session.in_turn(lambda: (is_held.set(), may_go.wait(30)))
+
+    def handle(*_):
+        may_go.set()
+        session.close()
+        handled.append(sample.request.finish)
+
+    thread = threading.Thread(target=holding, daemon=True)
+    thread.start()
+    assert is_held.wait(30)
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        run(session, [sample])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    thread.join(30)
+    assert handled == [Finish.ABORT] and not session._samples
+
+
+def test_an_abort_by_id_ends_those_that_are_there_alone():
+    """A caller may ask again under the same id while another thread still has the turn."""
+    session, old, new = make_session(), make_sample(0, 50), make_sample(1, 4)
+    old.request_id = new.request_id = "mine"
+    streamed = session.stream(old)
+    next(streamed)
+
+    def abort_and_ask_again():
+        session.engine.within_step = lambda: None
+        session.abort("mine")
+        session.add([new])
+
+    session.engine.within_step = abort_and_ask_again
+    session.step()
+    while not new.request.finish:
+        session.step()
+    assert old.request.finish == Finish.ABORT and new.request.finish == Finish.LENGTH
 
 
 def test_a_note_is_done_at_once_or_when_the_turn_is_over():

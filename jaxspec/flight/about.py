@@ -24,8 +24,9 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
     options = dataclasses.asdict(config)
     for name in OWN:
         del options[name]
-    if config.model is not None and Path(config.model).expanduser().is_dir():
-        options["model"] = str(folder.resolve())
+    if config.model is not None:
+        is_folder = Path(config.model).expanduser().is_dir()
+        options["model"] = str(folder.resolve() if is_folder else config.model)
     here = device.default_device()
     return {
         "options": options,
@@ -52,7 +53,8 @@ def digest_of(folder: Path) -> str:
     Not all of the weights: reading them would take as long as loading them.
     """
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    for path in sorted(path for path in files if path.is_file()):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEAD))

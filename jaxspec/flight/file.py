@@ -8,23 +8,29 @@ the leaves of the device's state if the flight starts from a copy. It may come f
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers the 16-bit and 8-bit floats with NumPy, by name
 import numpy as np
 
+from jaxspec.checks import shown
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.plan import Program, output_layout, plan_layout
+from jaxspec.plan import MOVES, Program, output_layout, plan_layout
 from jaxspec.row import row_layout
-from jaxspec.sampler import SAMPLERS, Sampler
+from jaxspec.sampler import Sampler
+from jaxspec.sampling.processors import PROCESSORS
 
 FORMAT = 1  # of the file; readers refuse others
 MAX_BYTES = 2**36  # of what a file holds when it is unpacked; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
+_MAX_UNPACKED_BYTES = 2**30  # of what is compressed: plans and outputs, of which few are kept
+_MEMBER = re.compile(r"(header|steps|has_output|plans|outputs|leaf_\d{1,4})\.npy")
 
 
 def write(path: Path, flight: Flight) -> None:
@@ -102,8 +108,16 @@ def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
-        sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-    if sizes.get("header.npy", 0) > _MAX_HEADER_BYTES or sum(sizes.values()) > MAX_BYTES:
+        entries = archive.infolist()
+    sizes = {entry.filename: entry.file_size for entry in entries}
+    packed = sum(e.file_size for e in entries if e.compress_type != zipfile.ZIP_STORED)
+    if wrong := [name for name in sizes if not _MEMBER.fullmatch(name)]:
+        raise ValueError(f"it has the member {shown(wrong[0])}")
+    if (
+        sizes.get("header.npy", 0) > _MAX_HEADER_BYTES
+        or packed > _MAX_UNPACKED_BYTES
+        or sum(sizes.values()) > MAX_BYTES
+    ):
         raise ValueError(f"it would unpack to {sum(sizes.values()):,} bytes")
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
@@ -121,10 +135,10 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     )
     row_size = output_layout(shapes.num_drafts).size
     output_sizes = [p.num_steps * _num_output_rows(p, shapes) * row_size for p in programs]
-    shown = arrays["has_output"].astype(bool)
-    outputs = iter(_split(arrays["outputs"], output_sizes, arrays["steps"][shown]))
+    told = arrays["has_output"].astype(bool)
+    outputs = iter(_split(arrays["outputs"], output_sizes, arrays["steps"][told]))
     steps = []
-    for index, packed, has_output in zip(arrays["steps"], plans, shown, strict=True):
+    for index, packed, has_output in zip(arrays["steps"], plans, told, strict=True):
         program = programs[index]
         _check_plan(program, packed, shapes, about["vocab_size"])
         rows = program.num_steps, _num_output_rows(program, shapes), row_size
@@ -136,6 +150,7 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
             np.frombuffer(arrays[f"leaf_{index}"].tobytes(), np.dtype(dtype)).reshape(shape)
             for index, (dtype, shape) in enumerate(header["leaves"])
         ]
+        _check_state(state, shapes, about["vocab_size"])
     elif header["start"] not in ("empty", "idle"):
         raise ValueError(f"it starts from {header['start']!r:.40}")
     return Flight(
@@ -144,7 +159,7 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
         start=header["start"],
         steps=steps,
         state=state,
-        failure=header["failure"],
+        failure=None if header["failure"] is None else str(header["failure"]),
         hashed=bool(header["hashed"]),
     )
 
@@ -152,7 +167,13 @@ def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
 def _about(entries: dict[str, Any]) -> dict[str, Any]:
     kinds = {"options": dict, "vocab_size": int, "checkpoint": str, "device": str, "versions": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(entries[name], kind)]
-    if wrong or "model" not in entries["options"] or not 0 < entries["vocab_size"] < 2**31:
+    model = entries["options"].get("model", 0)
+    if (
+        wrong
+        or not (model is None or isinstance(model, str))
+        or not isinstance(entries["versions"].get("jax"), str)
+        or not 0 < entries["vocab_size"] < 2**31
+    ):
         raise ValueError(f"it says nothing sensible of its engine ({wrong or 'options'})")
     return entries
 
@@ -161,10 +182,9 @@ def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
     sampler = Sampler.of(*entry["sampler"][0])
     sizes = entry["decode_rows"], entry["prefill_tokens"], entry["num_steps"]
     program = Program(*sizes[:2], sampler, sizes[2])
-    known = {name for each in SAMPLERS.values() for name in each.processors}
-    if not set(sampler.processors) <= known or not all(type(n) is int for n in sizes):
+    if not set(sampler.processors) <= PROCESSORS.keys() or not all(type(n) is int for n in sizes):
         raise ValueError(f"it has the program {program}")
-    if sizes != (0, 0, 0) and (
+    if program != MOVES and (
         sizes[:2] not in shapes.compiled() or sizes[2] not in shapes.num_steps(sizes[1])
     ):
         raise ValueError(f"its shapes have no program of {sizes}")
@@ -190,9 +210,8 @@ def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.nda
 def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_size: int) -> None:
     """Refuse an index that lies outside of what it points into."""
     fields = plan_layout(program, shapes).unpack(packed)
-    rows = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
-    last_page, most = shapes.num_pages - 1, shapes.max_model_len
+    last_page = shapes.num_pages - 1
     bounds = {
         "prev_positions": (-1, last_row),
         "new_row_index": (-1, last_row),
@@ -205,20 +224,44 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
         "prefill_tokens": (0, vocab_size - 1),
         "next_prefill_tokens": (-1, vocab_size - 1),
     }
-    of_rows = {
-        "slot": (0, last_slot),
-        "state_offset": (0, shapes.num_drafts),
-        **dict.fromkeys(("prefill_len", "max_len", "num_computed", "min_len"), (0, 2 * most)),
-        **dict.fromkeys(("ring_length", "num_drafts"), (0, 0)),
-        "last_token": (0, vocab_size - 1),
-        "proposer_key": (0, 2**31 - 1),
-    }
-    found = [(name, fields[name], *bound) for name, bound in bounds.items()]
-    found += [(name, rows[name], *bound) for name, bound in of_rows.items()]
-    for name, values, low, high in found:
-        if np.any((values < low) | (values > high)):
-            raise ValueError(f"a plan has {name} outside {low} to {high}")
+    _check_bounds("a plan", fields, bounds)
     if fields["prefill_lens"].sum() > program.prefill_tokens:
         raise ValueError("the chunks of a plan are longer than its program")
     if fields["num_decode"] + np.count_nonzero(fields["prefill_lens"]) > shapes.max_num_seqs:
         raise ValueError("a plan has more rows than its engine")
+    none = dict.fromkeys(("ring_length", "num_drafts"), (0, 0)) | {"drafts": (-1, 0)}
+    rows = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
+    _check_bounds("a new row", rows, _row_bounds(shapes, vocab_size) | none)
+    if np.any((rows["slot"] > 0) & (rows["num_computed"] >= rows["max_len"])):
+        raise ValueError("a new row is over before it begins")
+
+
+def _check_state(leaves: list[np.ndarray], shapes: StepShapes, vocab_size: int) -> None:
+    """Refuse rows and page tables, the first leaves, that point anywhere else than into pools."""
+    rows, tables = leaves[:2]
+    layout = row_layout(shapes.num_drafts)
+    if rows.dtype != np.int32 or rows.shape != (shapes.max_num_seqs, layout.size):
+        raise ValueError("its state has no such rows as its engine")
+    _check_bounds("a row", layout.unpack(rows), _row_bounds(shapes, vocab_size))
+    _check_bounds("the state", {"page_tables": tables}, {"page_tables": (0, shapes.num_pages - 1)})
+
+
+def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int]]:
+    lengths = ("prefill_len", "max_len", "num_computed", "min_len", "ring_length")
+    return {
+        "slot": (0, shapes.num_slots - 1),
+        "state_offset": (0, shapes.num_drafts),
+        "num_drafts": (0, shapes.num_drafts),
+        **dict.fromkeys(lengths, (0, shapes.max_model_len)),
+        "last_token": (0, vocab_size - 1),
+        "drafts": (-1, vocab_size - 1),
+        "proposer_key": (0, 2**31 - 1),
+    }
+
+
+def _check_bounds(
+    what: str, fields: Mapping[str, np.ndarray], bounds: Mapping[str, tuple[int, int]]
+) -> None:
+    for name, (low, high) in bounds.items():
+        if np.any((fields[name] < low) | (fields[name] > high)):
+            raise ValueError(f"{what} has {name} outside {low} to {high}")

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxspec.layout import PackedLayout
 from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
 from jaxspec.user_folders import state_folder
 
-MAX_BYTES = 2**27  # of plans and outputs in the host's memory: some 10,000 dispatches of 64 rows
+MAX_BYTES = 2**27  # of plans and outputs in the host's memory: some 26,000 dispatches of 64 rows
 MAX_FILES = 8  # that failures leave in a folder; the oldest goes first
 _OVERHEAD = 200  # bytes that Python takes for an array and its place in a list
 _OF_FAILURES = re.compile(r"flight-\d{8}-\d{6}-\d{9}\.npz")
@@ -59,22 +60,23 @@ class FlightRecorder:
         self._begin("empty")
         self._runner.close()
 
-    def restart(self, state: list[np.ndarray]) -> None:
-        """Forget what was recorded: `state` is the newest state of the device, copied.
+    def restart(self, copy_state: Callable[[], list[np.ndarray]]) -> None:
+        """Forget what was recorded; `copy_state` gives the newest state of the device.
 
         Raises:
             ValueError: ids are hashed, while a state holds the keys and values of prompts; or it is
                 too big for a file.
         """
-        if (size := sum(leaf.nbytes for leaf in state)) > file.MAX_BYTES:
-            raise ValueError(
-                f"A copy of the state must have at most {file.MAX_BYTES:,} bytes, and this one has "
-                f"{size:,}. Record from the start, or with fewer pages."
-            )
         if self._hashed:
             raise ValueError(
                 "A copy of the state would show what prompts said, and flight_recorder='hashed' "
                 "keeps that out of files. Use flight_recorder='full', or record from the start."
+            )
+        state = copy_state()
+        if (size := sum(leaf.nbytes for leaf in state)) > file.MAX_BYTES:
+            raise ValueError(
+                f"A copy of the state must have at most {file.MAX_BYTES:,} bytes, and this one has "
+                f"{size:,}. Record from the start, or with fewer pages."
             )
         self._begin("copy", state)
 
@@ -106,7 +108,7 @@ class FlightRecorder:
         `folder`: None is the user's state folder.
         """
         try:
-            place = Path(folder) if folder else state_folder() / "flights"
+            place = Path(folder).expanduser() if folder else state_folder() / "flights"
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = place / time.strftime(f"flight-%Y%m%d-%H%M%S-{time.time_ns() % 10**9:09d}.npz")
             self.save(path, failure=f"{type(error).__name__}: {error}"[:2000])

@@ -118,7 +118,7 @@ class ModelRunner:
                 "with the options and the version of the engine that it was copied from."
             )
         where = self.state.page_tables.sharding
-        self._state = None  # its memory goes first
+        self._state, now = None, None  # its memory goes first
         self._state = jax.device_put(jax.tree.unflatten(tree, leaves), where)
 
     def close(self) -> None:

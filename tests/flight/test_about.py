@@ -1,10 +1,20 @@
-"""What tells a checkpoint from others."""
+"""What a flight says of its engine, and what tells a checkpoint from others."""
 
+import json
 import shutil
+from pathlib import Path
 
 from harness import FIXTURES
 
-from jaxspec.flight.about import digest_of
+from jaxspec.flight.about import about, digest_of
+from jaxspec.options import EngineConfig
+
+
+def test_a_hub_id_is_written_as_it_was_given():
+    config = EngineConfig(Path("some/model"), compilation_cache="/a", seed=3)
+    told = about(config, FIXTURES / "qwen3", 264)
+    assert told["options"]["model"] == "some/model" and told["options"]["seed"] == 3
+    assert "compilation_cache" not in told["options"] and json.loads(json.dumps(told)) == told
 
 
 def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):
@@ -13,6 +23,8 @@ def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):
     digests = {digest_of(folder)}
     assert digests == {digest_of(FIXTURES / "qwen3")}
     (folder / "README.md").write_text("a file that no model reads")
+    (folder / "folder.safetensors").mkdir()
+    (folder / "link.safetensors").symlink_to("nothing")
     assert digests == {digest_of(folder)}
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1

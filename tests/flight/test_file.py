@@ -12,6 +12,7 @@ from fake_device import make_buckets
 from jaxspec.flight import Flight, Step, file
 from jaxspec.flight.file import read, write
 from jaxspec.plan import MOVES, Program, output_layout, pack_plan
+from jaxspec.row import row_layout
 from jaxspec.sampler import FULL, GREEDY
 
 SHAPES = make_buckets(num_drafts=2)
@@ -127,6 +128,16 @@ BROKEN = {
     ),
     "a header of no object": ("header", lambda array: np.frombuffer(b"[1]", np.uint8)),
     "a header of no JSON": ("header", lambda array: array[:-5]),
+    "a model of no name": ("header", of_header(lambda h: h["about"]["options"].update(model=5))),
+    "no versions": ("header", of_header(lambda h: h["about"].update(versions={}))),
+    "a program of nothing": (
+        "header",
+        of_header(
+            lambda h: h["programs"][1].update(
+                decode_rows=0, prefill_tokens=0, num_steps=0, sampler=[["temperature"]]
+            )
+        ),
+    ),
     "nothing of its engine": ("header", of_header(lambda h: h.update(about=[]))),
     "no options": ("header", of_header(lambda h: h["about"].update(options={}))),
     "a vocabulary of no size": ("header", of_header(lambda h: h["about"].update(vocab_size=0))),
@@ -183,9 +194,32 @@ def test_indices_of_a_plan_lie_where_they_point(tmp_path):
                     read(tmp_path / "b.npz")
                 except ValueError as error:
                     refused.add(name)
-                    assert "a plan" in str(error)
+                    assert "a plan" in str(error) or "a new row" in str(error)
         start += layout.size
     assert refused == indices
+
+
+@pytest.mark.parametrize("leaf, value", [(0, 10**6), (1, 10**6), (1, -1)])
+def test_a_copied_state_points_into_its_pools(tmp_path, leaf, value):
+    """Its first two leaves are the rows and the page tables."""
+    rows = np.zeros((SHAPES.max_num_seqs, row_layout(2).size), np.int32)
+    tables = np.zeros((SHAPES.num_slots, SHAPES.pages_per_seq), np.int32)
+    pool = np.ones((3, 2), np.float16)
+    flight = dataclasses.replace(make_flight(), start="copy", state=[rows, tables, pool])
+    write(tmp_path / "a.npz", flight)
+    assert np.array_equal(read(tmp_path / "a.npz").state[2], pool)
+    flight.state[leaf][0, 0] = value
+    write(tmp_path / "a.npz", flight)
+    with pytest.raises(ValueError, match=r"\((a row|the state) has \w+ outside 0 to"):
+        read(tmp_path / "a.npz")
+
+
+def test_only_known_members_are_unpacked(tmp_path):
+    write(tmp_path / "a.npz", make_flight())
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("header", b"{}")
+    with pytest.raises(ValueError, match="it has the member 'header'"):
+        read(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY" + b"x" * 99, b"text"])
@@ -215,6 +249,6 @@ def test_a_damaged_file_is_refused_or_read_whatever_bytes_are_hit(tmp_path):
 
 def test_a_file_that_would_fill_the_memory_is_not_unpacked(tmp_path, monkeypatch):
     write(tmp_path / "a.npz", make_flight())
-    monkeypatch.setattr(file, "MAX_BYTES", 1000)
+    monkeypatch.setattr(file, "_MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(ValueError, match="it would unpack to"):
         read(tmp_path / "a.npz")

@@ -11,6 +11,7 @@ from jaxspec.flight import recorder
 from jaxspec.flight.file import read
 from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.plan import Program, StepOutput, StepPlan, output_layout, pack_plan
+from jaxspec.row import row_layout
 from jaxspec.sampler import GREEDY
 
 SHAPES = make_buckets(num_drafts=1)
@@ -20,7 +21,7 @@ ABOUT = {
     "vocab_size": 50,
     "checkpoint": "0",
     "device": "cpu",
-    "versions": {},
+    "versions": {"jax": "1.2"},
 }
 
 
@@ -94,8 +95,10 @@ def test_a_reset_begins_a_new_flight_and_so_does_a_copy_of_the_state(tmp_path):
     each.reset()
     assert each._runner.num_resets == 1 and saved(each, tmp_path / "a.npz").steps == []
     late = each.dispatch(make_plan(-1))
-    state = [np.arange(6, dtype=np.int32).reshape(2, 3), np.ones(2, np.float16)]
-    each.restart(state)
+    rows = np.zeros((SHAPES.max_num_seqs, row_layout(1).size), np.int32)
+    tables = np.zeros((SHAPES.num_slots, SHAPES.pages_per_seq), np.int32)
+    state = [rows, tables, np.ones(2, np.float16)]
+    each.restart(lambda: state)
     late.result()  # of a step that the new flight does not have
     each.dispatch(make_plan(0))
     flight = saved(each, tmp_path / "a.npz")
@@ -172,7 +175,7 @@ def test_what_is_counted_is_what_the_host_s_memory_holds():
 def test_a_closed_recorder_holds_nothing(tmp_path):
     each = make_recorder()
     each.dispatch(make_plan(-1))
-    each.restart([np.ones(10**6)])
+    each.restart(lambda: [np.ones(10**6)])
     each.close()
     assert each._runner.is_closed and each._state is None and not each._steps
 
@@ -190,4 +193,4 @@ def test_ids_that_are_left_out_are_in_no_file_and_no_state_is_copied(tmp_path):
     each.dispatch(StepPlan(PROGRAM, pack_plan(PROGRAM, SHAPES, values))).result()
     assert saved(each, tmp_path / "a.npz").hashed
     with pytest.raises(ValueError, match="would show what prompts said"):
-        each.restart([])
+        each.restart(lambda: pytest.fail("the state was copied"))

@@ -7,6 +7,7 @@ import pytest
 from harness import FIXTURES
 
 from jaxspec import LLM, SamplingParams, row
+from jaxspec.flight.file import read
 from jaxspec.plan import plan_layout
 from jaxspec.row import RowField, row_layout
 from jaxspec.runner import verify
@@ -53,7 +54,7 @@ def llm(monkeypatch):
         layout.cache_clear()
 
 
-def test_a_new_parameter_needs_no_line_of_the_engine(llm):
+def test_a_new_parameter_needs_no_line_of_the_engine(llm, tmp_path):
     """Two calls meet whose needs are not ordered: greedy with a ban, and a draw without one."""
     prompt = {"prompt_token_ids": [5, 6, 7]}
     greedy = Params(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -73,3 +74,5 @@ def test_a_new_parameter_needs_no_line_of_the_engine(llm):
     assert banned.banned_id not in streamed and len(streamed) == 40
     assert streamed[:4] == tokens(greedy)[:4] and streamed == tokens(banned)
     assert beside == tokens(drawn) != streamed[:8]
+    recorded = {step.program for step in read(llm.save_flight(tmp_path / "a.npz")).steps}
+    assert recorded <= llm._runner._programs.keys()
