@@ -74,11 +74,8 @@ class LLM:
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
-        engine = Engine(
-            Scheduler(self.shapes),
-            self._flight or self._runner,
-            max_in_flight=config.max_in_flight,
-        )
+        runner = self._flight or self._runner
+        engine = Engine(Scheduler(self.shapes), runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)  # for those who step it themselves
 
     def __enter__(self) -> "LLM":
@@ -109,7 +106,6 @@ class LLM:
         self._compile([Sampler.named(word) for word in samplers])
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
-        self.session.require_usable()
         self.session.in_turn(lambda: self._compile_in_turn(samplers))
 
     def _compile_in_turn(self, samplers: Iterable[Sampler]) -> None:
@@ -239,11 +235,10 @@ class LLM:
             ValueError: the flight recorder is off, or leaves token ids out.
             RuntimeError: as in `generate`.
         """
-        self.session.require_usable()
         self.session.in_turn(self._restart_flight_in_turn)
 
     def _restart_flight_in_turn(self) -> None:
-        self.session.require_usable()  # another thread may have closed it
+        self.session.require_usable()
         self._require_flight().restart(lambda: self.session.guarded(self._runner.copy_state))
 
     def _require_flight(self) -> FlightRecorder:
