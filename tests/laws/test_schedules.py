@@ -190,7 +190,7 @@ def test_whatever_callers_do_and_wherever_they_are_interrupted_others_notice_not
 
 @pytest.mark.soak
 def test_nobody_notices_anything_in_very_many_schedules():
-    count, start, total = int(os.environ.get("SCHEDULES", 5000)), time.monotonic(), 0
+    count, start, total = int(os.environ.get("SCHEDULES", 1000)), time.monotonic(), 0
     for seed in range(4, 4 + count // 500):
         total += search(500, seed)["schedules"]
         print(f"seed {seed}: {total:,} schedules in {time.monotonic() - start:,.0f} s", flush=True)
