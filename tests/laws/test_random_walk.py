@@ -1,4 +1,4 @@
-"""Laws 1, 3, 4, 5 and 7 together, over walks of thousands of steps."""
+"""Laws 1, 3, 4, 5 and 7 together, over walks of many hundred steps."""
 
 import pytest
 from harness import REPLAY
@@ -29,12 +29,12 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
         num_pages=num_pages,
         **options,
     )
-    happened = random_walk(engine, 1000, seed=depth)
+    happened = random_walk(engine, 600, seed=depth)
     ties = engine.check()
     print(f"{len(engine.requests)} requests, {engine.engine.metrics.num_steps} steps, {ties} ties")
     assert ties <= 3
     assert min(happened.values()) > 5
-    assert engine.engine.metrics.num_steps > 700
+    assert engine.engine.metrics.num_steps > 420
     assert engine.scheduler.num_preemptions > happened["preempt"] * 0.5
     drafted = sum(request.metrics.num_draft_tokens for request in engine.requests)
     accepted = sum(request.metrics.num_accepted_tokens for request in engine.requests)
