@@ -63,7 +63,7 @@ class InputProcessor:
                 vocabulary, text without a tokenizer, too many stop ids, too many samples, or
                 another number of request ids.
         """
-        check_samples(params)
+        _check_samples(params)
         given = None if request_ids is None else _read_names(request_ids, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         encoded, held = list[tuple[int, ...]](), 0
@@ -234,7 +234,7 @@ def _read_names(names: Any, count: int) -> list[str]:
     return found
 
 
-def check_samples(params: Sequence[SamplingParams]) -> None:
+def _check_samples(params: Sequence[SamplingParams]) -> None:
     """Refuse more samples than one call may have.
 
     Raises:

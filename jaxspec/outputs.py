@@ -48,8 +48,8 @@ class Stream(Iterator[TextDelta]):
     """The pieces of one completion as they come. The first `next` queues the request.
 
     The request ends with the stream: when the completion is whole, at `close`, behind a `with`
-    block, or when nothing refers to the stream any more. A `for` loop that is left early ends it
-    only if nothing else does, so hold a stream that you may leave in a `with` block.
+    block, or when nothing refers to the stream any more. A variable that holds the stream keeps it
+    alive behind a `for` loop that was left early, so read it in a `with` block.
     """
 
     def __init__(self, deltas: Generator[TextDelta, None, None], request_id: str):

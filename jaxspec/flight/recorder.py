@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class FlightRecorder:
     """A `Runner` around another one.
 
-    It remembers from the start, from a saved copy of the state (`restart`), or, once `MAX_BYTES`
-    were full, from the next plan that no row of an earlier one goes on in.
+    It remembers the steps since the start, or since a copy of the state was saved (`restart`). Once
+    `MAX_BYTES` are full it forgets all, and begins again where no row of an earlier plan goes on.
     """
 
     def __init__(self, runner: Runner, shapes: StepShapes, about: dict[str, Any], *, hashed: bool):

@@ -1,8 +1,26 @@
-"""Several calls at once, for tests of what threads may do; one that hangs fails its test."""
+"""Calls in several threads, of which one that hangs fails its test; and Ctrl-C within one."""
 
+import contextlib
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def ctrl_c_after(seconds: float, *, heard_within: float):
+    """The block must be ended by a Ctrl-C, and soon enough; both are counted from its start."""
+    main = threading.main_thread().ident
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
+    started = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
+    assert time.monotonic() - started < heard_within
 
 
 def in_threads(*calls: Callable[[], Any], seconds: float = 120) -> list[Any]:
