@@ -15,11 +15,16 @@ def ctrl_c_after(seconds: float, *, heard_within: float):
     """The block must be ended by a Ctrl-C, and soon enough; both are counted from its start."""
     main = threading.main_thread().ident
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
-    started = time.monotonic()
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+    # A shell starts what it runs in the background with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = time.monotonic()
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < heard_within
 
 
