@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is held: `Linear` keeps it, and every product takes it whole.
+"""How weights are held: a layer keeps them, and every product takes them whole.
 
 An op may choose its kernel by `type(weight)`, as it does by the number of rows. The choice is made
 while a program is traced, so the program has the weight's arrays alone.
@@ -36,6 +36,36 @@ class Dense:
     def columns(self, ids: Int[Array, " ids"]) -> "Dense":
         """A weight of these columns alone, copied; each of `ids` (int32) must be in range."""
         return Dense(self.array[:, ids])
+
+
+@flax.struct.dataclass
+class DenseExperts:
+    """One matrix for each expert of a layer, in the dtype of the activations.
+
+    They are `[outer, inner]`, as published: the kernels read them so, and nothing is transposed.
+    """
+
+    array: Float[Array, "experts outer inner"]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts, those that every token has among them."""
+        return self.array.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """Features that a product sums over."""
+        return self.array.shape[2]
+
+    @property
+    def outer(self) -> int:
+        """Columns of the product."""
+        return self.array.shape[1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the matrices."""
+        return self.array.dtype
 
 
 Weight = Dense  # becomes a union with the first quantised kind

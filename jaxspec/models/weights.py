@@ -1,7 +1,7 @@
 """A checkpoint's tensors to the parameters of a model, compared one by one before any is read."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def load_weights(
             published.setdefault(canonical, []).append(name)
     _check_layers(config, published, checkpoint)
     model = undefined(family, config, dtype, frozenset(published))
-    placements = list(model.checkpoint())
+    placements = list(_as_published(model.checkpoint(), published))
     _check(placements, published, checkpoint)
 
     of_param: dict[int, list[Placement]] = {}
@@ -61,13 +61,23 @@ def load_weights(
             param = parts[0].param
             value = np.zeros(param.shape, param.dtype)  # zeros stay where the parameter is padded
             for part in parts:
-                tensor = checkpoint.read(published[part.name][0])
+                tensor = checkpoint.read(published[part.name][0])[part.part]
                 target = value[part.index]
                 target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
             param.set_value(jax.device_put(value))
             bar.update(sum(map(_num_bytes, parts)))
     checkpoint.check_unchanged()
     return model
+
+
+def _as_published(
+    placements: Iterable[Placement], published: Collection[str]
+) -> Iterator[Placement]:
+    """The placements of the spelling that the checkpoint has, where there is a choice."""
+    for placement in placements:
+        others = placement.instead
+        is_other = placement.name not in published and any(p.name in published for p in others)
+        yield from others if is_other else (placement,)
 
 
 def undefined(

@@ -11,13 +11,19 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One published tensor and where it goes: `param[index] = reshape(tensor)` or its .T."""
+    """A published tensor and where it goes: `param[index] = reshape(tensor[part])`, or its .T.
+
+    A tensor may have several placements, of a part each. A checkpoint that lacks the tensor may
+    have the same values in others: those that `instead` places.
+    """
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     param: nnx.Param
     transpose: bool = False  # published [out, in], kept [in, out]
     index: Any = ...  # as NumPy takes it
+    part: Any = ...  # of the tensor
+    instead: tuple["Placement", ...] = ()
 
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind

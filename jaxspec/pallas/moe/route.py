@@ -1,0 +1,102 @@
+"""Routing: which experts a token goes to, and with which weights."""
+
+import dataclasses
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a layer's experts are chosen.
+
+    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2, has scores by sigmoid, their correction
+    and the groups; Qwen's layers have scores by softmax, and neither correction nor groups.
+    """
+
+    num_experts: int  # that compete
+    num_chosen: int  # of them, for each token
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True  # the weights of the chosen are divided by their sum
+    eps: float = 0.0  # added to that sum
+    scale: float = 1.0  # of the weights, in the end
+    groups: int = 1  # of neighbouring experts, as many in each
+    top_groups: int = 1  # groups that a token may choose from: those with the best two in sum
+    num_shared: int = 0  # experts behind those that compete; every token has them
+    gated_shared: bool = False  # the column behind the experts' scores gates the shared ones
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the scores that are read."""
+        return self.num_experts + self.gated_shared
+
+    @property
+    def none(self) -> int:
+        """The expert that padding goes to: there is no such expert."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def parts(self) -> int:
+        """Experts that a token has, the shared ones among them."""
+        return self.num_chosen + self.num_shared
+
+
+@flax.struct.dataclass
+class Choices:
+    """The experts of each token and what each counts: first the chosen, best first."""
+
+    experts: Int[Array, "tokens parts"]  # int32; `Routing.none` for padding
+    weights: Float[Array, "tokens parts"]  # float32; 0 for padding
+
+
+def moe_route(
+    scores: Float[Array, "tokens columns"],
+    bias: Float[Array, " experts"] | None,
+    live: Bool[Array, " tokens"],
+    rule: Routing,
+) -> Choices:
+    """The experts of each token.
+
+    `scores` are float32: a column for each expert that competes, then the gate of the shared ones
+    if there is one; columns behind those are padding. `bias` (float32) is added to the scores that
+    are compared, and not to the weights. Tokens that are not `live` choose no expert, so they cost
+    no bytes. Of equal scores the lower expert wins. Rows are independent; one with NaN gets some
+    experts, and NaN weights.
+    """
+    logits = scores[:, : rule.num_experts].astype(jnp.float32)
+    by_softmax = rule.score == "softmax"
+    score = jax.nn.softmax(logits, axis=1) if by_softmax else jax.nn.sigmoid(logits)
+    compared = score if bias is None else score + bias
+    if rule.top_groups < rule.groups:
+        compared = jnp.where(_in_top_groups(compared, rule), compared, -jnp.inf)
+    _, experts = lax.top_k(compared, rule.num_chosen)
+    weights = jnp.take_along_axis(score, experts, axis=1)
+    if rule.renormalise:
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + rule.eps)
+    weights = weights * rule.scale
+    if rule.num_shared:
+        gate = jax.nn.sigmoid(scores[:, rule.num_experts].astype(jnp.float32))
+        gate = gate if rule.gated_shared else jnp.ones_like(gate)
+        shared = rule.num_experts + jnp.arange(rule.num_shared)
+        of_all = scores.shape[0], rule.num_shared
+        experts = jnp.concatenate([experts, jnp.broadcast_to(shared, of_all)], axis=1)
+        weights = jnp.concatenate([weights, jnp.broadcast_to(gate[:, None], of_all)], axis=1)
+    return Choices(
+        experts=jnp.where(live[:, None], experts, rule.none).astype(jnp.int32),
+        weights=jnp.where(live[:, None], weights, 0.0),
+    )
+
+
+def _in_top_groups(
+    compared: Float[Array, "tokens experts"], rule: Routing
+) -> Bool[Array, "tokens experts"]:
+    """Whether an expert's group is one of the token's best."""
+    grouped = compared.reshape(compared.shape[0], rule.groups, -1)
+    best_two, _ = lax.top_k(grouped, 2)
+    _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)
+    chosen = jnp.any(groups[:, :, None] == jnp.arange(rule.groups), axis=1)
+    return jnp.repeat(chosen, grouped.shape[2], axis=1)
