@@ -80,6 +80,7 @@ class SingleRequest:
                 jnp.asarray(live),
                 page_size=SIZES.page_size,
             ),
+            live=jnp.asarray(live),
             page_tables=jnp.asarray(self.pages),
             decode=DecodeRegion(
                 slots=_int32(0, row),

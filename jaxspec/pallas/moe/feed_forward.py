@@ -1,7 +1,6 @@
 """The feed-forward layer of a mixture of experts, with the addition and the norm before it."""
 
 import flax.struct
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float

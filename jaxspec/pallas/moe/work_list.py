@@ -53,7 +53,7 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     expert = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     begin = (tile - (ends - tiles)[expert]) * rows  # in the expert's choices
-    place = begin[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    place = begin[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     is_real = (place < held[expert][:, None]) & (tile < ends[-1])[:, None]
     at = jnp.minimum(first[expert][:, None] + place, total - 1)
     return WorkList(expert, jnp.where(is_real, order[at], -1), ends[-1])
