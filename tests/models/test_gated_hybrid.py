@@ -94,3 +94,15 @@ def test_the_draft_head_does_the_same_for_a_selected_token(loaded, single_reques
         assert len(out) == (1 if only_last else 3)
     for of_all, of_last in zip(*seen, strict=True):
         assert_close(of_last, of_all, 1e-5)
+
+
+@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_bfloat16_weights_stay_near_the_reference(
+    fixture_folder, reference, single_request, fixture
+):
+    model, expected = load_model(fixture_folder(fixture), jnp.bfloat16), reference(fixture)
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    _, logits = single_request(model).prefill(ids)
+    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
+    agree = logits.argmax(-1) == expected["logits_full"].argmax(-1)
+    assert agree.mean() >= 0.9

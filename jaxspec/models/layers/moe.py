@@ -1,7 +1,7 @@
 """The feed-forward layer of a mixture of experts."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 from flax import nnx
@@ -99,49 +99,57 @@ class MoE(nnx.Module):
         )
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
-        """The published tensors: each kind of matrix in one tensor, or in one for each expert."""
+        """The published tensors."""
+        features, width = self.down.shape[1:]
+        gate_and_up = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width)}
         yield from self.router.checkpoint(prefix)
-        yield from self._experts(prefix + "experts.")
-        if self.rule.num_shared:
-            yield from self._shared(prefix + "shared_expert.")
+        yield self._stack(prefix + "experts.", "gate_up_proj", self.gate_up, gate_and_up)
+        yield self._stack(
+            prefix + "experts.", "down_proj", self.down, {"down_proj": slice(0, features)}
+        )
+        yield from self._shared(prefix + "shared_expert.")
 
-    def _experts(self, prefix: str) -> Iterator[Placement]:
-        count, width = self.rule.num_experts, self.sizes.intermediate_size
-        every = slice(count)
-        gate, up = slice(width), slice(width, 2 * width)
-        for name, param, parts in (
-            ("gate_up_proj", self.gate_up, {"gate_proj": gate, "up_proj": up}),
-            ("down_proj", self.down, {"down_proj": slice(None)}),
-        ):
-            stack = param.shape[1:]
-            one_by_one = [
-                Placement(
-                    f"{prefix}{expert}.{part}.weight",
-                    (len(range(*rows.indices(stack[0]))), stack[1]),
-                    param,
-                    index=(expert, rows),
-                )
-                for expert in range(count)
-                for part, rows in parts.items()
-            ]
-            shape = (count, *stack)
-            yield Placement(prefix + name, shape, param, index=every, instead=tuple(one_by_one))
+    def _stack(
+        self, prefix: str, name: str, param: nnx.Param, matrices: Mapping[str, slice]
+    ) -> Placement:
+        """All experts that compete in one tensor; or a tensor for each of their `matrices`.
+
+        `matrices`: the names of these, and the rows of an expert that each is.
+        """
+        count, (outer, inner) = self.rule.num_experts, param.shape[1:]
+        one_by_one = tuple(
+            Placement(
+                f"{prefix}{expert}.{matrix}.weight",
+                (rows.stop - rows.start, inner),
+                param,
+                index=(expert, rows),
+            )
+            for expert in range(count)
+            for matrix, rows in matrices.items()
+        )
+        shape = count, outer, inner
+        return Placement(prefix + name, shape, param, index=slice(count), instead=one_by_one)
 
     def _shared(self, prefix: str) -> Iterator[Placement]:
-        features, size = self.down.shape[1], self.sizes.shared_size
-        width = self.sizes.intermediate_size
-        for number in range(self.rule.num_shared):
-            expert, start = self.rule.num_experts + number, number * width
-            rows = slice(start, min(start + width, size))
-            held = rows.stop - start
-            for name, first in (("gate_proj", 0), ("up_proj", width)):
-                index = expert, slice(first, first + held)
-                shape = size, features
+        """The slices of the shared expert: rows of its gate and up, columns of its down."""
+        features, width = self.down.shape[1:]
+        size = self.sizes.shared_size
+        for number, start in enumerate(range(0, size, width)):
+            expert = self.rule.num_experts + number
+            part = slice(start, min(start + width, size))
+            held = part.stop - start
+            for name, first in ("gate_proj", 0), ("up_proj", width):
                 yield Placement(
-                    f"{prefix}{name}.weight", shape, self.gate_up, index=index, part=rows
+                    f"{prefix}{name}.weight",
+                    (size, features),
+                    self.gate_up,
+                    index=(expert, slice(first, first + held)),
+                    part=part,
                 )
-            index = expert, ..., slice(held)
-            part = ..., rows
             yield Placement(
-                f"{prefix}down_proj.weight", (features, size), self.down, index=index, part=part
+                f"{prefix}down_proj.weight",
+                (features, size),
+                self.down,
+                index=(expert, ..., slice(held)),
+                part=(..., part),
             )
