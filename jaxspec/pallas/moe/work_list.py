@@ -31,7 +31,7 @@ class WorkList:
 def max_tiles(choices: int, num_experts: int, rows: int) -> int:
     """Tiles that so many choices can need: each expert may have one that is not full.
 
-    max_tiles(9, 256, 8) == 9; max_tiles(2304, 257, 16) == 385
+    max_tiles(9, 256, 8) == 9; max_tiles(2304, 257, 16) == 384
     """
     return min(choices, num_experts + max(choices - num_experts, 0) // rows)
 
