@@ -417,9 +417,9 @@ def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     assert engine.check() <= 1
 
 
-@POLICIES
-def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(states):
-    engine = harness("qwen3_5", "mtp", 3, GREEDY, states=states)
+@HYBRIDS
+def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, states):
+    engine = harness(fixture, "mtp", 3, GREEDY, states=states)
     victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
     engine.add(PROMPTS[1], GREEDY, 1)
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import SPARSE
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.qwen3_5_moe import Qwen3_5Moe
 from jaxspec.pallas.moe.route import Routing
 
 
@@ -86,6 +88,32 @@ def test_every_layer_has_experts_and_one_that_all_tokens_share(published):
     assert experts.rule == dataclasses.replace(experts.routing, num_shared=2, gated_shared=True)
 
 
+def test_a_model_of_the_published_sizes_has_as_many_parameters_as_its_name_says(published):
+    """35B-A3B, of Qwen3.5 and 3.6, whose config.json gives these; and 0.84 billion of its head."""
+    config = published | {
+        "layer_types": None,
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "vocab_size": 248320,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    model = nnx.eval_shape(lambda: Qwen3_5Moe(parse_config(config), jnp.dtype("bfloat16")))
+    sizes = {p.name: math.prod(p.shape) for p in model.checkpoint()}
+    head = sum(size for name, size in sizes.items() if name.startswith("mtp."))
+    assert round(head / 1e9, 2) == 0.84
+    assert round((sum(sizes.values()) - head) / 1e9, 1) == 34.7
+
+
 def test_another_number_of_experts_than_config_json_says_is_a_misfit(
     fixture_folder, tmp_path, published
 ):
@@ -121,6 +149,7 @@ def test_another_number_of_experts_than_config_json_says_is_a_misfit(
         ("num_experts", 0),
         ("moe_intermediate_size", 0),
         ("shared_expert_intermediate_size", 0),
+        ("shared_expert_intermediate_size", 2**20),
     ],
 )
 def test_what_is_not_implemented_or_malformed_is_refused_by_name(published, name, value):

@@ -20,6 +20,7 @@ from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.weight import DenseExperts
 
 _EXPERTS = whole(1, 4096)
+_MAX_SHARED = 64  # times the width of an expert; one or two are published
 # Options that change the output, and their values that the layer computes.
 _OPTIONS = {
     "scoring_func": ("softmax",),
@@ -51,10 +52,12 @@ class MoEConfig:
         # transformers 5 renames the first to the second for some families.
         num_experts = fields.need_either(("num_experts", "num_local_experts"), _EXPERTS)
         num_chosen = fields.need("num_experts_per_tok", whole(1, num_experts))
+        width = fields.need("moe_intermediate_size", SIZE)
+        wide = whole(1, _MAX_SHARED * width)
         return cls(
             Routing(num_experts, num_chosen, renormalise=renormalise),
-            intermediate_size=fields.need("moe_intermediate_size", SIZE),
-            shared_size=fields.need("shared_expert_intermediate_size", SIZE) if shared else 0,
+            intermediate_size=width,
+            shared_size=fields.need("shared_expert_intermediate_size", wide) if shared else 0,
         )
 
     @property
