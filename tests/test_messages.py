@@ -61,7 +61,7 @@ DAMAGE = {
     "CUT": cut(-5),
     "NOISE": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 5000),
     "MISFIT": tensors(misfit),
-    "MOE": config(architectures=["Qwen3_5MoeForCausalLM"]),
+    "UNKNOWN": config(architectures=["DeepseekV3ForCausalLM"]),
     "QUANTIZED": config(quantization_config={"quant_method": "fp8"}),
     "BIASED": config(attention_bias=True),
     "SCALED": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
@@ -227,10 +227,12 @@ COMMAND = [
         "belongs to these weights, or download both again.",
     ),
     (
-        ["x", "--model", "MOE"],
-        "MOE/config.json asks for the model 'Qwen3_5MoeForCausalLM', and jaxspec runs only "
-        "Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, qwen3, qwen3_5, "
-        "qwen3_5_text. Use a checkpoint of one of those, or add the model: "
+        ["x", "--model", "UNKNOWN"],
+        "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM', and jaxspec runs only "
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
+        "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
+        "Qwen3_5MoeForConditionalGeneration, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
+        "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the model: "
         "jaxspec/models/README.md says how.",
     ),
     (

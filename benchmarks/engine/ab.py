@@ -157,6 +157,7 @@ class Judge:
             tokens=jnp.asarray(flat),
             positions=jnp.asarray(place, jnp.int32),
             kv_slots=jnp.asarray(np.where(is_token, PAGE + place, NO_SLOT), jnp.int32),
+            live=jnp.asarray(is_token),
             page_tables=jnp.asarray(pages),
             decode=DecodeRegion(zero, zero, zero, zero, zero),
             prefill=PrefillRegion(one, zero, jnp.asarray([0, len(tokens)], jnp.int32), zero),

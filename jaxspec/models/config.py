@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
+DENSE = "dense"
+SPARSE = "sparse"  # a mixture of experts
 
 _Part = TypeVar("_Part")
 
@@ -29,13 +31,14 @@ class ModelConfig:
     architecture: str  # e.g. Qwen3_5ForCausalLM, or the model_type where config.json names none
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of dense feed-forward layers; 0: there are none
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig
     rms_norm_eps: float
     layer_types: tuple[str, ...]  # a key of `layers.decoder.MIXERS` for each layer
+    feed_forward_types: tuple[str, ...]  # a key of `layers.decoder.FEED_FORWARDS` for each layer
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json's, then config.json's
     tie_word_embeddings: bool | None  # None: config.json does not say
@@ -67,6 +70,11 @@ class ModelConfig:
     def num_linear_attention_layers(self) -> int:
         """Layers of the trunk that keep a recurrent state."""
         return self.layer_types.count(LINEAR_ATTENTION)
+
+    @property
+    def draft_feed_forward_type(self) -> str:
+        """The feed-forward layer of a draft head: sparse if the trunk has such layers."""
+        return SPARSE if SPARSE in self.feed_forward_types else DENSE
 
     def is_tied(self, tensors: Collection[str]) -> bool:
         """Whether the embedding serves as output head: the checkpoint has no `lm_head.weight`.

@@ -7,7 +7,14 @@ from typing import Any
 
 from jaxspec.checks import shown
 from jaxspec.files import read_json
-from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig, RopeConfig
+from jaxspec.models.config import (
+    DENSE,
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    SPARSE,
+    ModelConfig,
+    RopeConfig,
+)
 from jaxspec.models.kinds import (
     FLAG,
     MAX_LAYERS,
@@ -17,12 +24,14 @@ from jaxspec.models.kinds import (
     Block,
     Kind,
     number,
+    numbers,
     whole,
     words,
 )
 
 _MAX_ARCHITECTURES = 8
 _LAYERS = whole(1, MAX_LAYERS)
+_LAYER_INDICES = numbers(MAX_LAYERS, whole(0, MAX_LAYERS - 1))
 _VOCABULARY = whole(1, 2**24)
 _POSITIONS = whole(1, 2**31 - 1)
 _EPS = number(1e-12, 0.1)
@@ -92,6 +101,35 @@ class Fields(Block):
             )
         return kinds
 
+    def attention_layer_types(self) -> tuple[str, ...]:
+        """`layer_types` of a family that has attention in every layer.
+
+        Raises:
+            ValueError: as `layer_types`, or there are recurrent layers.
+        """
+        kinds = self.layer_types()
+        if others := kinds.count(LINEAR_ATTENTION):
+            raise ValueError(
+                f"{self.architecture} has attention layers only, but config.json's layer_types "
+                f"name {others} recurrent ones. Check `architectures`."
+            )
+        return kinds
+
+    def feed_forward_types(self) -> tuple[str, ...]:
+        """The feed-forward layer of each layer, in Qwen's fields: experts in every n-th layer.
+
+        The layers that `mlp_only_layers` names have none.
+
+        Raises:
+            ValueError: a field is missing or malformed.
+        """
+        step = self.find("decoder_sparse_step", _LAYERS) or 1
+        dense = self.find("mlp_only_layers", _LAYER_INDICES) or []
+        return tuple(
+            DENSE if index in dense or (index + 1) % step else SPARSE
+            for index in range(self.need("num_hidden_layers", _LAYERS))
+        )
+
     def rope(self, head_dim: int, default_partial: float) -> RopeConfig:
         """The rotation of a head; `default_partial`: the share of it that the family rotates.
 
@@ -115,11 +153,16 @@ class Fields(Block):
         return RopeConfig(float(theta), rotary_dim)
 
     def common(
-        self, layer_types: tuple[str, ...], *, default_partial_rotary: float = 1.0
+        self,
+        layer_types: tuple[str, ...],
+        feed_forward_types: tuple[str, ...] | None = None,
+        *,
+        default_partial_rotary: float = 1.0,
     ) -> ModelConfig:
         """What every family reads alike; a family adds its own by `dataclasses.replace`.
 
         `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
+        `feed_forward_types`: keys of `FEED_FORWARDS` likewise, None: all are dense;
         `default_partial_rotary`: the share of a head that is rotated unless config.json says.
 
         Raises:
@@ -132,6 +175,8 @@ class Fields(Block):
         check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
         head_dim = self._head_dim(hidden_size, num_heads)
         vocab_size = self.need("vocab_size", _VOCABULARY)
+        feed_forward_types = feed_forward_types or (DENSE,) * len(layer_types)
+        has_dense = DENSE in feed_forward_types
         if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
             raise ValueError(
                 f"config.json and generation_config.json: `eos_token_id` must be in the vocabulary "
@@ -142,13 +187,14 @@ class Fields(Block):
             architecture=self.architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=self.need("intermediate_size", SIZE),
+            intermediate_size=self.need("intermediate_size", SIZE) if has_dense else 0,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rope=self.rope(head_dim, default_partial_rotary),
             rms_norm_eps=float(self.need("rms_norm_eps", _EPS)),
             layer_types=layer_types,
+            feed_forward_types=feed_forward_types,
             max_position_embeddings=self.need("max_position_embeddings", _POSITIONS),
             eos_token_ids=self.eos_token_ids,
             tie_word_embeddings=self.tie_word_embeddings,

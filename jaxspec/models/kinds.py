@@ -33,6 +33,16 @@ def number(least: float, most: float) -> Kind[float]:
     return Kind(words, lambda value: type(value) in (int, float) and least <= value <= most)
 
 
+def numbers(most: int, each: Kind[int]) -> Kind[list[int]]:
+    """Lists of at most `most` integers of one kind."""
+    return Kind(
+        f"a list of at most {most:,}, each {each.words}",
+        lambda value: (
+            isinstance(value, list) and len(value) <= most and all(map(each.holds, value))
+        ),
+    )
+
+
 def words(most: int) -> Kind[list[str]]:
     """Lists of at most `most` strings."""
     return Kind(
@@ -100,6 +110,24 @@ class Block:
             raise ValueError(
                 f"{self.file} must give `{self.prefix}{name}`, and does not. Take the {self.file} "
                 "that was published with the weights."
+            )
+        return value
+
+    def need_either(self, names: tuple[str, str], kind: Kind[_Value]) -> _Value:
+        """The entry of a field that has two names; the first is the usual one.
+
+        Raises:
+            ValueError: there is none, it is of another kind, or there are two that differ.
+        """
+        usual, other = names
+        value = self.find(other, kind)
+        if value is None:
+            return self.need(usual, kind)
+        if self.find(usual, kind) not in (None, value):
+            raise ValueError(
+                f"{self.file}: `{usual}` and `{other}` mean the same, and differ: "
+                f"{shown(self.entries[usual])} and {shown(value)}. Take the {self.file} that was "
+                "published with the weights."
             )
         return value
 

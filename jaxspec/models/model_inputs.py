@@ -1,7 +1,7 @@
 """What a model's pass takes and gives: ModelInputs, Selection, ForwardOutput."""
 
 import flax.struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
@@ -14,6 +14,7 @@ class ModelInputs:
     positions: Int[Array, " tokens"]
     # Where keys and values go: page * page_size + offset; -1 writes them nowhere.
     kv_slots: Int[Array, " tokens"]
+    live: Bool[Array, " tokens"]  # the others are padding
     page_tables: Int[Array, "slots pages"]  # every request slot's pages; page 0 is the null page
     decode: DecodeRegion
     prefill: PrefillRegion | None  # None: the program has no prefill region

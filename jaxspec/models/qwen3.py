@@ -15,13 +15,7 @@ class Qwen3(Model):
         Raises:
             ValueError: as `Fields.common`, or there are recurrent layers.
         """
-        config = fields.common(fields.layer_types())
-        if config.num_linear_attention_layers:
-            raise ValueError(
-                "Qwen3 has attention layers only, but config.json's layer_types name "
-                f"{config.num_linear_attention_layers} recurrent ones. Check `architectures`."
-            )
-        return config
+        return fields.common(fields.attention_layer_types())
 
     @staticmethod
     def canonical_name(name: str) -> str | None:

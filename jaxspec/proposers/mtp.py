@@ -137,6 +137,7 @@ def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
         tokens=jnp.zeros_like(positions),  # not read by the head
         positions=positions,
         kv_slots=slot_mapping(tables, slots, positions, live, page_size=inputs.page_size),
+        live=live,
         page_tables=tables,
         decode=DecodeRegion(
             slots=slots,

@@ -110,6 +110,7 @@ def prepare(
             kv_slots=slot_mapping(
                 page_tables, columns.slots, columns.positions, columns.live, page_size=page_size
             ),
+            live=columns.live,
             page_tables=page_tables,
             decode=decode,
             prefill=prefill,

@@ -39,6 +39,11 @@ from jaxspec.sampling_params import SamplingParams
 
 PROMPTS = prompts(6)
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
+HYBRIDS = pytest.mark.parametrize(
+    ("fixture", "states"),
+    [("qwen3_5", SNAPSHOT), ("qwen3_5", REPLAY), ("qwen3_5_moe", SNAPSHOT)],
+    ids=["snapshot", "replay", "experts"],
+)
 MIXED = (0.8, 0.5, 0.5)
 SOME_IDS = tuple(np.random.default_rng(2).permutation(264)[:64].tolist())
 RATES = {
@@ -132,6 +137,8 @@ OTHERS = [
     ("qwen3", "oracle-mixed", 3, GREEDY),
     ("qwen3", "oracle-always", 1, SAMPLED),
     ("qwen3", "mtp", 0, GREEDY),
+    ("qwen3_5_moe", "oracle-mixed", 3, GREEDY),
+    ("qwen3_5_moe", "mtp", 3, SAMPLED),
 ]
 
 
@@ -166,13 +173,29 @@ def test_speculation_never_changes_output_over_8_bit_keys_and_values():
         assert accepted(engine) > 0
 
 
-@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied", "qwen3_5_vl", "qwen3"])
-def test_greedy_ids_equal_the_reference(fixture):
-    """What transformers gave, through chunked prefill and three drafts where there is a head."""
+BOTH = "snapshot", "replay"
+RUNS = [  # fixture, drafts, policies
+    ("qwen3_5", 3, BOTH[:1]),
+    ("qwen3_5_tied", 3, BOTH[:1]),
+    ("qwen3_5_vl", 3, BOTH[:1]),
+    ("qwen3", 0, BOTH[:1]),
+    ("qwen3_moe", 0, BOTH[:1]),
+    *itertools.product(("qwen3_5_moe", "qwen3_next"), (0, 3), (BOTH,)),
+    ("qwen3_5_moe_vl", 3, BOTH[1:]),
+]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "drafts", "policy"),
+    [(fixture, drafts, policy) for fixture, drafts, policies in RUNS for policy in policies],
+)
+def test_greedy_ids_equal_the_reference(fixture, drafts, policy):
+    """What transformers gave, through chunked prefill, with the drafts of the model's head."""
     path = FIXTURES / fixture / "reference.safetensors"
     with safe_open(path, "np") as file:
         prompt, greedy = (file.get_tensor(name).tolist() for name in ("prompt_ids", "greedy_ids"))
-    engine = Harness(fixture, drafts=0 if fixture == "qwen3" else 3, chunk=33)
+    states = SNAPSHOT if policy == "snapshot" else REPLAY
+    engine = Harness(fixture, drafts=drafts, chunk=33, states=states)
     params = SamplingParams(temperature=0.0, max_tokens=len(greedy))
     engine.add(prompt, params)
     engine.run()
@@ -326,11 +349,11 @@ def true_states(state, row):
     return np.stack([replayed_states(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
-@POLICIES
-def test_a_state_rolled_back_equals_a_state_never_advanced(states):
+@HYBRIDS
+def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
     """Law 5: the state that acceptance selected is the one plain decoding has at that length."""
-    plain = Harness("qwen3_5")
-    drafted = harness("qwen3_5", "oracle-mixed", 3, GREEDY, states=states)
+    plain = Harness(fixture)
+    drafted = harness(fixture, "oracle-mixed", 3, GREEDY, states=states)
     histories = []
     for engine in (plain, drafted):
         engine.add(PROMPTS[2], GREEDY, 2)
@@ -377,10 +400,10 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
     assert num_inside >= 3
 
 
-@POLICIES
-def test_a_reused_slot_and_padding_leave_no_trace(states):
+@HYBRIDS
+def test_a_reused_slot_and_padding_leave_no_trace(fixture, states):
     """Law 7, bit for bit: after other requests, and among padding, a request gives the same."""
-    engine = harness("qwen3_5", "mtp", 3, SAMPLED, states=states)
+    engine = harness(fixture, "mtp", 3, SAMPLED, states=states)
     engine.add(PROMPTS[3], SAMPLED, 3)
     fresh = engine.run().requests[0].output
     state = engine.runner.state
@@ -394,9 +417,9 @@ def test_a_reused_slot_and_padding_leave_no_trace(states):
     assert engine.check() <= 1
 
 
-@POLICIES
-def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(states):
-    engine = harness("qwen3_5", "mtp", 3, GREEDY, states=states)
+@HYBRIDS
+def test_a_row_that_turns_nan_ends_with_an_error_and_harms_no_other(fixture, states):
+    engine = harness(fixture, "mtp", 3, GREEDY, states=states)
     victim = engine.add(PROMPTS[0], GREEDY, 0)[0]
     engine.add(PROMPTS[1], GREEDY, 1)
     for _ in range(5):

@@ -29,7 +29,7 @@ def test_the_published_values_are_read(published):
 
 def test_a_family_without_recurrent_layers_refuses_them(published):
     published["architectures"] = ["Qwen3ForCausalLM"]
-    with pytest.raises(ValueError, match="Qwen3 has attention layers only, but .* name 3 rec"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has att.* only, but .* name 3 rec"):
         parse_config(published)
 
 

@@ -164,6 +164,7 @@ def corpus(tmp_path, fixture_folder, request):
 
 
 ALL = pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_vl", "qwen3"], indirect=True)
+EXPERTS = ["qwen3_5_moe", "qwen3_next", "qwen3_moe"]
 # Dtypes of the format and one that it lacks, with the bytes of an element.
 WRONG_DTYPES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2}
 WRONG_DTYPES |= {"U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8, "Q4_K": 1}
@@ -285,11 +286,32 @@ FIELDS = {
     "rope_theta": NONE,
     "partial_rotary_factor": NONE,
 }
+# The same of a model with experts, beside those above.
+EXPERT_FIELDS = {
+    "num_experts": [],
+    "num_local_experts": NONE,  # another name of the same
+    "num_experts_per_tok": [],
+    "moe_intermediate_size": [],
+    "shared_expert_intermediate_size": [],
+    "norm_topk_prob": [True],
+    "decoder_sparse_step": NONE,  # experts in every layer, as here
+    "mlp_only_layers": [[1]],  # as it is
+    "scoring_func": NONE,  # as the layer computes, as all below
+    "topk_method": NONE,
+    "n_group": NONE,
+    "topk_group": NONE,
+    "routed_scaling_factor": NONE,
+    "moe_latent_size": NONE,
+    "swiglu_limit": NONE,
+}
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
+# Here they mean another model of the same tensors.
+NOT_WRONG |= {"norm_topk_prob": [False]}
 # Where another name than the field's tells what is wrong.
 CULPRITS = {
     "head_dim": "self_attn",  # by default the heads share the hidden channels
+    "mlp_only_layers": "model.layers.1.mlp",  # else that layer would have experts
     "architectures": "config.json asks for the model 'word'",
     "rope_parameters": "rope_theta",
     "rope_parameters.rope_type": "rope type",
@@ -313,8 +335,14 @@ def with_field(config, path, value):
     )
 
 
-def test_a_field_of_another_kind_is_named(corpus):
-    for path, harmless in FIELDS.items():
+@pytest.mark.parametrize(
+    ("corpus", "fields"),
+    [("qwen3_5", FIELDS), ("qwen3_next", EXPERT_FIELDS)],
+    indirect=["corpus"],
+    ids=["dense", "experts"],
+)
+def test_a_field_of_another_kind_is_named(corpus, fields):
+    for path, harmless in fields.items():
         for value in WRONG:
             if is_among(value, NOT_WRONG.get(path, ())):
                 continue
@@ -323,11 +351,11 @@ def test_a_field_of_another_kind_is_named(corpus):
             with corpus.changed(config=content):
                 shown = "absent" if value is ABSENT else repr(value)
                 corpus.check(f"{path} {shown}", SAME if is_among(value, harmless) else culprits)
-    corpus.done(1000)
+    corpus.done(20 * len(fields))
 
 
-@ALL
-def test_the_table_has_every_field_that_is_read(corpus, monkeypatch):
+@pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", *EXPERTS], indirect=True)
+def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     seen, find, refuse = set(), Block.find, Block.refuse_all_but
 
     def noted_find(block, name, kind):
@@ -341,14 +369,18 @@ def test_the_table_has_every_field_that_is_read(corpus, monkeypatch):
     monkeypatch.setattr(Block, "find", noted_find)
     monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
     corpus.check("as it is", SAME)
-    assert len(seen) > 20 and seen <= FIELDS.keys()
+    assert len(seen) > 20 and seen <= (FIELDS | EXPERT_FIELDS).keys()
 
 
-@ALL
+@pytest.mark.parametrize(
+    "corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next"], indirect=True
+)
 def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     config = corpus.config.get("text_config", corpus.config)
-    free = {"max_position_embeddings", "mtp_num_hidden_layers"}  # which the tensors do not show
-    sizes = [name for name in FIELDS.keys() - free if type(config.get(name)) is int]
+    # What the tensors do not show.
+    free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
+    fields = FIELDS | EXPERT_FIELDS
+    sizes = [name for name in fields.keys() - free if type(config.get(name)) is int]
     for name, value in [(name, config[name]) for name in sizes]:
         for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:
             changed = config | {name: other}

@@ -8,5 +8,6 @@ from jaxspec.regions import DecodeRegion
 
 def test_the_rectangle_comes_first_padding_included():
     rows, tokens = jnp.zeros(3, jnp.int32), jnp.zeros(20, jnp.int32)
-    inputs = ModelInputs(tokens, tokens, tokens, rows[:, None], DecodeRegion(*[rows] * 5), None, 4)
+    region = DecodeRegion(*[rows] * 5)
+    inputs = ModelInputs(tokens, tokens, tokens, tokens > 0, rows[:, None], region, None, 4)
     assert inputs.num_decode_tokens == 12

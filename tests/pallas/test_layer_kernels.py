@@ -55,7 +55,7 @@ def test_a_layer_is_its_kernels(h200, monkeypatch, kind, rows, width, kernels, f
     pools = jax.eval_shape(lambda: allocate(specs, PoolSizes(64, 16, 3, width)))
 
     def step(params, x, delta, decode, per_token, tables, angles, pools):
-        inputs = ModelInputs(*(per_token,) * 3, tables, decode, None, width)
+        inputs = ModelInputs(*(per_token,) * 3, per_token >= 0, tables, decode, None, width)
         return nnx.merge(graph, params)(x, delta, LayerInputs(inputs, angles), pools)
 
     tokens = rows * width

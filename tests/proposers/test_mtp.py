@@ -1,5 +1,6 @@
 """The head drafts, inside the engine, what the reference implementation's head drafts."""
 
+import itertools
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 
 
-@pytest.mark.parametrize("chunk", [None, 33])
-@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_tied"])
+@pytest.mark.parametrize(
+    ("fixture", "chunk"),
+    [*itertools.product(("qwen3_5", "qwen3_5_tied"), (None, 33)), ("qwen3_next", 33)],
+)
 def test_the_first_drafts_are_the_references(fixture, chunk):
     """Four recursive drafts after the prompt, the token after each chunk taken from the plan."""
     with safe_open(FIXTURES / fixture / "reference.safetensors", "np") as file:
@@ -53,6 +56,8 @@ def propose(monkeypatch):
             hidden[lost, 0] = np.nan
 
         def call(self, embedded, hidden, inputs, cache):
+            if seen:  # the passes of one token a row
+                np.testing.assert_array_equal(inputs.live, ints != 1)
             seen.append(next_hidden(np.asarray(embedded), np.asarray(hidden)))
             return jnp.asarray(seen[-1]), cache
 
@@ -63,6 +68,7 @@ def propose(monkeypatch):
             np.testing.assert_array_equal(selection.index, ints)
             np.testing.assert_array_equal(decode.num_computed, ints + 2)
             np.testing.assert_array_equal(decode.query_len, ints != 1)
+            np.testing.assert_array_equal(selection.inputs.live, ints != 1)
             return call(self, embedded, hidden, inputs, cache)
 
         monkeypatch.setattr(MTPHead, "__call__", call)

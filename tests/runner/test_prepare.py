@@ -85,6 +85,7 @@ def test_positions_lengths_and_slots_come_from_the_devices_own_counts(make_rows)
         assert model.positions.tolist()[:8] == [*range(a, a + 4), *range(b, b + 4)]
         live = [kv_slot(2, p) for p in range(a, a + 4)] + [kv_slot(5, b), kv_slot(5, b + 1)]
         assert model.kv_slots.tolist() == live + [-1] * 6
+        assert model.live.tolist() == [True] * 6 + [False] * 6
         assert inputs.num_draft_tokens.tolist() == [3, 1, 0]
         assert inputs.produces_token.tolist() == [True, True, False]
         assert inputs.logits_indices.tolist() == list(range(12))
@@ -151,6 +152,7 @@ def test_chunks_of_several_prompts_lie_end_to_end(make_rows):
     assert model.positions[6:15].tolist() == positions
     slots = [kv_slot(owner, p) for owner, p in zip(owners, positions, strict=True)]
     assert model.kv_slots.tolist() == [kv_slot(6, 5)] + [-1] * 5 + slots + [-1] * 3
+    np.testing.assert_array_equal(model.live, model.kv_slots >= 0)
     assert prefill.query_start.tolist() == [0, 3, 4, 9]
     assert prefill.slots.tolist() == [1, 4, 2]
     assert prefill.num_computed.tolist() == [0, 8, 20]

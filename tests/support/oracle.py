@@ -41,7 +41,7 @@ class Oracle:
                 self.weights[short] = file.get_tensor(name).astype(np.float64)
         config = json.loads((folder / "config.json").read_text())
         self.config = config.get("text_config", config)
-        self.is_hybrid = self.config["model_type"].startswith("qwen3_5")
+        self.is_hybrid = self.config["model_type"].startswith(("qwen3_5", "qwen3_next"))
         self.embedding = self.weights["model.embed_tokens.weight"]
         self.head = self.weights.get("lm_head.weight", self.embedding)
 
@@ -79,8 +79,32 @@ class Run:
         return self._rms(x) * (self._w(name) + self.oracle.is_hybrid)
 
     def _mlp(self, x, prefix):
+        if prefix + "gate.weight" in self.oracle.weights:
+            return self._experts(x, prefix)
         gate = _silu(self._w(prefix + "gate_proj") @ x)
         return self._w(prefix + "down_proj") @ (gate * (self._w(prefix + "up_proj") @ x))
+
+    def _experts(self, x, prefix):
+        config, scores = self.oracle.config, self._w(prefix + "gate") @ x
+        score = np.exp(scores - scores.max())
+        score /= score.sum()
+        chosen = np.argsort(-score, kind="stable")[: config["num_experts_per_tok"]]
+        if config.get("norm_topk_prob", True):
+            score /= score[chosen].sum()
+        y = sum(score[expert] * self._expert(x, f"{prefix}experts.", expert) for expert in chosen)
+        if prefix + "shared_expert_gate.weight" in self.oracle.weights:
+            gate = _sigmoid(self._w(prefix + "shared_expert_gate") @ x)
+            y = y + gate * self._mlp(x, prefix + "shared_expert.")
+        return y
+
+    def _expert(self, x, prefix, expert):
+        if f"{prefix}{expert}.down_proj.weight" in self.oracle.weights:
+            return self._mlp(x, f"{prefix}{expert}.")
+        both, down = (
+            self.oracle.weights[prefix + n][expert] for n in ("gate_up_proj", "down_proj")
+        )
+        gate, up = np.split(both @ x, 2)
+        return down @ (_silu(gate) * up)
 
     def _attention(self, x, prefix, memory):
         config, prefix = self.oracle.config, prefix + "self_attn."
@@ -110,11 +134,21 @@ class Run:
         a, b, rest = x[:, :half], x[:, half:dim], x[:, dim:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
+    def _projections(self, x, prefix, key_heads, dk):
+        if prefix + "in_proj_qkvz.weight" not in self.oracle.weights:
+            return (self._w(f"{prefix}in_proj_{name}") @ x for name in ("qkv", "z", "b", "a"))
+        heads = (self._w(prefix + "in_proj_qkvz") @ x).reshape(key_heads, -1)
+        q, k, values = heads[:, :dk], heads[:, dk : 2 * dk], heads[:, 2 * dk :]
+        v, z = np.split(values, 2, axis=1)
+        b, a = np.split((self._w(prefix + "in_proj_ba") @ x).reshape(key_heads, -1), 2, axis=1)
+        mix = np.concatenate([part.ravel() for part in (q, k, v)])
+        return mix, z.ravel(), b.ravel(), a.ravel()
+
     def _gated_delta_net(self, x, prefix, memory):
         config, prefix = self.oracle.config, prefix + "linear_attn."
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         key_heads, value_heads, dk, dv = (config["linear_" + name] for name in names)
-        mix = self._w(prefix + "in_proj_qkv") @ x
+        mix, z, b, a = self._projections(x, prefix, key_heads, dk)
         taps = self._w(prefix + "conv1d")[:, 0]
         window = memory.setdefault("window", [np.zeros_like(mix)] * taps.shape[1])
         window.append(mix)
@@ -126,14 +160,14 @@ class Run:
         key = np.repeat(_unit(key.reshape(key_heads, dk)), group, 0)
         value = value.reshape(value_heads, dv)
         weights = self.oracle.weights
-        step = self._w(prefix + "in_proj_a") @ x + weights[prefix + "dt_bias"]
+        step = a + weights[prefix + "dt_bias"]
         decay = np.exp(-np.exp(weights[prefix + "A_log"]) * np.logaddexp(0, step))
-        beta = _sigmoid(self._w(prefix + "in_proj_b") @ x)
+        beta = _sigmoid(b)
         state = memory.get("state", np.zeros((value_heads, dv, dk))) * decay[:, None, None]
         change = beta[:, None] * (value - np.einsum("hvk,hk->hv", state, key))
         memory["state"] = state = state + change[:, :, None] * key[:, None, :]
         out = np.einsum("hvk,hk->hv", state, query)
-        gate = _silu((self._w(prefix + "in_proj_z") @ x).reshape(value_heads, dv))
+        gate = _silu(z.reshape(value_heads, dv))
         return (
             self._w(prefix + "out_proj")
             @ (self._rms(out) * self._w(prefix + "norm") * gate).ravel()

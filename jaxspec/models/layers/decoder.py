@@ -1,4 +1,4 @@
-"""DecoderLayer: a token mixer and a feed-forward layer; MIXERS, the table of token mixers."""
+"""DecoderLayer: a token mixer and a feed-forward layer; MIXERS and FEED_FORWARDS, their tables."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.cache import Pools
-from jaxspec.models.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+from jaxspec.models.config import DENSE, FULL_ATTENTION, LINEAR_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
+from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs, Selection
@@ -22,6 +23,12 @@ from jaxspec.pallas.norm.residual import Pending
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     LINEAR_ATTENTION: GatedDeltaNet,
+}
+
+# An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
+    DENSE: GatedMLP,
+    SPARSE: MoE,
 }
 
 
@@ -35,16 +42,22 @@ class DecoderLayer(nnx.Module):
     """A token mixer and a feed-forward layer; each adds its output to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, kind: str, earlier: Iterable["DecoderLayer"], dtype: jnp.dtype
+        self,
+        config: ModelConfig,
+        mixer: str,
+        feed_forward: str,
+        earlier: Iterable["DecoderLayer"],
+        dtype: jnp.dtype,
     ):
-        """`kind`: a key of `MIXERS`; `earlier`: the model's layers before this one."""
+        """`mixer`: a key of `MIXERS`; `feed_forward`: one of `FEED_FORWARDS`.
+
+        `earlier`: the model's layers before this one.
+        """
         self.input_norm = residual_norm(config, dtype)
-        self.mixer: Mixer[Any] = MIXERS[kind](config, dtype)
+        self.mixer: Mixer[Any] = MIXERS[mixer](config, dtype)
         self.cache_layer = sum(layer.mixer.pool == self.mixer.pool for layer in earlier)
         self.feed_forward_norm = residual_norm(config, dtype)
-        self.feed_forward: FeedForward = GatedMLP(
-            config.hidden_size, config.intermediate_size, dtype
-        )
+        self.feed_forward: FeedForward = FEED_FORWARDS[feed_forward](config, dtype)
 
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
@@ -55,9 +68,7 @@ class DecoderLayer(nnx.Module):
         kernel, which for few rows also does the product that follows the norm.
         """
         stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
-        pending, pools = self._mix(tokens, inputs.step, pools)
-        stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
-        return stream, pending, pools
+        return self._finish(stream, tokens, inputs.step, pools)
 
     def select(
         self,
@@ -74,9 +85,7 @@ class DecoderLayer(nnx.Module):
         """
         stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
         stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
-        pending, pools = self._mix(tokens, selection.inputs, pools)
-        stream, pending = self.feed_forward(stream, pending, self.feed_forward_norm)
-        return stream, pending, pools
+        return self._finish(stream, tokens, selection.inputs, pools)
 
     def _prepare(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
@@ -84,6 +93,14 @@ class DecoderLayer(nnx.Module):
         stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
         return stream, tokens, pools
+
+    def _finish(
+        self, stream: Stream, tokens: Any, inputs: ModelInputs, pools: Pools
+    ) -> tuple[Stream, Pending, Pools]:
+        pending, pools = self._mix(tokens, inputs, pools)
+        norm = self.feed_forward_norm
+        stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
+        return stream, pending, pools
 
     def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
         """Each region by its own operation, and one output projection for both."""

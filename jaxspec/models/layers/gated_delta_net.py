@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the recurrent token mixer of Qwen3.5."""
+"""Gated DeltaNet: the recurrent token mixer of Qwen3-Next and Qwen3.5."""
 
 import dataclasses
 import math
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.cache import CacheOptions, Conv, PerSlot, Pools, Recurrent, RecurrentPool, Ring
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.fields import Fields, check_groups
+from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.norm import RMSNorm
@@ -42,6 +45,25 @@ class GatedDeltaNetConfig:
     key_dim: int
     value_dim: int
     conv_kernel: int  # taps of the causal convolution
+    by_key_head: bool = False  # published so: each key head's rows, then those of the next
+
+    @classmethod
+    def read(cls, fields: Fields, *, by_key_head: bool) -> "GatedDeltaNetConfig":
+        """The sizes in Qwen's fields.
+
+        Raises:
+            ValueError: a field is missing or malformed, or key heads can't share value heads.
+        """
+        sizes = cls(
+            key_heads=fields.need("linear_num_key_heads", SIZE),
+            value_heads=fields.need("linear_num_value_heads", SIZE),
+            key_dim=fields.need("linear_key_head_dim", SIZE),
+            value_dim=fields.need("linear_value_head_dim", SIZE),
+            conv_kernel=fields.need("linear_conv_kernel_dim", SIZE),
+            by_key_head=by_key_head,
+        )
+        check_groups(sizes.value_heads, sizes.key_heads, "linear_num_{value,key}_heads")
+        return sizes
 
     @property
     def values(self) -> int:
@@ -172,12 +194,32 @@ class GatedDeltaNet(nnx.Module):
         """The published tensors, under `linear_attn.`."""
         prefix += "linear_attn."
         taps, channels = self.conv.shape
-        yield from self.in_proj.checkpoint(prefix)
+        by_key_head = self.sizes.by_key_head
+        yield from (self._by_key_head if by_key_head else self.in_proj.checkpoint)(prefix)
         yield Placement(prefix + "conv1d.weight", (channels, 1, taps), self.conv, transpose=True)
         for column, name in enumerate(("A_log", "dt_bias")):
             yield Placement(prefix + name, self.decay.shape[:1], self.decay, index=(..., column))
         yield from self.norm.checkpoint(prefix + "norm")
         yield from self.out_proj.checkpoint(prefix)
+
+    def _by_key_head(self, prefix: str) -> Iterator[Placement]:
+        """The projections as Qwen3-Next has them: q, k, v and z of a key head, b and a of one."""
+        sizes, weight, start = self.sizes, self.in_proj.weight, 0
+        served = sizes.value_heads // sizes.key_heads
+        values = served * sizes.value_dim
+        qkvz = sizes.key_dim, sizes.key_dim, values, values
+        for name, counts in ("in_proj_qkvz", qkvz), ("in_proj_ba", (served, served)):
+            rows = np.arange(sizes.key_heads * sum(counts)).reshape(sizes.key_heads, -1)
+            for part in np.split(rows, np.cumsum(counts)[:-1], axis=1):
+                yield Placement(
+                    f"{prefix}{name}.weight",
+                    (rows.size, weight.shape[0]),
+                    weight,
+                    transpose=True,
+                    index=(..., slice(start, start + part.size)),
+                    part=part.ravel(),
+                )
+                start += part.size
 
     @property
     def _heads(self) -> GdnHeads:

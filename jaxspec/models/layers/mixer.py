@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 import flax.struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import RopeConfig
@@ -99,9 +99,12 @@ class FeedForward(Protocol):
     """A feed-forward layer: each token for itself."""
 
     def __call__(
-        self, stream: Stream, pending: Pending, norm: RMSNorm, /
+        self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"], /
     ) -> tuple[Stream, Pending]:
-        """The stream with `pending` added, and what the layer makes of that, normed."""
+        """The stream with `pending` added, and what the layer makes of that, normed.
+
+        What it makes of tokens that are not `live` is not read.
+        """
         ...
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool
 
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement
@@ -15,13 +17,16 @@ from jaxspec.pallas.norm.residual import Pending, Stream
 class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype` is that of the weights."""
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = Linear(hidden_size, outputs, dtype)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
 
-    def __call__(self, stream: Stream, pending: Pending, norm: RMSNorm) -> tuple[Stream, Pending]:
+    def __call__(
+        self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
+    ) -> tuple[Stream, Pending]:
         """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
         gate_up, down = self.gate_up.operand, self.down.operand
         return feed_forward(stream, pending, norm.operand, gate_up, down)

@@ -33,7 +33,8 @@ class MTPHead(nnx.Module):
         self.hidden_norm = residual_norm(config, dtype)
         self.fc = Linear(2 * size, {"fc": size}, dtype)
         # In the pool its keys and values lie behind those of the trunk.
-        self.layer = DecoderLayer(config, FULL_ATTENTION, trunk, dtype)
+        feed_forward = config.draft_feed_forward_type
+        self.layer = DecoderLayer(config, FULL_ATTENTION, feed_forward, trunk, dtype)
         self.norm = residual_norm(config, dtype)
 
     @property

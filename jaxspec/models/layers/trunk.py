@@ -30,8 +30,8 @@ class Trunk(nnx.Module):
         size = (config.vocab_size, config.hidden_size)
         self.embedding = None if tied else Embedding(*size, dtype)
         layers: list[DecoderLayer] = []
-        for kind in config.layer_types:
-            layers.append(DecoderLayer(config, kind, layers, dtype))
+        for kinds in zip(config.layer_types, config.feed_forward_types, strict=True):
+            layers.append(DecoderLayer(config, *kinds, layers, dtype))
         self.layers = nnx.List(layers)
         self.norm = residual_norm(config, dtype)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype)

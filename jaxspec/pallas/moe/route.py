@@ -90,7 +90,7 @@ def moe_route_reference(scores, bias, live, rule):
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
     score = jax.nn.softmax(logits, axis=1) if by_softmax else jax.nn.sigmoid(logits)
-    compared = score if bias is None else score + bias
+    compared = score if bias is None else score + bias[None, :]
     if rule.top_groups < rule.groups:
         compared = jnp.where(_in_top_groups(compared, rule), compared, -jnp.inf)
     _, experts = lax.top_k(compared, rule.num_chosen)
@@ -101,7 +101,7 @@ def moe_route_reference(scores, bias, live, rule):
     if rule.num_shared:
         gate = jax.nn.sigmoid(scores[:, rule.num_experts].astype(jnp.float32))
         gate = gate if rule.gated_shared else jnp.ones_like(gate)
-        shared = rule.num_experts + jnp.arange(rule.num_shared)
+        shared = rule.num_experts + jnp.arange(rule.num_shared, dtype=jnp.int32)[None, :]
         of_all = scores.shape[0], rule.num_shared
         experts = jnp.concatenate([experts, jnp.broadcast_to(shared, of_all)], axis=1)
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate[:, None], of_all)], axis=1)
@@ -118,5 +118,5 @@ def _in_top_groups(
     grouped = compared.reshape(compared.shape[0], rule.groups, -1)
     best_two, _ = lax.top_k(grouped, 2)
     _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)
-    chosen = jnp.any(groups[:, :, None] == jnp.arange(rule.groups), axis=1)
+    chosen = jnp.any(groups[:, :, None] == jnp.arange(rule.groups)[None, None, :], axis=1)
     return jnp.repeat(chosen, grouped.shape[2], axis=1)

@@ -1,0 +1,192 @@
+"""Bugs that mixtures of experts have shipped with elsewhere, planted here and seen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import single_request
+from experts import RULES, layer
+from harness import FIXTURES
+from safetensors.numpy import load_file
+
+from jaxspec.models import load_model
+from jaxspec.models.layers import moe
+from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.moe import MoE
+from jaxspec.models.layers.mtp_head import MTPHead
+from jaxspec.pallas.moe import feed_forward
+from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
+from jaxspec.pallas.norm.rms_norm import Norm
+from jaxspec.weight import Dense, DenseExperts
+
+real_route, real_work_list = feed_forward.moe_route, feed_forward.work_list
+real_silu_and_mul, real_layer = feed_forward.silu_and_mul, moe.moe_feed_forward
+real_stack, real_shared, real_by_key_head = MoE._stack, MoE._shared, GatedDeltaNet._by_key_head
+
+
+# Bugs in the operation.
+
+
+def correction_in_the_weights(scores, bias, live, rule):
+    if bias is None:
+        return real_route(scores, bias, live, rule)
+    choices = real_route(scores, bias, live, rule)
+    corrected = jax.nn.sigmoid(scores[:, : rule.num_experts]) + bias[None]
+    chosen = choices.experts[:, : rule.num_chosen]
+    weights = jnp.take_along_axis(corrected, chosen, axis=1)
+    weights = rule.scale * weights / weights.sum(axis=1, keepdims=True)
+    shared = choices.weights[:, rule.num_chosen :]
+    return choices.replace(weights=jnp.concatenate([weights, shared], axis=1))
+
+
+def ties_to_the_higher_expert(scores, bias, live, rule):
+    flipped = scores.at[:, : rule.num_experts].set(scores[:, : rule.num_experts][:, ::-1])
+    choices = real_route(flipped, None if bias is None else bias[::-1], live, rule)
+    is_chosen = choices.experts < rule.num_experts
+    experts = jnp.where(is_chosen, rule.num_experts - 1 - choices.experts, choices.experts)
+    return choices.replace(experts=experts)
+
+
+def padding_is_routed(scores, bias, live, rule):
+    return real_route(scores, bias, jnp.ones_like(live), rule)
+
+
+def every_group_may_be_chosen(scores, bias, live, rule):
+    return real_route(scores, bias, live, dataclasses.replace(rule, groups=1, top_groups=1))
+
+
+def gate_and_up_swapped(x):
+    return real_silu_and_mul(jnp.roll(x, x.shape[-1] // 2, axis=-1))
+
+
+def experts_have_a_capacity(choices, num_experts, rows):
+    work = real_work_list(choices, num_experts, rows)
+    return work.replace(count=jnp.minimum(work.count, num_experts // 2))
+
+
+OPERATION = [
+    ("moe_route", correction_in_the_weights),
+    ("moe_route", ties_to_the_higher_expert),
+    ("moe_route", padding_is_routed),
+    ("moe_route", every_group_may_be_chosen),
+    ("silu_and_mul", gate_and_up_swapped),
+    ("work_list", experts_have_a_capacity),
+]
+
+
+def assert_the_layer_is_its_equations():
+    """By softmax with a gate, and by sigmoid with correction and groups; experts that tie."""
+    for rule in (RULES["gated"], RULES["groups"]):
+        rng = np.random.default_rng(0)
+        scores = rng.normal(size=(16, rule.num_columns))
+        scores[:, 1] = scores[:, 0]
+        shapes = (rule.none, 24, 16), (rule.none, 16, 12), (9, 16), (rule.num_experts,)
+        gate_up, down, x, bias = (jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for s in shapes)
+        correction = None
+        if rule.score == "sigmoid":
+            correction = bias.at[1].set(bias[0])
+        router = Router(Dense(jnp.asarray(scores, jnp.float32)), correction, rule)
+        live = jnp.arange(9) != 4
+        held = Norm(jnp.ones(16), 1e-6), router, *map(DenseExperts, (gate_up, down)), live
+        _, added = moe_feed_forward(x, None, *held)
+        _, expected = layer(x, None, *held)
+        np.testing.assert_allclose(added.sum(axis=0), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_bug_the_layer_is_its_equations():
+    assert_the_layer_is_its_equations()
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"), OPERATION, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_equations_see(name, bug, monkeypatch):
+    monkeypatch.setattr(feed_forward, name, bug)
+    with pytest.raises(AssertionError):
+        assert_the_layer_is_its_equations()
+
+
+# Bugs in the model's layer, and in how published tensors become parameters.
+
+
+def not_renormalised(*operands):
+    return real_layer(*with_rule(operands, renormalise=False))
+
+
+def shared_expert_without_its_gate(*operands):
+    return real_layer(*with_rule(operands, gated_shared=False))
+
+
+def with_rule(operands, **changes):
+    stream, pending, norm, router, *others = operands
+    rule = dataclasses.replace(router.rule, **changes)
+    return stream, pending, norm, router.replace(rule=rule), *others
+
+
+def gate_and_up_in_each_others_place(self, prefix, name, param, matrices):
+    rows = reversed(matrices.values())
+    return real_stack(self, prefix, name, param, dict(zip(matrices, rows, strict=True)))
+
+
+def shared_expert_cut_to_the_others_width(self, prefix):
+    return [p for p in real_shared(self, prefix) if p.index[0] == self.rule.num_experts]
+
+
+def projections_split_flat(self, prefix):
+    """As if q, k, v and z of all heads lay side by side in the published tensor."""
+    for p in real_by_key_head(self, prefix):
+        start = p.index[1].start - (self.sizes.conv_dim + self.sizes.values) * ("_ba" in p.name)
+        yield dataclasses.replace(p, part=slice(start, start + len(p.part)))
+
+
+def hidden_state_before_the_embedding(self, embedded, hidden):
+    both = [self.hidden_norm(hidden), self.embedding_norm(embedded)]
+    return self.fc(jnp.concatenate(both, axis=-1))[0]
+
+
+MODEL = [
+    (moe, "moe_feed_forward", not_renormalised),
+    (moe, "moe_feed_forward", shared_expert_without_its_gate),
+    (MoE, "_stack", gate_and_up_in_each_others_place),
+    (MoE, "_shared", shared_expert_cut_to_the_others_width),
+    (GatedDeltaNet, "_by_key_head", projections_split_flat),
+    (MTPHead, "_combine", hidden_state_before_the_embedding),
+]
+
+
+def errors():
+    """The largest error of the trunk's scores, and of the draft head's."""
+    expected = load_file(FIXTURES / "qwen3_next" / "reference.safetensors")
+    request = single_request.SingleRequest(load_model(FIXTURES / "qwen3_next", jnp.float32))
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    _, logits = request.prefill(ids)
+    _, drafted = request.draft(ids[1:], expected["hidden_final"][:-1], 0, prefill=True)
+    return tuple(
+        np.abs(scores - expected[name]).max()
+        for scores, name in ((logits, "logits_full"), (drafted, "mtp_logits_tf"))
+    )
+
+
+def test_without_a_bug_the_scores_are_those_of_the_reference():
+    of_trunk, of_head = errors()
+    assert of_trunk < 5e-4 and of_head < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"), MODEL, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_reference_sees(owner, name, bug, monkeypatch):
+    monkeypatch.setattr(owner, name, bug)
+    if not name.startswith(("_stack", "_shared", "_by")):  # those change values alone
+        for program in ("_trunk", "_head"):
+            monkeypatch.setattr(single_request, program, traced_again(program))
+    of_trunk, of_head = errors()
+    assert max(of_trunk, of_head) > 0.1
+    assert (of_trunk < 5e-4) == (owner is MTPHead)
+
+
+def traced_again(program):
+    function = getattr(single_request, program).__wrapped__
+    return jax.jit(lambda *operands: function(*operands), static_argnums=0)

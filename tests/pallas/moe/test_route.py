@@ -1,0 +1,115 @@
+"""moe_route against its definition in NumPy (`tests/support/experts.py`)."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from experts import RULES, choose
+
+from jaxspec.pallas.moe.route import Routing, moe_route
+
+TOKENS = 12
+route = jax.jit(moe_route, static_argnames="rule")
+
+
+def operands(rule, seed=0, columns=None):
+    """Scores with columns of padding, a correction of the size of the scores, and live tokens."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(TOKENS, columns or rule.num_columns + 3)) * 2
+    bias = rng.normal(size=rule.num_experts) / 4
+    return np.float32(scores), np.float32(bias), rng.random(TOKENS) < 0.7
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "corrected"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_experts_and_weights_are_those_of_the_definition(rule, has_bias):
+    scores, bias, live = operands(rule)
+    bias = bias if has_bias else None
+    choices = route(scores, bias, live, rule=rule)
+    chex.assert_shape([choices.experts, choices.weights], (TOKENS, rule.parts))
+    chex.assert_type([choices.experts, choices.weights], [jnp.int32, jnp.float32])
+    experts, weights = choose(scores, bias, live, rule)
+    np.testing.assert_array_equal(choices.experts, experts)
+    np.testing.assert_allclose(choices.weights, weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_of_equal_scores_the_lower_expert_wins(rule):
+    scores, _, _ = operands(rule)
+    live = np.ones(TOKENS, bool)
+    few = np.float32(np.random.default_rng(1).integers(0, 2, scores.shape))
+    few[0] = 0.0
+    choices = route(few, None, live, rule=rule)
+    experts, weights = choose(few, None, live, rule)
+    np.testing.assert_array_equal(choices.experts, experts)
+    np.testing.assert_allclose(choices.weights, weights, rtol=1e-5)
+    expected = [*range(rule.num_chosen), *range(rule.num_experts, rule.none)]
+    assert choices.experts[0].tolist() == expected
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_padding_chooses_no_expert_whatever_its_scores_are(rule):
+    scores, bias, live = operands(rule)
+    poisoned = np.where(live[:, None], scores, np.nan).astype(np.float32)
+    choices = route(poisoned, bias, live, rule=rule)
+    assert (np.asarray(choices.experts)[~live] == rule.none).all()
+    assert not np.asarray(choices.weights)[~live].any()
+    chex.assert_trees_all_equal(choices, route(scores, bias, live, rule=rule))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_row_depends_on_no_other_and_nan_stays_in_it(rule):
+    scores, bias, live = operands(rule)
+    live[:] = True
+    others = operands(rule, seed=1)[0]
+    others[3] = scores[3]
+    others[5] = np.nan
+    one, other = (route(s, bias, live, rule=rule) for s in (scores, others))
+    np.testing.assert_array_equal(one.experts[3], other.experts[3])
+    np.testing.assert_array_equal(one.weights[3], other.weights[3])
+    experts, weights = np.asarray(other.experts), np.asarray(other.weights)
+    assert ((experts >= 0) & (experts < rule.none)).all()
+    is_nan = np.isnan(weights[:, : rule.num_chosen]).any(axis=1)
+    assert is_nan.tolist() == [row == 5 for row in range(TOKENS)]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_columns_of_padding_are_not_read(rule):
+    scores, bias, live = operands(rule)
+    others = scores.copy()
+    others[:, rule.num_columns :] = np.nan
+    same = functools.partial(route, bias=bias, live=live, rule=rule)
+    chex.assert_trees_all_equal(same(scores), same(others))
+    chex.assert_trees_all_equal(same(scores), same(scores[:, : rule.num_columns]))
+
+
+def test_a_correction_decides_who_is_chosen_and_no_weight():
+    rule = Routing(4, 1, "sigmoid", renormalise=False)
+    scores = np.float32([[2.0, 1.0, 0.0, -1.0]])
+    bias = np.float32([0, 0, 0, 5])
+    choices = route(scores, bias, np.ones(1, bool), rule=rule)
+    assert choices.experts.tolist() == [[3]]
+    np.testing.assert_allclose(choices.weights, 1 / (1 + np.exp(1.0)), rtol=1e-6)
+
+
+def test_a_group_counts_by_its_best_two():
+    """Group 0 has the best expert, group 1 the best pair."""
+    rule = Routing(6, 2, "sigmoid", groups=2, top_groups=1)
+    scores = np.float32([[3.0, -9.0, -9.0, 1.0, 1.5, 2.0]])
+    assert route(scores, None, np.ones(1, bool), rule=rule).experts.tolist() == [[5, 4]]
+    every = dataclasses.replace(rule, top_groups=2)
+    assert route(scores, None, np.ones(1, bool), rule=every).experts.tolist() == [[0, 5]]
+
+
+def test_the_shared_experts_stand_behind_the_chosen_with_the_gate_as_weight():
+    rule = RULES["gated"]
+    scores, _, _ = operands(rule)
+    choices = route(scores, None, np.ones(TOKENS, bool), rule=rule)
+    assert (np.asarray(choices.experts)[:, 3:] == [8, 9]).all()
+    gate = 1 / (1 + np.exp(-scores[:, 8:9]))
+    np.testing.assert_allclose(choices.weights[:, 3:], np.repeat(gate, 2, axis=1), rtol=1e-6)
+    np.testing.assert_allclose(choices.weights[:, :3].sum(axis=1), 1.0, rtol=1e-6)
