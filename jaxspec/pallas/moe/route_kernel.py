@@ -30,9 +30,10 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         compared = score + access.load(bias[0], layout) if bias else score
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         chosen, values = [], []
-        for _ in range(rule.num_chosen):
+        for part in range(rule.num_chosen):
             best = jnp.max(compared)
-            index = jnp.min(jnp.where(compared == best, place, count - 1))
+            # Where all scores are NaN, none is the best: the last experts come, each once.
+            index = jnp.min(jnp.where(compared == best, place, count - 1 - part))
             is_chosen = place == index
             values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
             compared = jnp.where(is_chosen, -jnp.inf, compared)

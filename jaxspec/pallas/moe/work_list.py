@@ -54,10 +54,9 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     """
     experts = choices.experts
     (tokens, parts), kinds = experts.shape, num_experts + 1
-    is_padding = experts == num_experts
     has = jnp.any(experts[:, :, None] == jnp.arange(kinds)[None, None, :], axis=1)
     amount = jnp.where(jnp.arange(kinds) == num_experts, parts, 1)  # of padding, all at once
-    before, held = _counted(has * amount[None, :])
+    before, held = _counted(jnp.where(has, amount[None, :], 0))
     tiles = (held + rows - 1) // rows
     ends = _sums_up_to(tiles)
     starts = ends - tiles
@@ -67,7 +66,8 @@ def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     left = held[known] - (tile - starts[known]) * rows
     count = jnp.where(expert < kinds, jnp.minimum(left, rows), 0)
     rank = jnp.take_along_axis(before, experts, axis=1)
-    rank += is_padding * jnp.arange(parts, dtype=jnp.int32)[None, :]
+    part = jnp.arange(parts, dtype=jnp.int32)[None, :]
+    rank = jnp.where(experts == num_experts, rank + part, rank)
     return WorkList(expert, count, starts[experts] * rows + rank, rows)
 
 
@@ -86,9 +86,9 @@ def _counted(
     blocks = padded.reshape(-1, size, kinds).astype(jnp.bfloat16)
     earlier = jnp.tril(jnp.ones((size, size), jnp.bfloat16), -1)
     within = jnp.matmul(earlier, blocks, preferred_element_type=jnp.float32)
-    of_block = within[:, -1] + blocks[:, -1]
+    of_block = within[:, -1] + blocks[:, -1].astype(jnp.float32)
     up_to = jnp.cumsum(of_block, axis=0)
-    counted = (within + (up_to - of_block)[:, None]).reshape(-1, kinds)[:tokens]
+    counted = (within + (up_to - of_block)[:, None, :]).reshape(-1, kinds)[:tokens]
     return counted.astype(jnp.int32), up_to[-1].astype(jnp.int32)
 
 
