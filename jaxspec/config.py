@@ -88,19 +88,31 @@ class StepShapes:
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
+        tokens_per_step: int = 512,
+        max_prefill_seqs: int = 4,
         **sizes: Any,
     ) -> "StepShapes":
-        """The sizes that are given, and for each that is None what `EngineConfig` says of it."""
-        check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
+        """The sizes that are given, and for each that is None what `EngineConfig` says of it.
+
+        `tokens_per_step`: prompt tokens of a step at which the model is fast, a multiple of 64.
+        """
+        check_sizes(
+            max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
+        )
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
         budget = max_num_batched_tokens
         if budget is None:
-            budget = max(512, -(-max_num_seqs * (1 + num_drafts) // 32) * 64)
+            # Prompts that a step can advance hold no more; 512 are no waste for any model.
+            longest = -(-min(max_prefill_seqs, max_num_seqs) * max_model_len // 64) * 64
+            verify = -(-max_num_seqs * (1 + num_drafts) // 32) * 64  # twice one of all rows
+            budget = max(512, min(tokens_per_step, longest), verify)
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
-            prefill_tokens = sorted({min(64, budget), budget})
+            # A prompt of 65 tokens should not pay for thousands.
+            between = {512} if budget >= 2048 else set[int]()
+            prefill_tokens = sorted({min(64, budget), budget} | between)
         return StepShapes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -110,6 +122,7 @@ class StepShapes:
             decode_rows=tuple(decode_rows),
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
+            max_prefill_seqs=max_prefill_seqs,
             **sizes,
         )
 
