@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jaxspec import checks
 from jaxspec.checks import shown
-from jaxspec.config import StepShapes
+from jaxspec.config import TOKENS_PER_STEP, StepShapes
 from jaxspec.speculation import SpeculativeConfig
 
 _MAX = 2**24  # rows, tokens or pages, of which arrays are made
@@ -167,7 +167,7 @@ class EngineConfig:
             )
 
     def step_shapes(
-        self, *, max_positions: int, num_drafts: int, tokens_per_step: int = 512
+        self, *, max_positions: int, num_drafts: int, tokens_per_step: int = TOKENS_PER_STEP
     ) -> StepShapes:
         """The sizes of programs for a model with these of its own; there may be fewer pages later.
 

@@ -11,6 +11,7 @@ DEFAULTS = {
     "decode_rows": None,
     "prefill_tokens": None,
     "max_num_batched_tokens": None,
+    "max_prefill_seqs": 4,
 }
 SIZES = {
     "max_num_seqs": 8,

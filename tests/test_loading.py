@@ -8,8 +8,8 @@ from harness import FIXTURES, model
 
 from jaxspec import SpeculativeConfig
 from jaxspec.loading import EMBEDDED_MODEL, load, settle
-from jaxspec.pallas.moe.route import Routing
 from jaxspec.options import EngineConfig
+from jaxspec.pallas.moe.route import Routing
 
 
 def test_whatever_the_device_decided_is_written_into_the_options():

@@ -20,6 +20,7 @@ from jaxspec.models.fields import Fields, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options import EngineConfig
 
+CONFIG_ALONE = "config.json alone"  # what was read where there is nothing else
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
 
 
@@ -50,7 +51,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         ValueError: the name or the revision of the model breaks a rule.
     """
     place = _locate(options)
-    found = Found("config.json alone", [])
+    found = Found(CONFIG_ALONE, [])
     family = config = None
     with found.noting():
         fields = Fields(read_json(place.path)) if place.is_file else read_fields(place.path)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from jaxspec.inspection.find import CONFIG_ALONE
 from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.runner.memory import human
@@ -66,8 +67,12 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
     if (rule := found.routing) is not None:
         yield "experts", f"{rule.num_experts} a layer, of which a token goes to {rule.num_chosen}"
     if found.family is not None:
-        promise = ", though config.json promises one" if found.promised_draft_layers else ""
-        yield "draft head", ", ".join(found.draft_heads) or f"none{promise}"
+        remark = ""
+        if found.read == CONFIG_ALONE:
+            remark = ", by config.json; a checkpoint's tensors decide"
+        elif found.promised_draft_layers and not found.draft_heads:
+            remark = ", though config.json promises one"
+        yield "draft head", (", ".join(found.draft_heads) or "none") + remark
     if found.parameters is not None:
         yield "parameters", _counted(found.parameters)
     if found.draft_parameters is not None:

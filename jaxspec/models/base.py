@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
+from jaxspec.config import TOKENS_PER_STEP
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.layers.decoder import DecoderLayer
@@ -130,10 +131,10 @@ class Model(nnx.Module, abc.ABC):
         well, so about 128 rows an expert balance the two.
         """
         if self.experts is None:
-            return 512
+            return TOKENS_PER_STEP
         routing = self.experts.routing
         rows = 128 * routing.num_experts / routing.num_chosen
-        return min(max(512, 512 * math.ceil(rows / 512)), 4096)
+        return min(max(TOKENS_PER_STEP, 512 * math.ceil(rows / 512)), 4096)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """The pools that the layers keep: the trunk's layers first, then the draft head's.

@@ -70,8 +70,11 @@ def test_a_refusal_is_told_with_all_its_reasons(copy):
 
 
 def test_a_head_that_is_promised_and_absent_is_missed():
-    found = Inspection("m", "config.json", (), "cpu", None, family="F", promised_draft_layers=1)
-    assert re.search("draft head +none, though config.json promises one", str(found))
+    promise = {"family": "F", "promised_draft_layers": 1}
+    found = Inspection("m", "config.json and headers", (), "cpu", None, **promise)
+    assert re.search("draft head +none, though config.json promises one\n", str(found))
+    alone = str(jaxspec.inspect(FIXTURES / "qwen3_5", load_format="dummy"))
+    assert re.search("draft head +MTPHead, by config.json; a checkpoint's tensors decide\n", alone)
 
 
 def test_numbers_are_short():
