@@ -1,13 +1,12 @@
 """What an engine's options have become once the model is loaded."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import pytest
 from harness import FIXTURES, model
 
 from jaxspec import SpeculativeConfig
 from jaxspec.loading import EMBEDDED_MODEL, load, settle
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas.moe.route import Routing
 
@@ -46,7 +45,7 @@ def test_a_step_has_as_many_prompt_tokens_as_make_experts_worth_reading(
     """Unless the user says how many, or no prompts have so many."""
     sparse = model("qwen3_5")
     assert sparse.tokens_per_step == 512
-    part = SimpleNamespace(routing=Routing(experts, chosen))
+    part = MoEConfig(Routing(experts, chosen), intermediate_size=32)
     monkeypatch.setattr(type(sparse), "experts", property(lambda _: part))
     monkeypatch.setattr(type(sparse), "max_position_embeddings", property(lambda _: 8192))
 

@@ -64,7 +64,7 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
 def _facts(model: Model) -> dict[str, Any]:
     """What the model is, whatever the options."""
-    head, experts = model.draft_head, model.experts
+    head = model.draft_head
     return {
         "family": type(model).__name__,
         "layers": dict(
@@ -73,7 +73,7 @@ def _facts(model: Model) -> dict[str, Any]:
                 for layer in model.trunk.layers
             )
         ),
-        "routing": None if experts is None else experts.routing,
+        "experts": model.experts,
         "draft_heads": () if head is None else (type(head).__name__,),
         "promised_draft_layers": model.config.num_draft_layers,
         "parameters": parameters(model, model.trunk.checkpoint()),

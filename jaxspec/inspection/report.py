@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxspec.inspection.find import CONFIG_ALONE
 from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
-from jaxspec.pallas.moe.route import Routing
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.runner.memory import human
 
 _REQUESTS = (1, 8, 64)  # for which the report says what they need
@@ -27,7 +27,7 @@ class Inspection:
     architecture: str | None = None  # that config.json asks for
     family: str | None = None  # the class that runs it
     layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by mixer + feed-forward
-    routing: Routing | None = None  # of a mixture of experts; None: a dense model
+    experts: MoEConfig | None = None  # of layers that have them; None: a dense model
     draft_heads: tuple[str, ...] = ()  # classes of the heads whose tensors are there
     promised_draft_layers: int = 0  # by config.json, whose word does not count where tensors are
     parameters: Parameters | None = None  # of the text model without draft heads
@@ -64,8 +64,11 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.family is not None:
         yield "family", found.family
         yield "layers", ", ".join(f"{count} {kind}" for kind, count in found.layers.items())
-    if (rule := found.routing) is not None:
-        yield "experts", f"{rule.num_experts} a layer, of which a token goes to {rule.num_chosen}"
+    if found.experts is not None:
+        rule = found.experts.routing
+        shared = ", and 1 shared" if found.experts.shared_size else ""
+        chosen = f"{rule.num_experts} a layer, of which a token goes to {rule.num_chosen}"
+        yield "experts", chosen + shared
     if found.family is not None:
         remark = ""
         if found.read == CONFIG_ALONE:

@@ -118,13 +118,16 @@ class Holdings:
     def cache_bytes(self) -> CacheBytes:
         """What tokens and requests cost, with the drafts that were settled on and without."""
         width = self.settled.shapes.width
-        one, page, slot, plain = (
-            self._pools(PoolSizes(1 + pages, page_size=1, num_slots=1 + slots, width=width))
-            for pages, slots, width in ((0, 0, width), (1, 0, width), (0, 1, width), (0, 1, 1))
+        least = self._pools(width)
+        return CacheBytes(
+            token=self._pools(width, pages=2) - least,
+            request=self._pools(width, slots=2) - least,
+            request_without_drafts=self._pools(1, slots=2) - self._pools(1),
         )
-        return CacheBytes(page - one, slot - one, plain - self._pools(PoolSizes(1, 1, 1, 1)))
 
-    def _pools(self, sizes: PoolSizes) -> int:
+    def _pools(self, width: int, *, pages: int = 1, slots: int = 1) -> int:
+        """Bytes of all pools with so many pages of one token, for rows of so many tokens."""
+        sizes = PoolSizes(pages, page_size=1, num_slots=slots, width=width)
         pools = jax.eval_shape(lambda: allocate(self.specs, sizes))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
 

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +14,7 @@ from jaxspec.config import TOKENS_PER_STEP
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.layers.decoder import DecoderLayer
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
@@ -117,9 +118,9 @@ class Model(nnx.Module, abc.ABC):
         return self.draft_head is not None
 
     @property
-    def experts(self) -> Any | None:
+    def experts(self) -> MoEConfig | None:
         """The sizes of its mixture of experts, a part of its configuration; None: it is dense."""
-        return next((part for part in self.config.parts if hasattr(part, "routing")), None)
+        return next((part for part in self.config.parts if isinstance(part, MoEConfig)), None)
 
     @property
     def tokens_per_step(self) -> int:

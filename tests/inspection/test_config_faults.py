@@ -9,8 +9,7 @@ from jaxspec.inspection.config_faults import parse
 from jaxspec.models import family_of
 from jaxspec.models.fields import Fields
 
-CONFIG = json.loads((FIXTURES / "qwen3_5" / "config.json").read_text())
-# Fields, each changed so that it is refused, and what its message names.
+# Of two fixtures fields, each changed so that it is refused.
 FAULTS = {
     "attention_bias": True,
     "quantization_config": {"quant_method": "fp8"},
@@ -22,11 +21,21 @@ FAULTS = {
     "mtp_num_hidden_layers": 7,
     "linear_conv_kernel_dim": None,
 }
+FAULTS_OF_EXPERTS = {
+    "num_experts": "many",
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": 0,
+    "norm_topk_prob": 1,
+    "scoring_func": "sigmoid",
+    "mlp_only_layers": [-1],
+    "vocab_size": "large",
+}
 
 
-def faults_of(**changes):
-    """The faults of a config.json with changed fields, after the loader's own is the first."""
-    fields = Fields(CONFIG | changes)
+def faults_of(fixture="qwen3_5", /, **changes):
+    """The faults of a fixture's config.json with changed fields; the first is the loader's."""
+    config = json.loads((FIXTURES / fixture / "config.json").read_text())
+    fields = Fields(config | changes)
     family = family_of(fields.architecture, "config.json")
     config, faults = parse(family, fields)
     if faults:
@@ -49,9 +58,14 @@ def test_a_single_fault_is_found_once(name):
     assert f"`{name}`" in fault
 
 
-def test_each_of_many_is_found_with_the_message_that_it_has_alone():
-    alone = {fault for name, value in FAULTS.items() for fault in faults_of(**{name: value})}
-    assert set(faults_of(**FAULTS)) == alone and len(alone) == len(FAULTS)
+@pytest.mark.parametrize(
+    ("fixture", "faults"), [("qwen3_5", FAULTS), ("qwen3_next", FAULTS_OF_EXPERTS)]
+)
+def test_each_of_many_is_found_with_the_message_that_it_has_alone(fixture, faults):
+    alone = {
+        fault for name, value in faults.items() for fault in faults_of(fixture, **{name: value})
+    }
+    assert set(faults_of(fixture, **faults)) == alone and len(alone) == len(faults)
 
 
 def test_options_in_nested_blocks_are_found():

@@ -38,8 +38,21 @@ def test_the_embedded_model_is_the_default():
     found = jaxspec.inspect()
     assert found.refused == () and found.model == "the embedded model"
     assert found.layers == {"GatedDeltaNet + GatedMLP": 6, "Attention + GatedMLP": 2}
-    assert found.draft_heads == ("MTPHead",) and found.routing is None
+    assert found.draft_heads == ("MTPHead",) and found.experts is None
     assert found.family == "Qwen3_5" and found.num_drafts == 3
+
+
+def test_experts_are_told():
+    found = jaxspec.inspect(FIXTURES / "qwen3_next")
+    assert found.layers == {
+        "GatedDeltaNet + MoE": 2,
+        "GatedDeltaNet + GatedMLP": 1,
+        "Attention + MoE": 1,
+    }
+    assert found.refused == () and found.draft_heads == ("MTPHead",)
+    assert re.search("experts +8 a layer, of which a token goes to 3, and 1 shared", str(found))
+    plain = jaxspec.inspect(FIXTURES / "qwen3_moe")
+    assert re.search("experts +8 a layer, of which a token goes to 3\n", str(plain))
 
 
 def test_what_the_options_ask_of_the_model_is_refused(device_with):

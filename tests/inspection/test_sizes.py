@@ -1,17 +1,19 @@
 """What a model is said to take is what an engine of it holds, and what is said to fit fits."""
 
 import dataclasses
+import importlib
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from harness import FIXTURES, model
+from safetensors.numpy import load_file
 
+from jaxspec.inspection.find import find
 from jaxspec.inspection.sizes import Holdings, Parameters, fits, parameters, weight_bytes
 from jaxspec.loading import load
-from jaxspec.models import dtype_of, parse_config
+from jaxspec.models import dtype_of, family_of, parse_config
 from jaxspec.models.layers.parameters import Placement
-from jaxspec.models.qwen3_5 import Qwen3_5
 from jaxspec.models.weights import undefined
 from jaxspec.options import EngineConfig
 from jaxspec.runner.memory import MemoryBudget, fit
@@ -22,11 +24,15 @@ OPTIONS = [
     {"speculative_config": None},
     {"speculative_config": {"draft_vocab": 100, "draft_sample_method": "probabilistic"}},
 ]
-# Qwen3.5's sizes: what they have in parameters, a head's, and bfloat16 bytes a token.
+# What models are known for: billions of parameters, of those that a token uses and of a head's;
+# and the KiB of bfloat16 keys and values a token, a draft head's counted in.
 PUBLISHED = {
-    "qwen3.5-0.8b": (0.75e9, 20e6, 14 * 1024),  # a draft head's keys and values count too
-    "qwen3.5-9b": (8.95e9, 243e6, 36 * 1024),
-    "qwen3.5-27b": (26.90e9, 425e6, 68 * 1024),
+    "qwen3.5-0.8b": (0.75, 0.75, 0.0205, 14),
+    "qwen3.5-9b": (8.95, 7.94, 0.243, 36),
+    "qwen3.5-27b": (26.90, 25.63, 0.425, 68),
+    "qwen3.5-35b-a3b": (34.66, 2.95, 0.84, 22),
+    "qwen3-next-80b": (59.9, 2.75, 1.65, 20),  # 36 layers of 48
+    "qwen3-30b-a3b": (30.53, 3.04, None, 96),
 }
 
 
@@ -96,26 +102,37 @@ def test_lengths_end_with_the_models_longest_and_have_the_users(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_as_many_parameters_as_they_are_known_for(name, shapes):
-    total, of_head, token = PUBLISHED[name]
-    config = parse_config(shapes[name].config())
+def test_published_models_have_as_many_parameters_as_they_are_known_for(name):
+    total, active, head, kib = PUBLISHED[name]
+    published = importlib.import_module("benchmarks.measure.model_shapes").SHAPES[name].config()
+    family = family_of(published["architectures"][0], "config.json")
     bfloat16 = jnp.dtype("bfloat16")
-    whole = undefined(Qwen3_5, config, bfloat16, None)
+    whole = undefined(family, parse_config(published), bfloat16, None)
     counted = parameters(whole, whole.trunk.checkpoint())
-    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    assert counted.total == pytest.approx(total, rel=0.01)
-    assert counted.active == counted.total - table, "a token reads one row of an embedding"
-    head = parameters(whole, whole.draft_head.checkpoint())
-    assert head.total == head.active == pytest.approx(of_head, rel=0.03)
+    assert counted.total / 1e9 == pytest.approx(total, rel=0.004)
+    assert counted.active / 1e9 == pytest.approx(active, rel=0.004)
+    if head is None:
+        assert whole.draft_head is None
+    else:
+        of_head = parameters(whole, whole.draft_head.checkpoint())
+        assert of_head.total / 1e9 == pytest.approx(head, rel=0.006)
     options = EngineConfig(FIXTURES, dtype="bfloat16")
-    assert Holdings.of(options, whole, bfloat16).cache_bytes().token == token
+    assert Holdings.of(options, whole, bfloat16).cache_bytes().token == kib * 1024
 
 
-@pytest.fixture
-def shapes():
-    from benchmarks.measure.model_shapes import SHAPES
-
-    return SHAPES
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_next", "qwen3_moe"])
+def test_a_token_uses_its_experts_the_shared_one_and_all_that_is_no_expert(name):
+    """Counted from the tensors in the file, which may have one for each expert or for all."""
+    sparse = find(EngineConfig(FIXTURES / name), jnp.dtype("float32")).model
+    assert sparse.experts.routing.num_chosen == 3 and sparse.experts.routing.num_experts == 8
+    held = load_file(FIXTURES / name / "model.safetensors")
+    total = active = 0
+    for tensor, value in held.items():
+        if not tensor.startswith("mtp."):
+            total += value.size
+            is_table = "embed_tokens" in tensor
+            active += 0 if is_table else value.size * 3 // 8 if "experts." in tensor else value.size
+    assert parameters(sparse, sparse.trunk.checkpoint()) == Parameters(total, active)
 
 
 def test_a_tensor_in_several_places_counts_once():
