@@ -35,16 +35,7 @@ def load_weights(
         ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
             error; or a file changed meanwhile.
     """
-    published: dict[str, list[str]] = {}  # canonical name -> published spellings of it
-    for name in sorted(checkpoint.names):
-        canonical = family.canonical_name(name)
-        if canonical is not None:
-            published.setdefault(canonical, []).append(name)
-    _check_layers(config, published, checkpoint)
-    model = undefined(family, config, dtype, frozenset(published))
-    placements = list(_as_published(model.checkpoint(), published))
-    _check(placements, published, checkpoint)
-
+    model, placements, published = compared(family, config, dtype, checkpoint)
     of_param: dict[int, list[Placement]] = {}
     for placement in placements:
         of_param.setdefault(id(placement.param), []).append(placement)
@@ -80,10 +71,33 @@ def _as_published(
         yield from others if is_other else (placement,)
 
 
+def compared(
+    family: type[Model], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
+) -> tuple[Model, list[Placement], dict[str, list[str]]]:
+    """A model that the checkpoint's tensors fit, without values; no tensor is read.
+
+    Then where each of the tensors goes, by canonical name, and the names' published spellings.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
+            error.
+    """
+    published: dict[str, list[str]] = {}
+    for name in sorted(checkpoint.names):
+        canonical = family.canonical_name(name)
+        if canonical is not None:
+            published.setdefault(canonical, []).append(name)
+    _check_layers(config, published, checkpoint)
+    model = undefined(family, config, dtype, frozenset(published))
+    placements = list(_as_published(model.checkpoint(), published))
+    _check(placements, published, checkpoint)
+    return model, placements, published
+
+
 def undefined(
-    family: type[Model], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str]
+    family: type[Model], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str] | None
 ) -> Model:
-    """A model for these `tensors` (canonical names), whose parameters have no values yet."""
+    """A model for these `tensors` (see `Model`), whose parameters have no values yet."""
     return nnx.eval_shape(lambda: family(config, dtype, tensors))
 
 
