@@ -173,7 +173,7 @@ def _check_digest(path: Path) -> None:
         part = bytearray(_PART)
         for start in range(0, status.st_size, _PART):
             view = memoryview(part)[: min(_PART, status.st_size - start)]
-            fill(file, view)
+            fill(file, view, start)
             digest.update(view)
     if digest.hexdigest() != blob.name:
         raise ValueError(
