@@ -163,9 +163,7 @@ def load(folder: Path, dtype: str) -> Figures:
 
 def loaded(folder: Path, dtype: str) -> tuple[float, nnx.Module]:
     """The seconds until all weights are on the device, and the model."""
-    model, seconds = timed(
-        lambda: jax.block_until_ready(load_model(folder, jnp.dtype(dtype)))
-    )
+    model, seconds = timed(lambda: jax.block_until_ready(load_model(folder, jnp.dtype(dtype))))
     return seconds, model
 
 

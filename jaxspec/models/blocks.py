@@ -135,7 +135,9 @@ def _part(run: Run, begin: int, end: int) -> Run:
 
 
 def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[Run]:
-    sources, length = _stretches(placement.shape, _box(placement.shape, placement.part))
+    sources, length = [0], math.prod(placement.shape)
+    if placement.part is not ...:  # nearly every tensor is whole, and some have 74,000
+        sources, length = _stretches(placement.shape, _box(placement.shape, placement.part))
     box = _box(shape, placement.index)
     if placement.transpose:
         shape, box = shape[::-1], box[::-1]

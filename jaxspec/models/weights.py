@@ -106,11 +106,13 @@ def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: C
 
 
 def _check(
-    placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
+    placements: Collection[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> None:
     wanted = {placement.name: placement.shape for placement in placements}
     problems = {
-        "Missing": sorted(wanted.keys() - published.keys()),
+        "Missing": sorted(
+            {_or_instead(placement) for placement in placements if placement.name not in published}
+        ),
         "Unexpected": sorted(
             name for c in published.keys() - wanted.keys() for name in published[c]
         ),
@@ -139,6 +141,15 @@ def _check(
                 if named
             ),
         )
+
+
+def _or_instead(placement: Placement) -> str:
+    """The name of a missing tensor, and of those that may stand in its place."""
+    if not placement.instead:
+        return placement.name
+    first, *others = placement.instead
+    more = f" and {len(others):,} more" if others else ""
+    return f"{placement.name} (or {first.name}{more})"
 
 
 def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:
