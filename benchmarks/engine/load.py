@@ -7,9 +7,9 @@ as the gigabytes allow, is written into a temporary folder. All files are in the
 they are read: by `dd`, one after the other in pieces of a MiB, and by `load_model` in a process of
 its own each time, twice: the second time its programs are compiled.
 
-The host's peak is what the process held at most while it loaded the first time, less what it held
-before, and less the weights where the device is the host. It may be 1.2 times the largest tensor
-and a GB. The device's excess is what was allocated there at most, less the weights.
+The host's peak is the most that the process held when it had loaded once, less the most that it
+held before, and less the weights where the device is the host. It may be 1.2 times the largest
+tensor and a GB. The device's excess is what was allocated there at most, less the weights.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import math
+import resource
 import statistics
 import subprocess
 import sys
@@ -144,10 +145,9 @@ def dd(folder: Path) -> float:
 def load(folder: Path, dtype: str) -> Figures:
     """Load it twice, here."""
     jnp.zeros(1).block_until_ready()  # the device is there
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = most_held()
     seconds, model = loaded(folder, dtype)
-    host_peak = memory("VmHWM") - before
+    host_peak = most_held() - before
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     device = jax.devices()[0].memory_stats() or {}
     if jax.default_backend() == "cpu":
@@ -167,11 +167,9 @@ def loaded(folder: Path, dtype: str) -> tuple[float, nnx.Module]:
     return seconds, model
 
 
-def memory(field: str) -> int:
-    """Bytes, by a field of Linux's status of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+def most_held() -> int:
+    """Bytes that this process has held at most, on Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def new_process(arguments: list[str]) -> str:
