@@ -410,3 +410,33 @@ def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
     (told,) = json.loads((tmp_path / "ab.json").read_text())["differences"]
     assert (told["round"], told["prompt"], told["same_tokens"]) == (3, 1, 5)
     assert (told["tokens"], told["score_gap"]) == ([8, 5], None)
+
+
+def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path, capsys):
+    """Its processes are calls in this one."""
+    load = importlib.import_module("benchmarks.engine.load")
+
+    def here(arguments):
+        out = io.StringIO()
+        with monkeypatch.context() as process, contextlib.redirect_stdout(out):
+            process.setattr(sys, "argv", ["load.py", *arguments])
+            load.main()
+        return out.getvalue()
+
+    monkeypatch.setattr(load, "new_process", here)
+    monkeypatch.setattr(load, "NOISE", load.NOISE[:1000])
+    file = tmp_path / "load.json"
+    sizes = "--shape tiny --gigabytes 1e-4 --shard-gigabytes 1e-4 --repeats 1 --dtype float32"
+    monkeypatch.setattr(
+        sys, "argv", ["load.py", *sizes.split(), "--json", str(file), "--folder", str(tmp_path)]
+    )
+    load.main()
+    written = json.loads(file.read_text())
+    assert (written["layers"], written["tensors"]) == (4, 70)
+    assert written["shards"] > 2
+    assert written["of_dd"] == pytest.approx(
+        written["gigabytes_per_second"] / written["dd_gigabytes_per_second"], rel=1e-3
+    )
+    assert min(written["seconds"], written["again_seconds"]) > 0
+    assert written["host_peak_gigabytes"] < written["host_peak_allowed_gigabytes"]
+    assert list(tmp_path.iterdir()) == [file]  # the checkpoint is not kept
