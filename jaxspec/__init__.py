@@ -1,5 +1,6 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
+from jaxspec.inspection import Inspection, inspect
 from jaxspec.kept_llm import generate
 from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
@@ -10,6 +11,7 @@ from jaxspec.speculation import SpeculativeConfig
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Inspection",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -17,4 +19,5 @@ __all__ = [
     "Stream",
     "TextDelta",
     "generate",
+    "inspect",
 ]

@@ -1,6 +1,7 @@
 """`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures.
 
-`python -m jaxspec replay FILE` is another command: `jaxspec.replay`.
+`python -m jaxspec inspect MODEL` and `python -m jaxspec replay FILE` are other commands:
+`jaxspec.inspection` and `jaxspec.replay`.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import time
 from collections.abc import Sequence
 
 from jaxspec import replay
-from jaxspec.arguments import engine_options, parser, prompts_of
+from jaxspec.arguments import engine_options, inspect_parser, parser, prompts_of
+from jaxspec.inspection import inspect
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.request import RequestMetrics
@@ -21,13 +23,14 @@ from jaxspec.sampling_params import SamplingParams
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Returns its exit status: 0; 1 if the model failed on a prompt, or a replay differs; 2 after an
-    error that the user can mend; 130 after Ctrl-C and 141 when nobody reads the output any more, as
-    shells count.
+    Returns its exit status: 0; 1 if the model failed on a prompt or is refused, or a replay
+    differs; 2 after an error that the user can mend; 130 after Ctrl-C and 141 when nobody reads the
+    output any more, as shells count.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        status = replay.main(words[1:]) if words[:1] == ["replay"] else _complete(words)
+        command = _COMMANDS.get(words[0] if words else "")
+        status = _complete(words) if command is None else command(words[1:])
         sys.stdout.flush()  # a closed pipe shows here, not when Python ends
         return status
     except KeyboardInterrupt:
@@ -55,6 +58,17 @@ def _complete(words: Sequence[str]) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def _inspect(words: Sequence[str]) -> int:
+    """Report on the model of a command line; 1 if it is refused, else 0."""
+    args = inspect_parser().parse_args(words)
+    found = inspect(**engine_options(args))
+    print(found)
+    return 1 if found.refused else 0
+
+
+_COMMANDS = {"inspect": _inspect, "replay": replay.main}  # by the first word; else it is a prompt
 
 
 def _run(args: argparse.Namespace) -> tuple[int, int]:

@@ -12,7 +12,8 @@ examples:
   python -m jaxspec "def fibonacci(n):"
   python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
-  python -m jaxspec replay FILE   (runs what a flight recorder wrote; `replay --help` says more)
+  python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
+  python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
 """
@@ -33,7 +34,7 @@ _ENGINE_OPTIONS = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error, not the whole usage."""
-        self.exit(2, f"jaxspec: {message}. See python -m jaxspec --help.\n")
+        self.exit(2, f"jaxspec: {message}. See {self.prog} --help.\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,6 +69,30 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt (default: text)"
     )
+    return parser
+
+
+def inspect_parser() -> argparse.ArgumentParser:
+    """What reads the command line of `inspect`, as `parser` does."""
+    parser = _Parser(
+        prog="python -m jaxspec inspect",
+        usage="python -m jaxspec inspect [options] [MODEL]",
+        description="Say what a model is, what it takes, how many requests fit on this device,\n"
+        "and what would be refused and why. No weights are loaded, and none are downloaded.",
+        epilog="exit status: 0 it runs; 1 it is refused; 2 an error in what was asked for",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder with config.json, with or without weights; a config.json; or a Hugging Face "
+        "hub id, whose config.json is downloaded (default: the embedded model)",
+    )
+    for name, metavar in _ENGINE_OPTIONS.items():
+        if name != "model":
+            _add_engine_option(parser, name, metavar)
+    _add_speculation(parser)
     return parser
 
 

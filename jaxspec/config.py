@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from jaxspec.checks import integer, shown
 
+TOKENS_PER_STEP = 512
+"""Prompt tokens of a step that are enough for a dense model to be fast, and none too many."""
+
 
 def check_sizes(**values: int) -> None:
     """Raise a ValueError for a value that is no integer of at least 1."""
@@ -32,7 +35,7 @@ class StepShapes:
     max_prefill_seqs: int = 4  # prompts a step can advance
     steps_per_dispatch: int = 1  # decode steps that one call of a program may make
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
-    max_num_batched_tokens: int = dataclasses.field(default=512, compare=False)
+    max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,19 +91,31 @@ class StepShapes:
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
+        max_prefill_seqs: int,
+        tokens_per_step: int = TOKENS_PER_STEP,
         **sizes: Any,
     ) -> "StepShapes":
-        """The sizes that are given, and for each that is None what `EngineConfig` says of it."""
-        check_sizes(max_num_seqs=max_num_seqs, page_size=page_size)
+        """The sizes that are given, and for each that is None what `EngineConfig` says of it.
+
+        `tokens_per_step`: prompt tokens at which a step of the model is fast, a multiple of 64.
+        """
+        check_sizes(
+            max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
+        )
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
         budget = max_num_batched_tokens
         if budget is None:
-            budget = max(512, -(-max_num_seqs * (1 + num_drafts) // 32) * 64)
+            # No more than the prompts that a step can advance may have.
+            longest = -(-min(max_prefill_seqs, max_num_seqs) * max_model_len // 64) * 64
+            verify = -(-max_num_seqs * (1 + num_drafts) // 32) * 64  # twice one of all rows
+            budget = max(TOKENS_PER_STEP, min(tokens_per_step, longest), verify)
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
-            prefill_tokens = sorted({min(64, budget), budget})
+            # A prompt of 65 tokens should not pay for thousands.
+            between = {512} if budget >= 2048 else set[int]()
+            prefill_tokens = sorted({min(64, budget), budget} | between)
         return StepShapes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -110,6 +125,7 @@ class StepShapes:
             decode_rows=tuple(decode_rows),
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
+            max_prefill_seqs=max_prefill_seqs,
             **sizes,
         )
 

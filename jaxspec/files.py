@@ -49,8 +49,10 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
 
 
-def fill(file: FileIO, buffer: memoryview) -> None:
-    """Read from where `file` stands until `buffer` is full.
+def fill(file: FileIO, buffer: memoryview, start: int = 0) -> None:
+    """Read the file's bytes from `start` on until `buffer` is full.
+
+    Several threads may do so at once: where the file itself stands plays no part.
 
     Raises:
         ValueError: the file ends before, or the disk fails.
@@ -58,7 +60,7 @@ def fill(file: FileIO, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
         try:
-            count = file.readinto(buffer[done:])
+            count = os.preadv(file.fileno(), [buffer[done:]], start + done)
         except OSError as error:
             raise ValueError(
                 f"{file.name} must be a file that can be read, but reading it failed: "

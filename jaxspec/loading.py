@@ -4,9 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxspec.cache import kv_dtype_of
-from jaxspec.config import StateConfig
+from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models import dtype_of, load_model, resolve_folder
+from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
@@ -30,6 +33,49 @@ class Loaded(NamedTuple):
     config: EngineConfig  # with every "auto" and None that the device decided resolved
 
 
+def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
+    """The folder of the model that `config` names, downloaded if it is a hub id.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: as `resolve_folder`.
+    """
+    if config.model is None:
+        return EMBEDDED_MODEL
+    return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
+
+
+class Settled(NamedTuple):
+    """What the options mean for one model on this device."""
+
+    speculation: SpeculativeConfig | None
+    proposer: Proposer | None
+    states: StateConfig
+    kv_dtype: jnp.dtype
+    shapes: StepShapes  # which may have fewer pages later
+
+
+def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
+    """The options with every "auto" and None that the model or the device decides decided.
+
+    Raises:
+        ValueError: an option does not go with the model, or sizes do not go together.
+    """
+    speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
+    has_kernels = dispatch.kernels_here()[1] is None
+    return Settled(
+        speculation,
+        make_proposer(speculation, model.vocab_size) if speculation else None,
+        StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels),
+        kv_dtype_of(config.kv_dtype, dtype),
+        config.step_shapes(
+            max_positions=model.max_position_embeddings,
+            num_drafts=speculation.num_speculative_tokens if speculation else 0,
+            tokens_per_step=model.tokens_per_step,
+        ),
+    )
+
+
 def load(config: EngineConfig, *, progress: bool) -> Loaded:
     """Load the model that `config` names and allocate its state; no program is compiled yet.
 
@@ -38,40 +84,27 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         ValueError: an option, the configuration or the weights break a rule, or do not fit.
     """
     enable_compilation_cache(config.compilation_cache)
-    folder = EMBEDDED_MODEL
-    if config.model is not None:
-        folder = resolve_folder(
-            config.model,
-            progress,
-            weights=config.load_format != "dummy",
-            revision=config.revision,
-        )
+    folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
     model = load_model(folder, dtype, load_format=config.load_format, progress=progress)
-    speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
-    proposer = make_proposer(speculation, model.vocab_size) if speculation else None
-    has_kernels = dispatch.kernels_here()[1] is None
-    states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
+    settled = settle(config, model, dtype)
     runner = ModelRunner(
         model,
-        config.step_shapes(
-            max_positions=model.max_position_embeddings,
-            num_drafts=speculation.num_speculative_tokens if speculation else 0,
-        ),
-        proposer,
+        settled.shapes,
+        settled.proposer,
         dtype=dtype,
-        verifier=make_verifier(speculation),
-        states=states,
-        kv_dtype=kv_dtype_of(config.kv_dtype, dtype),
+        verifier=make_verifier(settled.speculation),
+        states=settled.states,
+        kv_dtype=settled.kv_dtype,
         budget=budget,
     )
     resolved = dataclasses.replace(
         config,
         dtype=dtype.name,
-        state_policy=states.policy,
+        state_policy=settled.states.policy,
         num_pages=runner.shapes.num_pages,
-        speculative_config=speculation,
+        speculative_config=settled.speculation,
     )
-    return Loaded(folder, model.config, proposer, runner, resolved)
+    return Loaded(folder, model.config, settled.proposer, runner, resolved)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jaxspec import checks
 from jaxspec.checks import shown
-from jaxspec.config import StepShapes
+from jaxspec.config import TOKENS_PER_STEP, StepShapes
 from jaxspec.speculation import SpeculativeConfig
 
 _MAX = 2**24  # rows, tokens or pages, of which arrays are made
@@ -104,7 +104,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "verified and prefilled tokens of a step together",
-        none="512, or twice a verify of all rows in full 64s if that is more",
+        none="512, with experts to read up to 4096 if max_prefill_seqs prompts may have so many; "
+        "or twice a verify of all rows in full 64s if that is more",
     )
     long_prefill_token_threshold: int | None = option(
         None, "most prompt tokens of one request in a step", none="no such limit"
@@ -118,7 +119,7 @@ class EngineConfig:
     prefill_buckets: Sequence[int] | None = option(
         None,
         "numbers of prompt tokens that get compiled, ascending",
-        none="64 and max_num_batched_tokens",
+        none="64 and max_num_batched_tokens, with 512 between them if that is 2048 or more",
     )
     seed: int = option(0, "seed of requests that bring none", least=None)
     compilation_cache: str | Path | None = option(
@@ -165,8 +166,10 @@ class EngineConfig:
                 "Leave revision out, or give a hub id as model."
             )
 
-    def step_shapes(self, *, max_positions: int, num_drafts: int) -> StepShapes:
-        """The sizes of programs for a model of so many positions, which may hold fewer pages later.
+    def step_shapes(
+        self, *, max_positions: int, num_drafts: int, tokens_per_step: int = TOKENS_PER_STEP
+    ) -> StepShapes:
+        """The sizes of programs for a model with these of its own; there may be fewer pages later.
 
         Raises:
             ValueError: sizes do not go together, or exceed the model's.
@@ -188,6 +191,7 @@ class EngineConfig:
             decode_rows=self.decode_buckets,
             prefill_tokens=self.prefill_buckets,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            tokens_per_step=tokens_per_step,
             max_prefill_seqs=self.max_prefill_seqs,
             steps_per_dispatch=self.steps_per_dispatch,
             long_prefill_token_threshold=self.long_prefill_token_threshold,

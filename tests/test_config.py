@@ -11,6 +11,7 @@ DEFAULTS = {
     "decode_rows": None,
     "prefill_tokens": None,
     "max_num_batched_tokens": None,
+    "max_prefill_seqs": 4,
 }
 SIZES = {
     "max_num_seqs": 8,
@@ -90,6 +91,30 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
 def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
     sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     assert StepShapes.of(**sizes_given).prefill_tokens == sizes
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "max_model_len", "sizes"),
+    [
+        (512, 8192, (64, 512)),
+        (4096, 8192, (64, 512, 4096)),
+        (2560, 8192, (64, 512, 2560)),
+        (4096, 500, (64, 512, 2048)),  # what 4 prompts may have, in full 64s
+        (4096, 10, (64, 512)),
+    ],
+)
+def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
+    own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
+    shapes = StepShapes.of(**DEFAULTS | own)
+    assert (shapes.prefill_tokens, shapes.max_num_batched_tokens) == (sizes, sizes[-1])
+    alone = StepShapes.of(**DEFAULTS | own | {"max_prefill_seqs": 1})
+    assert alone.max_num_batched_tokens == max(
+        512, min(tokens_per_step, -(-max_model_len // 64) * 64)
+    )
+    given = StepShapes.of(**DEFAULTS | own | {"max_num_batched_tokens": 300})
+    assert given.prefill_tokens == (64, 300)
+    many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
+    assert StepShapes.of(**DEFAULTS | own | many).max_num_batched_tokens == 8000
 
 
 def test_what_is_given_is_no_default():

@@ -56,14 +56,24 @@ def test_a_file_that_is_cut_short_or_fails_while_it_is_read_is_named(path, monke
         os.truncate(path, 3)
         fill(file, memoryview(bytearray(4)))
 
-    class Broken:
-        name = "weights"
+    def fail(*_):
+        raise OSError(5, "Input/output error")
 
-        def readinto(self, buffer):
-            raise OSError(5, "Input/output error")
+    monkeypatch.setattr(os, "preadv", fail)
+    with (
+        open_file(path) as file,
+        pytest.raises(ValueError, match="file must be .* failed: Input/output error. Copy"),
+    ):
+        fill(file, memoryview(bytearray(4)))
 
-    with pytest.raises(ValueError, match="weights must be .* failed: Input/output error. Copy"):
-        fill(Broken(), memoryview(bytearray(4)))
+
+def test_a_file_is_read_from_any_place_and_in_as_many_parts_as_the_system_gives(path, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, start: read(file, [into[0][:3]], start))
+    content = bytearray(10)
+    with open_file(path) as file:
+        fill(file, memoryview(content), start=4)
+    assert content == path.read_bytes()[4:14]
 
 
 def test_a_file_that_is_too_long_is_not_read(path, monkeypatch):

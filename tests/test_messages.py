@@ -564,7 +564,8 @@ examples:
   python -m jaxspec "def fibonacci(n):"
   python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
-  python -m jaxspec replay FILE   (runs what a flight recorder wrote; `replay --help` says more)
+  python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
+  python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
 """

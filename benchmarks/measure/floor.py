@@ -1,46 +1,71 @@
-"""The least time that a decode step of a Qwen3.5 can take: what must move, and what it computes.
+"""The least time that a decode step of a Qwen can take: what must move, and what it computes.
 
 A verify reads the weights of the trunk and the output head once, each draft those of the draft head
-and the columns of the output head that score its vocabulary. Keys and values of the context are
-read by each attention layer and by each draft. A recurrent layer reads its state and writes what it
-keeps: one after each token (snapshot), or one now and then, with a ring of tokens beside it
-(replay). Left out are norms and logits, and what need not leave the chip.
+and the columns of the output head that score its vocabulary. A layer with experts reads those that
+some token chose: each expert is as likely as any other, and tokens choose independently. Keys and
+values of the context are read by each attention layer and by each draft. A recurrent layer reads
+its state and writes what it keeps: one after each token (snapshot), or one now and then, with a
+ring of tokens beside it (replay). Left out are norms and logits, and what need not leave the chip.
 """
 
+import math
+
 from jaxspec.config import StateConfig
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DENSE, FULL_ATTENTION, ModelConfig
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
 
 MATMUL_FLOPS = 790e12  # a second: what large bfloat16 products reach on an H200
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+EVERY = math.inf  # tokens, of which each expert gets some
 
 
 def attention_size(config: ModelConfig) -> int:
-    """Weights of an attention layer and its feed-forward layer; queries come with a gate."""
-    heads = 3 * config.num_heads + 2 * config.num_kv_heads  # queries, gates and the output's
-    return heads * config.head_dim * config.hidden_size + _mlp_size(config)
+    """Weights of an attention layer, without its feed-forward layer; queries may have a gate."""
+    heads = (2 + config.gated_attention) * config.num_heads + 2 * config.num_kv_heads
+    return heads * config.head_dim * config.hidden_size
 
 
 def recurrent_size(config: ModelConfig) -> int:
-    """Weights of a Gated DeltaNet layer and its feed-forward layer."""
+    """Weights of a Gated DeltaNet layer, without its feed-forward layer."""
     sizes = config.part(GatedDeltaNetConfig)
     columns = sizes.conv_dim + 2 * sizes.values + 2 * sizes.value_heads
-    taps = sizes.conv_kernel * sizes.conv_dim
-    return columns * config.hidden_size + taps + _mlp_size(config)
+    return columns * config.hidden_size + sizes.conv_kernel * sizes.conv_dim
 
 
-def _mlp_size(config: ModelConfig) -> int:
-    return 3 * config.hidden_size * config.intermediate_size
+def distinct_experts(routing: Routing, tokens: float) -> float:
+    """How many of a layer's experts so many tokens choose, on average."""
+    return routing.num_experts * (1 - (1 - routing.num_chosen / routing.num_experts) ** tokens)
 
 
-def forward_size(config: ModelConfig) -> int:
-    """Weights that one pass over the trunk and the output head reads."""
-    return (
-        config.num_full_attention_layers * attention_size(config)
-        + config.num_linear_attention_layers * recurrent_size(config)
-        + config.hidden_size * config.vocab_size
+def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
+    """Weights of a feed-forward layer that so many tokens read."""
+    if kind == DENSE:
+        return 3 * config.hidden_size * config.intermediate_size
+    sizes = config.part(MoEConfig)
+    scores = sizes.routing.num_experts + (sizes.shared_size > 0)  # the shared expert has a gate
+    width = sizes.shared_size + distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
+    return config.hidden_size * (scores + 3 * width)
+
+
+def head_size(config: ModelConfig, tokens: float) -> float:
+    """Weights of the draft head that a pass of so many tokens reads, without the output head."""
+    layer = feed_forward_size(config, config.draft_feed_forward_type, tokens)
+    return attention_size(config) + layer + 2 * config.hidden_size**2
+
+
+def forward_size(config: ModelConfig, tokens: float) -> float:
+    """Weights that one pass of so many tokens over the trunk and the output head reads."""
+    feed_forward = sum(
+        feed_forward_size(config, kind, tokens) for kind in config.feed_forward_types
     )
+    mixers = sum(
+        attention_size(config) if kind == FULL_ATTENTION else recurrent_size(config)
+        for kind in config.layer_types
+    )
+    return mixers + feed_forward + config.hidden_size * config.vocab_size
 
 
 def step_bytes(
@@ -65,26 +90,32 @@ def step_bytes(
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
-    sizes = config.part(GatedDeltaNetConfig)
-    window = 2 * (sizes.conv_kernel - 1) + drafts  # read, and written whole
-    io = size * (sizes.conv_dim * (width + window) + 2 * sizes.values * width)
-    hidden = config.hidden_size
-    head = attention_size(config) + 2 * hidden**2 + hidden * (draft_vocab or config.vocab_size)
+    head = head_size(config, rows) + config.hidden_size * (draft_vocab or config.vocab_size)
+    io = state = 0.0
+    if config.num_linear_attention_layers:
+        sizes = config.part(GatedDeltaNetConfig)
+        window = 2 * (sizes.conv_kernel - 1) + drafts  # read, and written whole
+        io = size * (sizes.conv_dim * (width + window) + 2 * sizes.values * width)
+        state = _state_bytes(sizes, width, emitted, states, ring_dtype)
     recurrent = rows * config.num_linear_attention_layers
     return {
-        "weights": size * forward_size(config),
+        "weights": size * forward_size(config, rows * width),
         "kv": config.num_full_attention_layers * rows * (context + width) * kv_token,
         "io": recurrent * io,
-        "states": recurrent * _state_bytes(config, width, emitted, states, ring_dtype),
+        "states": recurrent * state,
         "drafts": drafts * (size * head + rows * context * kv_token),
     }
 
 
 def _state_bytes(
-    config: ModelConfig, width: int, emitted: float, states: StateConfig, ring_dtype: str | None
+    sizes: GatedDeltaNetConfig,
+    width: int,
+    emitted: float,
+    states: StateConfig,
+    ring_dtype: str | None,
 ) -> float:
     """Bytes that one request moves in one layer, for its state and its ring."""
-    sizes, size = config.part(GatedDeltaNetConfig), ITEMSIZES[states.dtype]
+    size = ITEMSIZES[states.dtype]
     state = sizes.values * sizes.key_dim * size
     if states.policy == "snapshot":
         return state * (1 + width)
@@ -100,5 +131,5 @@ def step_seconds(
     moved: dict[str, float], config: ModelConfig, tokens: int, bytes_per_second: float
 ) -> float:
     """The floor of a step that moves `moved` and verifies `tokens` tokens in all rows together."""
-    flops = 2 * forward_size(config) * tokens
+    flops = 2 * forward_size(config, 1) * tokens  # a token has no use for others' experts
     return max(sum(moved.values()) / bytes_per_second, flops / MATMUL_FLOPS)

@@ -17,7 +17,7 @@ from jaxspec.models.fields import Fields, read_fields
 from jaxspec.models.hub import resolve_folder
 from jaxspec.models.weights import load_weights
 
-__all__ = ["MODELS", "dtype_of", "load_model", "parse_config", "resolve_folder"]
+__all__ = ["MODELS", "dtype_of", "family_of", "load_model", "parse_config", "resolve_folder"]
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
@@ -66,7 +66,7 @@ def load_model(
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
     fields = read_fields(folder)
-    family = _family(fields.architecture, folder / "config.json")
+    family = family_of(fields.architecture, folder / "config.json")
     config = family.parse_config(fields)
     if load_format == "dummy":
         return dummy_weights(family, config, jnp.dtype(dtype))
@@ -84,11 +84,15 @@ def parse_config(
             implemented.
     """
     fields = Fields(published, generation)
-    return _family(fields.architecture, "config.json").parse_config(fields)
+    return family_of(fields.architecture, "config.json").parse_config(fields)
 
 
-def _family(architecture: str, source: Path | str) -> type[Model]:
-    """The class of `MODELS`, imported only now; `source` asks for it."""
+def family_of(architecture: str, source: Path | str) -> type[Model]:
+    """The class of `MODELS`, imported only now; `source` asks for it.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     if architecture not in MODELS:
         raise ValueError(
             f"{source} asks for the model {shown(architecture)}, and jaxspec runs only "

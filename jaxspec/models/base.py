@@ -1,6 +1,7 @@
 """What every model offers: `Model`, and the `DraftHead` it may have."""
 
 import abc
+import math
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
@@ -9,9 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
+from jaxspec.config import TOKENS_PER_STEP
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.layers.decoder import DecoderLayer
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
@@ -113,6 +116,26 @@ class Model(nnx.Module, abc.ABC):
     def has_draft_head(self) -> bool:
         """Whether the checkpoint carried the tensors of a draft head."""
         return self.draft_head is not None
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """The sizes of its mixture of experts, a part of its configuration; None: it is dense."""
+        return next((part for part in self.config.parts if isinstance(part, MoEConfig)), None)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Prompt tokens at which a step is fast, and beyond which it is only longer.
+
+        A dense model's weights all serve every token: from a few hundred on it computes. A step
+        with many tokens reads every expert, each of which serves its share of them. A GPU
+        multiplies some 180 rows while it reads bfloat16 weights, and the other layers compute as
+        well, so about 128 rows an expert balance the two.
+        """
+        if self.experts is None:
+            return TOKENS_PER_STEP
+        routing = self.experts.routing
+        rows = 128 * routing.num_experts / routing.num_chosen
+        return min(max(TOKENS_PER_STEP, 512 * math.ceil(rows / 512)), 4096)
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """The pools that the layers keep: the trunk's layers first, then the draft head's.

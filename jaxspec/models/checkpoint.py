@@ -19,7 +19,7 @@ _NAME_CHARACTERS = 100
 
 
 class Checkpoint:
-    """The tensors in a folder's safetensors files, read one at a time. A context manager.
+    """The tensors in a folder's safetensors files, read part by part. A context manager.
 
     Reads `model.safetensors.index.json` and its shards, or else every `model*.safetensors`.
     """
@@ -66,13 +66,16 @@ class Checkpoint:
         """A tensor's dtype and shape, from the file's header."""
         return self._holders[name][0].tensors[name]
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor as stored; its dtype must be one of `safetensors_file.DTYPES`.
+    def read(self, name: str, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
+
+        It must have the tensor's own dtype, one of `safetensors_file.DTYPES`. Several threads may
+        read at once.
 
         Raises:
             ValueError: its file was cut short since it was opened.
         """
-        return self._holders[name][0].read(name)
+        self._holders[name][0].read(name, first, into)
 
     def check_unchanged(self) -> None:
         """ValueError if a file was written to since it was opened."""

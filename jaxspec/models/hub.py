@@ -71,7 +71,11 @@ def _folder(name_or_path: str | Path) -> Path | None:
 
 
 def _download(name: str, progress: bool, weights: bool, revision: str | None) -> Path:
-    """The folder in the hub's cache, with what was not there downloaded, and all of it checked."""
+    """The folder in the hub's cache, with what was not there downloaded, and all of it checked.
+
+    The hub's library downloads several files at once, takes up a connection that breaks where it
+    broke, and keeps every file that came whole.
+    """
     if revision is not None and not _is_revision(revision):
         raise ValueError(
             "revision must be the name of a branch or tag or the id of a commit, such as 'main', "
@@ -125,8 +129,8 @@ def _why_not(error: Exception) -> str:
         )
     reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
     return (
-        f"is no folder here, and downloading it failed ({reason:.300}). Try again, or download the "
-        "model another way and give its folder."
+        f"is no folder here, and downloading it failed ({reason:.300}). Try again, which keeps the "
+        "files that came whole, or download the model another way and give its folder."
     )
 
 
@@ -173,7 +177,7 @@ def _check_digest(path: Path) -> None:
         part = bytearray(_PART)
         for start in range(0, status.st_size, _PART):
             view = memoryview(part)[: min(_PART, status.st_size - start)]
-            fill(file, view)
+            fill(file, view, start)
             digest.update(view)
     if digest.hexdigest() != blob.name:
         raise ValueError(

@@ -1,8 +1,8 @@
 """SafetensorsFile: one file of weights, its header checked before a tensor is read.
 
 The format: 8 bytes with the length of the header (little-endian), the header in JSON, and the
-tensors' bytes one behind the other. Tensors are read by `read`: a file that is cut short under a
-memory map would end the process with a signal.
+tensors' bytes one behind the other. Tensors are read by system calls: a file that is cut short
+under a memory map would end the process with a signal.
 """
 
 import dataclasses
@@ -63,17 +63,15 @@ class SafetensorsFile:
         """Close the file."""
         self._file.close()
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor as stored; its dtype must be one of `DTYPES`.
+    def read(self, name: str, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
+
+        It must have the tensor's own dtype, one of `DTYPES`. Several threads may read at once.
 
         Raises:
             ValueError: the file was cut short since it was opened.
         """
-        tensor = self.tensors[name]
-        content = np.empty(tensor.num_bytes, np.uint8)
-        self._file.seek(tensor.start)
-        fill(self._file, content.data)
-        return content.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        fill(self._file, into.view(np.uint8).data, self.tensors[name].start + first * into.itemsize)
 
     def check_unchanged(self) -> None:
         """ValueError if the file was written to since it was opened."""
@@ -92,19 +90,19 @@ class SafetensorsFile:
         size, _ = self._state
         if size < _LENGTH_BYTES:
             raise self._damaged("it has no header")
-        length = int.from_bytes(self._read_bytes(_LENGTH_BYTES), "little")
+        length = int.from_bytes(self._read_bytes(_LENGTH_BYTES, 0), "little")
         if length > min(size - _LENGTH_BYTES, MAX_JSON_BYTES):
             raise self._damaged(f"its header would have {length:,} bytes")
-        header = parse_json(self._read_bytes(length), f"the header of {self.path}")
+        header = parse_json(self._read_bytes(length, _LENGTH_BYTES), f"the header of {self.path}")
         header.pop("__metadata__", None)  # remarks of whoever wrote the file
         start = _LENGTH_BYTES + length
         tensors = {name: self._tensor(name, entry, start) for name, entry in header.items()}
         self._check_order(tensors, start)
         return tensors
 
-    def _read_bytes(self, count: int) -> bytearray:
+    def _read_bytes(self, count: int, start: int) -> bytearray:
         content = bytearray(count)
-        fill(self._file, memoryview(content))
+        fill(self._file, memoryview(content), start)
         return content
 
     def _tensor(self, name: str, entry: Any, start: int) -> StoredTensor:

@@ -1,20 +1,20 @@
 """A checkpoint's tensors to the parameters of a model, compared one by one before any is read."""
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
 from jaxspec.models.base import Model
+from jaxspec.models.blocks import Source
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
 from jaxspec.models.safetensors_file import DTYPES
+from jaxspec.models.transfer import to_device
 
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
 
@@ -27,29 +27,19 @@ def load_weights(
     *,
     progress: bool = False,
 ) -> Model:
-    """A model of the `family` with the checkpoint's weights, each moved to the device when read.
+    """A model of the `family` with the checkpoint's weights, moved to the device while it is read.
 
-    With `progress` a bar shows what is read, if it takes more than half a second.
+    With `progress` a bar shows what is read, if it takes more than half a second. After an error or
+    Ctrl-C nothing stays in memory.
 
     Raises:
         ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
             error; or a file changed meanwhile.
     """
-    published: dict[str, list[str]] = {}  # canonical name -> published spellings of it
-    for name in sorted(checkpoint.names):
-        canonical = family.canonical_name(name)
-        if canonical is not None:
-            published.setdefault(canonical, []).append(name)
-    _check_layers(config, published, checkpoint)
-    model = undefined(family, config, dtype, frozenset(published))
-    placements = list(_as_published(model.checkpoint(), published))
-    _check(placements, published, checkpoint)
-
-    of_param: dict[int, list[Placement]] = {}
-    for placement in placements:
-        of_param.setdefault(id(placement.param), []).append(placement)
+    model, placements, published = compared(family, config, dtype, checkpoint)
+    sources = _sources(placements, published, checkpoint)
     with tqdm(
-        total=sum(map(_num_bytes, placements)),
+        total=sum(source.num_bytes for source in sources),
         desc="loading",
         unit="B",
         unit_scale=True,
@@ -57,16 +47,9 @@ def load_weights(
         leave=False,
         disable=not progress,
     ) as bar:
-        for parts in of_param.values():
-            param = parts[0].param
-            value = np.zeros(param.shape, param.dtype)  # zeros stay where the parameter is padded
-            for part in parts:
-                tensor = checkpoint.read(published[part.name][0])[part.part]
-                target = value[part.index]
-                target[...] = (tensor.T if part.transpose else tensor).reshape(target.shape)
-            param.set_value(jax.device_put(value))
-            bar.update(sum(map(_num_bytes, parts)))
-    checkpoint.check_unchanged()
+        values = to_device(sources, checkpoint, bar.update)
+    for source, value in zip(sources, values, strict=True):
+        source.param.set_value(value)
     return model
 
 
@@ -80,16 +63,51 @@ def _as_published(
         yield from others if is_other else (placement,)
 
 
+def compared(
+    family: type[Model], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
+) -> tuple[Model, list[Placement], dict[str, list[str]]]:
+    """A model that the checkpoint's tensors fit, without values; no tensor is read.
+
+    Then where each of the tensors goes, by canonical name, and the names' published spellings.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
+            error.
+    """
+    published: dict[str, list[str]] = {}
+    for name in sorted(checkpoint.names):
+        canonical = family.canonical_name(name)
+        if canonical is not None:
+            published.setdefault(canonical, []).append(name)
+    _check_layers(config, published, checkpoint)
+    model = undefined(family, config, dtype, frozenset(published))
+    placements = list(_as_published(model.checkpoint(), published))
+    _check(placements, published, checkpoint)
+    return model, placements, published
+
+
 def undefined(
-    family: type[Model], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str]
+    family: type[Model], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str] | None
 ) -> Model:
-    """A model for these `tensors` (canonical names), whose parameters have no values yet."""
+    """A model for these `tensors` (see `Model`), whose parameters have no values yet."""
     return nnx.eval_shape(lambda: family(config, dtype, tensors))
 
 
-def _num_bytes(placement: Placement) -> int:
-    """The size of a published tensor in its parameter's dtype."""
-    return math.prod(placement.shape) * np.dtype(placement.param.dtype).itemsize
+def _sources(
+    placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
+) -> list[Source]:
+    """What each parameter is read from."""
+    of_param: dict[int, list[Placement]] = {}
+    for placement in placements:
+        of_param.setdefault(id(placement.param), []).append(placement)
+
+    def name_of(canonical: str) -> str:
+        return published[canonical][0]
+
+    def dtype_of(name: str) -> np.dtype:
+        return DTYPES[checkpoint.stored(name).dtype]
+
+    return [Source.of(each, name_of, dtype_of) for each in of_param.values()]
 
 
 def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: Checkpoint) -> None:
@@ -102,11 +120,13 @@ def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: C
 
 
 def _check(
-    placements: Iterable[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
+    placements: Collection[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> None:
     wanted = {placement.name: placement.shape for placement in placements}
     problems = {
-        "Missing": sorted(wanted.keys() - published.keys()),
+        "Missing": sorted(
+            {_or_instead(placement) for placement in placements if placement.name not in published}
+        ),
         "Unexpected": sorted(
             name for c in published.keys() - wanted.keys() for name in published[c]
         ),
@@ -135,6 +155,15 @@ def _check(
                 if named
             ),
         )
+
+
+def _or_instead(placement: Placement) -> str:
+    """The name of a missing tensor, and of those that may stand in its place."""
+    if not placement.instead:
+        return placement.name
+    first, *others = placement.instead
+    more = f" and {len(others):,} more" if others else ""
+    return f"{placement.name} (or {first.name}{more})"
 
 
 def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:

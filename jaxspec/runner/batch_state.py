@@ -1,10 +1,13 @@
 """BatchState: everything remembered between steps about the running requests, one row each."""
 
+from collections.abc import Iterable
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import Pools
+from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate
+from jaxspec.config import StepShapes
 from jaxspec.layout import PackedLayout
 from jaxspec.row import row_layout
 
@@ -80,3 +83,19 @@ class EngineState:
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
     """`num_rows` empty rows."""
     return BatchState(jnp.zeros((num_rows, row_layout(num_drafts).size), jnp.int32))
+
+
+def empty_state(shapes: StepShapes, specs: Iterable[CacheSpec], drawn_ids: int) -> EngineState:
+    """The state of an engine without requests. `jax.eval_shape` of it tells what it would hold.
+
+    `drawn_ids`: ids of the distribution that a draft is drawn from; 0: drafts are not drawn.
+    """
+    num_slots, num_drafts = shapes.num_slots, shapes.num_drafts
+    sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
+    distributions = (num_slots, num_drafts, drawn_ids)
+    return EngineState(
+        rows=empty_rows(shapes.max_num_seqs, num_drafts),
+        page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
+        pools=allocate(specs, sizes),
+        draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
+    )

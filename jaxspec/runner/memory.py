@@ -84,10 +84,10 @@ def fit(
 def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
     pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
     fewer = "num_pages, " * budget.fixed_pages
-    others = f" less {_human(budget.others_bytes)} in use" if budget.others_bytes else ""
+    others = f" less {human(budget.others_bytes)} in use" if budget.others_bytes else ""
     return (
         f"Weights and caches must fit gpu_memory_utilization={budget.utilization} of the "
-        f"{_human(budget.device_bytes)} that JAX may use{others}, {_human(budget.max_bytes)}; with "
+        f"{human(budget.device_bytes)} that JAX may use{others}, {human(budget.max_bytes)}; with "
         f"{pages} "
         f"({shapes.num_pages}) they would take\n{memory_map(held, shapes)}\n"
         f"Lower {fewer}max_num_seqs or max_model_len, or keep less with state_policy='replay', "
@@ -106,13 +106,14 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))
     lines = [
-        f"  {name:<{width}}{_human(size):>11}  {counts.get(name, '')}".rstrip()
+        f"  {name:<{width}}{human(size):>11}  {counts.get(name, '')}".rstrip()
         for name, size in [*sizes, ("total", sum(held.values()))]
     ]
     return "\n".join(lines)
 
 
-def _human(num_bytes: int) -> str:
+def human(num_bytes: int) -> str:
+    """So many bytes in a unit that people read: "1.5 GiB"."""
     size, unit = num_bytes / 1024, "KiB"
     for larger in ("MiB", "GiB"):
         if size >= 1024:

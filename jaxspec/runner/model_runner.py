@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.cache import CacheOptions, PoolSizes, allocate, state_policy
+from jaxspec.cache import CacheOptions, state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model
 from jaxspec.plan import Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
-from jaxspec.runner.batch_state import EngineState, empty_rows
+from jaxspec.runner.batch_state import EngineState, empty_state
 from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.programs.program_cache import kept
@@ -176,16 +176,8 @@ class ModelRunner:
         return jax.device_put(state, state.page_tables.sharding)
 
     def _init_state(self, shapes: StepShapes) -> EngineState:
-        num_slots, num_drafts, logits = shapes.num_slots, shapes.num_drafts, None
-        if self._proposer is not None and self._proposer.is_probabilistic:
-            logits = jnp.zeros((num_slots, num_drafts, self._vocab_size), jnp.float32)
-        sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
-        return EngineState(
-            rows=empty_rows(shapes.max_num_seqs, num_drafts),
-            page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
-            pools=allocate(self._specs, sizes),
-            draft_logits=logits,
-        )
+        draws = self._proposer is not None and self._proposer.is_probabilistic
+        return empty_state(shapes, self._specs, self._vocab_size if draws else 0)
 
     def _empty_plan(self, program: Program) -> np.ndarray:
         """A plan that keeps every row where it is, gives none of them tokens, and moves nothing."""

@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.config import StateConfig
 from jaxspec.models import load_model, parse_config
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.request import Finish
 
 ROOT = Path(__file__).parents[2]
@@ -128,11 +129,12 @@ TINY = ["--shape", "tiny", "--dtype", "float32", "--drafts", "0"]
 
 
 @pytest.mark.soak
-def test_prefill_measures_a_tiny_model(prefill, monkeypatch, tmp_path, capsys):
+def test_prefill_measures_a_tiny_mixture_of_experts(prefill, monkeypatch, tmp_path, capsys):
     """Prompts of 48 tokens by 16, two at once; and three of them beside two rows, twice."""
     alone = "--kinds throughput mixed --lengths 48 --chunk 16 --batch 2 --prefill-tokens 16"
     beside = "--rows 2 --context 8 --stream 3 --steps 5 --repeats 2"
-    options = [*TINY, *alone.split(), *beside.split(), "--json", str(tmp_path / "prefill.json")]
+    options = [*TINY, "--shape", "tiny-moe", *alone.split(), *beside.split()]
+    options += ["--json", str(tmp_path / "prefill.json")]
     monkeypatch.setattr(sys, "argv", ["prefill.py", *options])
     prefill.main()
     throughput, mixed = json.loads((tmp_path / "prefill.json").read_text())["results"]
@@ -148,7 +150,7 @@ def test_prefill_measures_a_tiny_model(prefill, monkeypatch, tmp_path, capsys):
         assert 0 < steps["ms_per_step"] <= steps["ms_per_step_p99"]
     for result in (throughput, mixed):
         assert min(result["compile_seconds"], result["prefill_tokens_per_second"]) > 0
-    assert "| TINY, dtype float32, 2, 16 |" in capsys.readouterr().out
+    assert "| TINY-MOE, dtype float32, 2, 16 |" in capsys.readouterr().out
 
 
 def test_prefill_asks_for_prompts_whole_and_in_chunks(prefill, monkeypatch):
@@ -203,17 +205,97 @@ def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypat
         startup.main()
 
 
-def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
-    """All but vectors, and no padding: what is published."""
-    floor = importlib.import_module("benchmarks.measure.floor")
-    published = importlib.import_module("benchmarks.measure.model_shapes").SHAPES["tiny"].config()
-    (tmp_path / "config.json").write_text(json.dumps(published))
+@pytest.fixture
+def floor():
+    return importlib.import_module("benchmarks.measure.floor")
+
+
+@pytest.fixture
+def config_of():
+    """A published model's configuration by the name of its shape."""
+    shapes = importlib.import_module("benchmarks.measure.model_shapes").SHAPES
+    return lambda name, **changes: parse_config(
+        dataclasses.replace(shapes[name], **changes).config()
+    )
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+def test_the_floor_counts_the_weights_that_a_model_has(floor, shape, tmp_path):
+    """All but vectors and a table of embeddings beside the head, and no padding."""
+    shapes = importlib.import_module("benchmarks.measure.model_shapes").SHAPES
+    (tmp_path / "config.json").write_text(json.dumps(shapes[shape].config()))
     model = load_model(tmp_path, jnp.float32, load_format="dummy")
-    published = [placement.shape for placement in model.checkpoint()]
-    sizes = [math.prod(shape) for shape in published if len(shape) > 1]
-    config = model.config
-    head = floor.attention_size(config) + 2 * config.hidden_size**2
-    assert sum(sizes) == floor.forward_size(config) + head  # the embedding is the output head
+    published = {placement.name: placement.shape for placement in model.checkpoint()}
+    if model.trunk.embedding is not None:
+        del published["model.embed_tokens.weight"]
+    sizes = [math.prod(shape) for shape in published.values() if len(shape) > 1]
+    counted = floor.forward_size(model.config, floor.EVERY)
+    assert sum(sizes) == counted + floor.head_size(model.config, floor.EVERY)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "billions", "active"),
+    [
+        ("qwen3.5-35b-a3b", 40, 34.7, 2.95),
+        ("qwen3-next-80b", 48, 79.7, 3.56),
+        ("qwen3-30b-a3b", 48, 30.5, 3.04),
+        ("qwen3.5-9b", 32, 8.95, 7.94),
+    ],
+)
+def test_shapes_have_the_parameters_that_models_are_known_for(
+    floor, config_of, shape, layers, billions, active
+):
+    config = config_of(shape, layers=layers)
+    embedding = config.vocab_size * config.hidden_size
+    total = floor.forward_size(config, floor.EVERY) + embedding
+    assert total / 1e9 == pytest.approx(billions, rel=0.005)
+    assert floor.forward_size(config, 1) / 1e9 == pytest.approx(active, rel=0.005)
+
+
+def test_an_h200_holds_every_shape_in_bfloat16(floor, config_of):
+    """With a tenth of what JAX may be given there, 141 GB less some of the driver's, to spare."""
+    for shape in ("qwen3.5-35b-a3b", "qwen3-next-80b", "qwen3-30b-a3b", "qwen3.5-27b"):
+        config = config_of(shape)
+        table = config.vocab_size * config.hidden_size
+        weights = floor.forward_size(config, floor.EVERY) + table
+        if config.num_draft_layers:
+            weights += floor.head_size(config, floor.EVERY)
+        assert 2 * weights < 0.9 * 141e9
+
+
+# Milliseconds a token at 1, 8 and 64 rows, a context of 768 and 4.3 TB/s; 32,768 ids are drafted.
+FLOORS = [
+    ("qwen3.5-35b-a3b", 0, 1.0, (1.39, 4.44, 15.3)),
+    ("qwen3.5-35b-a3b", 1, 1.8, (1.06, 3.99, 9.7)),
+    ("qwen3.5-35b-a3b", 2, 2.4, (1.00, 3.89, 7.5)),
+    ("qwen3.5-35b-a3b", 3, 2.85, (1.02, 3.88, 6.5)),
+    ("qwen3-30b-a3b", 0, 1.0, (1.43, 6.15, 15.0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "drafts", "emitted", "milliseconds"), FLOORS)
+def test_the_floor_of_a_mixture_of_experts(floor, config_of, shape, drafts, emitted, milliseconds):
+    """As somebody else computed it from the same formulas, to two digits behind the point."""
+    config = config_of(shape)
+    for rows, want in zip((1, 8, 64), milliseconds, strict=True):
+        moved = floor.step_bytes(
+            config,
+            rows=rows,
+            context=768,
+            drafts=drafts,
+            draft_vocab=32768,
+            emitted=emitted,
+            states=StateConfig("replay"),
+        )
+        seconds = floor.step_seconds(moved, config, rows * (1 + drafts), 4.3e12)
+        assert 1000 * seconds / emitted == pytest.approx(want, rel=0.012)
+
+
+def test_each_token_reads_its_experts_and_many_tokens_read_all(floor, config_of):
+    routing = config_of("qwen3.5-35b-a3b").part(MoEConfig).routing
+    counts = [floor.distinct_experts(routing, tokens) for tokens in (0, 1, 2, 8, 64, floor.EVERY)]
+    assert counts[:2] == [0, pytest.approx(8)] and counts[-1] == 256
+    assert counts[2:5] == [pytest.approx(count, rel=0.01) for count in (15.8, 57, 222)]
 
 
 @pytest.mark.parametrize(
@@ -226,12 +308,10 @@ def test_the_floor_counts_the_weights_that_a_model_has(monkeypatch, tmp_path):
     ],
 )
 def test_the_floor_of_a_9b_step(
-    monkeypatch, states, ring, state_gigabytes, draft_vocab, draft_gigabytes, milliseconds
+    floor, config_of, states, ring, state_gigabytes, draft_vocab, draft_gigabytes, milliseconds
 ):
     """64 rows, 3 drafts, a context of 4096: worked by hand, at 4.3 TB/s."""
-    floor = importlib.import_module("benchmarks.measure.floor")
-    shape = importlib.import_module("benchmarks.measure.model_shapes").SHAPES["qwen3.5-9b"]
-    config = parse_config(shape.config())
+    config = config_of("qwen3.5-9b")
     sizes = {"rows": 64, "context": 4096, "drafts": 3, "emitted": 2.95}
     kinds = {"draft_vocab": draft_vocab, "states": states, "ring_dtype": ring}
     moved = floor.step_bytes(config, **sizes, **kinds)
@@ -330,3 +410,33 @@ def test_the_ab_fails_where_an_output_differs(ab, monkeypatch, tmp_path):
     (told,) = json.loads((tmp_path / "ab.json").read_text())["differences"]
     assert (told["round"], told["prompt"], told["same_tokens"]) == (3, 1, 5)
     assert (told["tokens"], told["score_gap"]) == ([8, 5], None)
+
+
+def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path, capsys):
+    """Its processes are calls in this one."""
+    load = importlib.import_module("benchmarks.engine.load")
+
+    def here(arguments):
+        out = io.StringIO()
+        with monkeypatch.context() as process, contextlib.redirect_stdout(out):
+            process.setattr(sys, "argv", ["load.py", *arguments])
+            load.main()
+        return out.getvalue()
+
+    monkeypatch.setattr(load, "new_process", here)
+    monkeypatch.setattr(load, "NOISE", load.NOISE[:1000])
+    file = tmp_path / "load.json"
+    sizes = "--shape tiny --gigabytes 1e-4 --shard-gigabytes 1e-4 --repeats 1 --dtype float32"
+    monkeypatch.setattr(
+        sys, "argv", ["load.py", *sizes.split(), "--json", str(file), "--folder", str(tmp_path)]
+    )
+    load.main()
+    written = json.loads(file.read_text())
+    assert (written["layers"], written["tensors"]) == (4, 70)
+    assert written["shards"] > 2
+    assert written["of_dd"] == pytest.approx(
+        written["gigabytes_per_second"] / written["dd_gigabytes_per_second"], rel=1e-3
+    )
+    assert min(written["seconds"], written["again_seconds"]) > 0
+    assert written["host_peak_gigabytes"] < written["host_peak_allowed_gigabytes"]
+    assert list(tmp_path.iterdir()) == [file]  # the checkpoint is not kept

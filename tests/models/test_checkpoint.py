@@ -30,7 +30,8 @@ def test_an_index_says_which_files_count(folder):
         assert checkpoint.names == {"a", "b", "c"}
         assert checkpoint.files_of("c") == ["model-2.safetensors"]
         assert (checkpoint.stored("c").dtype, checkpoint.stored("c").shape) == ("F32", (2,))
-        np.testing.assert_array_equal(checkpoint.read("c"), [2, 2])
+        checkpoint.read("c", 1, into := np.zeros(1, np.float32))
+        np.testing.assert_array_equal(into, [2])
         checkpoint.check_unchanged()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.models.safetensors_file import SafetensorsFile
+from jaxspec.models.safetensors_file import DTYPES, SafetensorsFile
 
 RANDOM = np.random.default_rng(0)
 
@@ -34,9 +34,12 @@ def test_each_dtype_that_weights_have_is_read_bit_for_bit(path):
     assert file.tensors.keys() == held.keys()
     assert (file.tensors["ids"].dtype, file.tensors["ids"].shape) == ("I64", (3,))
     for name in held.keys() - {"ids"}:
-        read = file.read(name)
-        assert (read.dtype, read.shape) == (held[name].dtype, held[name].shape)
-        np.testing.assert_array_equal(read, held[name])
+        tensor, whole = file.tensors[name], held[name].reshape(-1)
+        assert (DTYPES[tensor.dtype], tensor.shape) == (held[name].dtype, held[name].shape)
+        for first in {0, whole.size // 2, whole.size}:
+            into = np.ones(whole.size - first, whole.dtype)
+            file.read(name, first, into)
+            np.testing.assert_array_equal(into, whole[first:])
     file.close()
 
 
@@ -58,5 +61,5 @@ def test_a_change_since_the_file_was_opened_is_noticed(path):
         file.check_unchanged()
     os.truncate(path, 10)
     with pytest.raises(ValueError, match="x.safetensors must stay as it is .* it was cut short"):
-        file.read("a")
+        file.read("a", 0, np.empty(15, np.float32))
     file.close()

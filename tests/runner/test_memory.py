@@ -55,9 +55,9 @@ def test_pages_the_user_asked_for_are_taken_or_refused():
 def test_without_room_for_one_sample_there_is_an_error(max_bytes):
     with pytest.raises(ValueError) as caught:
         pages(max_bytes)
-    share = f"gpu_memory_utilization=0.5 of the {memory._human(2 * max_bytes)}"
+    share = f"gpu_memory_utilization=0.5 of the {memory.human(2 * max_bytes)}"
     assert str(caught.value) == (
-        f"Weights and caches must fit {share} that JAX may use, {memory._human(max_bytes)}; with "
+        f"Weights and caches must fit {share} that JAX may use, {memory.human(max_bytes)}; with "
         "the pages of one sample of max_model_len (5) they would take\n"
         "  weights         1.0 KiB\n"
         "  states          0.5 KiB  5 slots\n"

@@ -13,16 +13,18 @@ from flax import nnx
 class Placement:
     """A published tensor and where it goes: `param[index] = reshape(tensor[part])`, or its .T.
 
-    A tensor may have several placements, of a part each. A checkpoint that lacks the tensor may
-    have the same values in others: those that `instead` places.
+    A tensor may have several placements, of a part each, and a parameter several that do not
+    overlap; zeros stay where it has none. All placements of a parameter are transposed, or none is;
+    then only axes of size 1 may come and go. A checkpoint that lacks the tensor may have the same
+    values in others: those that `instead` places.
     """
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     param: nnx.Param
     transpose: bool = False  # published [out, in], kept [in, out]
-    index: Any = ...  # as NumPy takes it
-    part: Any = ...  # of the tensor
+    index: Any = ...  # integers, slices, `...`, as NumPy takes them
+    part: Any = ...  # of the tensor, as `index`; for an axis, an array of places >= 0, too
     instead: tuple["Placement", ...] = ()
 
 

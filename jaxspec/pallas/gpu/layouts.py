@@ -47,10 +47,12 @@ def lane_layout(size: int):
     """Register layout of one row of `size` elements, one a lane at a time, copied in every warp."""
     lanes = gcd(size, 32)
     copies = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    # Mosaic wants a canonical form: no tile equals the one before it.
+    tiles, lane_dims = (((lanes,), (1,)), (-2, *copies)) if lanes > 1 else (((1,),), copies)
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((lanes,), (1,))),
+        plgpu.Tiling(tiles),
         warp_dims=(plgpu.Replicated(4),),
-        lane_dims=(-2, *copies),
+        lane_dims=lane_dims,
         vector_dim=-1,
     )
 

@@ -2,12 +2,11 @@
 
 import flax.struct
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxspec.pallas.matmul.products import matmul, silu_and_mul
-from jaxspec.pallas.moe.route import Choices, Routing, moe_route
-from jaxspec.pallas.moe.work_list import work_list
+from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.moe.experts import moe_experts
+from jaxspec.pallas.moe.route import Routing, moe_route
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -36,9 +35,8 @@ def moe_feed_forward(
 
     Each expert is a gated feed-forward layer, `down(silu(gate) * up)`; the rows of `gate_up` are
     those of the gate, then those of up. A token's output is the sum over its experts, each times
-    its weight. It stays in parts, one for each expert that a token has: float32 `[parts, tokens,
-    features]`. So the order of the sum depends on the token alone. Tokens that are not `live`
-    choose no expert and get zeros.
+    its weight, and stays in parts (`moe_experts`). Tokens that are not `live` choose no expert and
+    get zeros.
 
     Raises:
         ValueError: the experts' weights do not fit the stream, each other or the router.
@@ -65,40 +63,3 @@ def check(stream: Stream, router: Router, gate_up: DenseExperts, down: DenseExpe
             f"A router of {held} experts must be {features} x {router.rule.num_columns} or wider, "
             f"got {router.weight.inner} x {router.weight.outer}."
         )
-
-
-_TILE_ROWS = 8  # of the loop below: as many as a decode step has for most experts
-
-
-def moe_experts(
-    x: Float[Array, "tokens features"],
-    gate_up: DenseExperts,
-    down: DenseExperts,
-    choices: Choices,
-) -> Float[Array, "parts tokens features"]:
-    """What each token's experts put out, times their weights, float32."""
-    return moe_experts_reference(x, gate_up, down, choices)
-
-
-def moe_experts_reference(x, gate_up, down, choices):
-    """The specification of `moe_experts`: tile by tile, so only experts with work are read."""
-    tokens, parts = choices.experts.shape
-    work = work_list(choices, gate_up.num_experts, _TILE_ROWS)
-    weights = choices.weights.reshape(-1)
-
-    def one_tile(tile, out):
-        at, expert = work.choices[tile], work.expert[tile]
-        rows = x[jnp.maximum(at, 0) // parts]
-        hidden = silu_and_mul(_product(rows, gate_up.array[expert]).astype(x.dtype))
-        y = _product(hidden, down.array[expert]) * weights[at][:, None]
-        return out.at[jnp.where(at < 0, tokens * parts, at)].set(y, mode="drop")
-
-    out = jnp.zeros((tokens * parts, x.shape[1]), jnp.float32)
-    out = lax.fori_loop(0, work.count, one_tile, out)
-    return jnp.swapaxes(out.reshape(tokens, parts, -1), 0, 1)
-
-
-def _product(x, matrix):
-    """`x @ matrix.T` in float32."""
-    dims = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, matrix, dims, preferred_element_type=jnp.float32)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas import dispatch
+
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
@@ -67,6 +69,24 @@ def moe_route(
     no bytes. Of equal scores the lower expert wins. Rows are independent; one with NaN gets some
     experts, and NaN weights.
     """
+    if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule)):
+        from jaxspec.pallas.moe.route_kernel import moe_route_kernel
+
+        return Choices(*moe_route_kernel(scores, bias, live, rule))
+    return moe_route_reference(scores, bias, live, rule)
+
+
+def why_not_kernel(scores, rule):
+    """Why `moe_route_kernel` does not take these scores, or None."""
+    if scores.dtype != jnp.float32 or rule.num_experts % 32:
+        return f"{rule.num_experts} experts in {scores.dtype}"
+    if rule.top_groups < rule.groups:
+        return f"{rule.groups} groups"
+    return None
+
+
+def moe_route_reference(scores, bias, live, rule):
+    """The specification of `moe_route`."""
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
     score = jax.nn.softmax(logits, axis=1) if by_softmax else jax.nn.sigmoid(logits)

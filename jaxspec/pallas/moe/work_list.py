@@ -6,26 +6,36 @@ from jaxtyping import Array, Int
 
 from jaxspec.pallas.moe.route import Choices
 
+_BLOCK = 256  # tokens that are counted by one product
+
 
 @flax.struct.dataclass
 class WorkList:
-    """Tiles of up to `rows` choices of one expert; those with work come first, by expert.
+    """Tiles of up to `rows` choices of one expert, by expert; tiles without work come last.
 
     A choice is a token's part: `token * parts + part`. With 2 parts a token, where tokens 0, 1 and
     2 chose experts 3 and 5, 3 and 4, and 5 and 3, tiles of 2 rows are
 
         expert     3     3    4    5
+        count      2     1    1    2
         choices   0 2    5    3   1 4
+        place     [[0, 6], [1, 4], [7, 2]]
+
+    Choices of padding are listed as if there were an expert behind the last.
     """
 
-    expert: Int[Array, " tiles"]  # int32
-    choices: Int[Array, "tiles rows"]  # int32; -1 where a tile has fewer
-    count: Int[Array, ""]  # tiles with work
+    expert: Int[Array, " tiles"]  # int32; beyond that of padding where a tile has no work
+    count: Int[Array, " tiles"]  # int32; rows of each tile that are real
+    place: Int[Array, "tokens parts"]  # int32; of each choice: `tile * rows + row`
+    rows: int = flax.struct.field(pytree_node=False)  # of a tile
 
     @property
-    def rows(self) -> int:
-        """Choices of a tile."""
-        return self.choices.shape[1]
+    def choices(self) -> Int[Array, "tiles rows"]:
+        """What is at each place, int32; -1 where nothing is."""
+        tokens, parts = self.place.shape
+        empty = jnp.full(self.expert.shape[0] * self.rows, -1, jnp.int32)
+        at_place = empty.at[self.place.reshape(-1)].set(jnp.arange(tokens * parts))
+        return at_place.reshape(-1, self.rows)
 
 
 def max_tiles(choices: int, num_experts: int, rows: int) -> int:
@@ -39,21 +49,50 @@ def max_tiles(choices: int, num_experts: int, rows: int) -> int:
 def work_list(choices: Choices, num_experts: int, rows: int) -> WorkList:
     """The tiles of at most `rows` choices that a layer of `num_experts` experts has to do.
 
-    Choices of experts beyond the last, as padding makes them, are in no tile. Nothing depends on
-    the host, and the number of tiles alone on shapes.
+    Nothing depends on the host, and the number of tiles on shapes alone. A token must choose no
+    expert twice, except the one of padding.
     """
-    experts = choices.experts.reshape(-1)
-    total = experts.shape[0]
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    held = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
-    first = jnp.cumsum(held) - held  # of each expert's choices, in `order`
+    experts = choices.experts
+    (tokens, parts), kinds = experts.shape, num_experts + 1
+    has = jnp.any(experts[:, :, None] == jnp.arange(kinds)[None, None, :], axis=1)
+    amount = jnp.where(jnp.arange(kinds) == num_experts, parts, 1)  # of padding, all at once
+    before, held = _counted(jnp.where(has, amount[None, :], 0))
     tiles = (held + rows - 1) // rows
-    ends = jnp.cumsum(tiles)  # of each expert's tiles
-    tile = jnp.arange(max_tiles(total, num_experts, rows), dtype=jnp.int32)
+    ends = _sums_up_to(tiles)
+    starts = ends - tiles
+    tile = jnp.arange(max_tiles(tokens * parts, kinds, rows), dtype=jnp.int32)
     expert = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, num_experts - 1)
-    begin = (tile - (ends - tiles)[expert]) * rows  # in the expert's choices
-    place = begin[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
-    is_real = (place < held[expert][:, None]) & (tile < ends[-1])[:, None]
-    at = jnp.minimum(first[expert][:, None] + place, total - 1)
-    return WorkList(expert, jnp.where(is_real, order[at], -1), ends[-1])
+    known = jnp.minimum(expert, num_experts)
+    left = held[known] - (tile - starts[known]) * rows
+    count = jnp.where(expert < kinds, jnp.minimum(left, rows), 0)
+    rank = jnp.take_along_axis(before, experts, axis=1)
+    part = jnp.arange(parts, dtype=jnp.int32)[None, :]
+    rank = jnp.where(experts == num_experts, rank + part, rank)
+    return WorkList(expert, count, starts[experts] * rows + rank, rows)
+
+
+def _counted(
+    amounts: Int[Array, "tokens kinds"],
+) -> tuple[Int[Array, "tokens kinds"], Int[Array, " kinds"]]:
+    """What the tokens before each token have of each kind, and what all have.
+
+    A product with a triangle of ones makes the sums: a GPU takes 2 us for it, where a sort of as
+    many numbers takes 20 (`benchmarks/results/kernels_h200.json`, op moe_feed_forward). Amounts up
+    to 256 are exact in bfloat16, and sums in float32.
+    """
+    tokens, kinds = amounts.shape
+    size = min(tokens, _BLOCK)
+    padded = jnp.pad(amounts, ((0, -tokens % size), (0, 0)))
+    blocks = padded.reshape(-1, size, kinds).astype(jnp.bfloat16)
+    earlier = jnp.tril(jnp.ones((size, size), jnp.bfloat16), -1)
+    within = jnp.matmul(earlier, blocks, preferred_element_type=jnp.float32)
+    of_block = within[:, -1] + blocks[:, -1].astype(jnp.float32)
+    up_to = jnp.cumsum(of_block, axis=0)
+    counted = (within + (up_to - of_block)[:, None, :]).reshape(-1, kinds)[:tokens]
+    return counted.astype(jnp.int32), up_to[-1].astype(jnp.int32)
+
+
+def _sums_up_to(x: Int[Array, " n"]) -> Int[Array, " n"]:
+    """The sums of the entries up to each, itself with them."""
+    place = jnp.arange(x.shape[0])
+    return jnp.sum(jnp.where(place[None] <= place[:, None], x[None], 0), axis=1, dtype=jnp.int32)

@@ -1,0 +1,229 @@
+"""Gigabytes a second that a checkpoint loads at, beside `dd`, and the memory that takes.
+
+    python -m benchmarks.engine.load --shape qwen3.5-9b --gigabytes 20 [--json FILE]
+
+A synthetic checkpoint in shards, whose tensors are those of a published model with as many layers
+as the gigabytes allow, is written into a temporary folder. All files are in the page cache when
+they are read: by `dd`, one after the other in pieces of a MiB, and by `load_model` in a process of
+its own each time, twice: the second time its programs are compiled.
+
+The host's peak is the most that the process held when it had loaded once, less the most that it
+held before, and less the weights where the device is the host. It may be 1.2 times the largest
+tensor and a GB. The device's excess is what was allocated there at most, less the weights.
+"""
+
+import argparse
+import dataclasses
+import gc
+import importlib
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.engine.dummy_llm import rounded, timed
+from benchmarks.measure import record
+from benchmarks.measure.model_shapes import SHAPES
+from jaxspec.models import MODELS, load_model, parse_config
+from jaxspec.models.layers.parameters import Placement
+
+Figures = dict[str, Any]
+STORED = "BF16", 2  # the dtype of all tensors and its bytes
+PERIOD = 4  # every so many layers one is attention
+NOISE = np.random.default_rng(0).integers(0, 2**14, 2**25, np.uint16)  # finite as bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * STORED[1]
+
+
+def make(folder: Path, args: argparse.Namespace) -> Figures:
+    """Write the checkpoint; what it is."""
+    layers = deepest(args)
+    config = SHAPES[args.shape].config() | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = tensors_of(config, args.one_by_one)
+    shards = list(in_shards(tensors, args.shard_gigabytes * 1e9))
+    for number, shard in enumerate(shards):
+        write(folder / file_name(number), shard)
+    index = {each.name: file_name(n) for n, shard in enumerate(shards) for each in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return {
+        "layers": layers,
+        "tensors": len(tensors),
+        "shards": len(shards),
+        "gigabytes": total(tensors) / 1e9,
+        "largest_tensor_gigabytes": max(each.num_bytes for each in tensors) / 1e9,
+    }
+
+
+def deepest(args: argparse.Namespace) -> int:
+    """The most layers that the model has and the gigabytes allow."""
+    shape = SHAPES[args.shape]
+    sizes = [
+        total(tensors_of(shape.config() | {"num_hidden_layers": layers}))
+        for layers in (PERIOD, 2 * PERIOD)
+    ]
+    more = (args.gigabytes * 1e9 - sizes[0]) // (sizes[1] - sizes[0])
+    return int(min(shape.layers, PERIOD * (1 + max(0, more))))
+
+
+def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
+    """A model's tensors in the order of its layers; with the experts of a layer `one_by_one`."""
+    module, _, name = MODELS[config["architectures"][0]].partition(":")
+    family = getattr(importlib.import_module(module), name)
+    model = nnx.eval_shape(lambda: family(parse_config(config), jnp.bfloat16))
+    placements: Iterator[Placement] = model.checkpoint()
+    chosen = (
+        each
+        for placement in placements
+        for each in (one_by_one and placement.instead or (placement,))
+    )
+    return [Tensor(n, shape) for n, shape in {each.name: each.shape for each in chosen}.items()]
+
+
+def total(tensors: Iterable[Tensor]) -> int:
+    return sum(each.num_bytes for each in tensors)
+
+
+def in_shards(tensors: list[Tensor], most: float) -> Iterator[list[Tensor]]:
+    """The tensors in files of about `most` bytes."""
+    shard: list[Tensor] = []
+    for tensor in tensors:
+        if shard and total(shard) + tensor.num_bytes > most:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard
+
+
+def file_name(number: int) -> str:
+    return f"model-{number + 1:05}.safetensors"
+
+
+def write(path: Path, tensors: list[Tensor]) -> None:
+    """A file of noise."""
+    header, place = {}, 0
+    for tensor in tensors:
+        offsets = [place, place + tensor.num_bytes]
+        header[tensor.name] = {"dtype": STORED[0], "shape": tensor.shape, "data_offsets": offsets}
+        place = offsets[1]
+    text, noise = json.dumps(header).encode(), NOISE.view(np.uint8).data
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for start in range(0, place, len(noise)):
+            file.write(noise[: place - start])
+
+
+def dd(folder: Path) -> float:
+    """Seconds in which `dd` reads the shards."""
+    shards = sorted(folder.glob("*.safetensors"))
+    commands = [["dd", f"if={path}", "of=/dev/null", "bs=1M"] for path in shards]
+    run = [lambda c=c: subprocess.run(c, check=True, capture_output=True) for c in commands]
+    return sum(timed(each)[1] for each in run)
+
+
+def load(folder: Path, dtype: str) -> Figures:
+    """Load it twice, here."""
+    jnp.zeros(1).block_until_ready()  # the device is there
+    before = most_held()
+    seconds, model = loaded(folder, dtype)
+    host_peak = most_held() - before
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    device = jax.devices()[0].memory_stats() or {}
+    if jax.default_backend() == "cpu":
+        host_peak -= weights
+    del model
+    gc.collect()
+    again, _ = loaded(folder, dtype)
+    figures = {"seconds": seconds, "again_seconds": again, "host_peak_gigabytes": host_peak / 1e9}
+    if "peak_bytes_in_use" in device:
+        figures["device_excess_gigabytes"] = (device["peak_bytes_in_use"] - weights) / 1e9
+    return figures
+
+
+def loaded(folder: Path, dtype: str) -> tuple[float, nnx.Module]:
+    """The seconds until all weights are on the device, and the model."""
+    model, seconds = timed(lambda: jax.block_until_ready(load_model(folder, jnp.dtype(dtype))))
+    return seconds, model
+
+
+def most_held() -> int:
+    """Bytes that this process has held at most, on Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def new_process(arguments: list[str]) -> str:
+    """The last line that this script prints there: one process at a time has the device."""
+    command = [sys.executable, "-m", "benchmarks.engine.load", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def measured(folder: Path, args: argparse.Namespace) -> Figures:
+    """All figures of a checkpoint that is written into `folder`."""
+    about = json.loads(new_process([*sys.argv[1:], "--make", str(folder)]))
+    dd(folder)  # into the page cache
+    reads = [dd(folder) for _ in range(args.repeats)]
+    runs = [
+        json.loads(new_process([*sys.argv[1:], "--load", str(folder)])) for _ in range(args.repeats)
+    ]
+    size, middle = about["gigabytes"], statistics.median
+    figures = {name: middle(run[name] for run in runs) for name in runs[0]}
+    by_dd, by_load, again = middle(reads), figures["seconds"], figures["again_seconds"]
+    return {
+        **{"shape": args.shape, "dtype": args.dtype, "one_by_one": args.one_by_one},
+        **about,
+        **figures,
+        "seconds_least": min(run["seconds"] for run in runs),
+        "seconds_most": max(run["seconds"] for run in runs),
+        "host_peak_allowed_gigabytes": 1.2 * about["largest_tensor_gigabytes"] + 1,
+        "dd_gigabytes_per_second": size / by_dd,
+        "gigabytes_per_second": size / by_load,
+        "of_dd": by_dd / by_load,
+        "again_of_dd": by_dd / again,
+    }
+
+
+def main() -> None:
+    parser = record.parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
+    parser.add_argument("--gigabytes", type=float, default=20, help="at most (default 20)")
+    parser.add_argument("--shard-gigabytes", type=float, default=4, help="default 4")
+    parser.add_argument("--one-by-one", action="store_true", help="a tensor for each expert")
+    parser.add_argument("--dtype", default="bfloat16", help="of the loaded weights")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.make or args.load:
+        print(json.dumps(make(args.make, args) if args.make else load(args.load, args.dtype)))
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        figures = rounded(measured(Path(folder), args))
+    print(json.dumps(figures, indent=1))
+    record.write(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

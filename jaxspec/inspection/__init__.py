@@ -1,0 +1,95 @@
+"""`inspect`: what a model is, what it takes and whether it runs here, without loading it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxspec import device
+from jaxspec.inspection.find import find
+from jaxspec.inspection.report import Inspection
+from jaxspec.inspection.sizes import (
+    CacheBytes,
+    Fit,
+    Holdings,
+    Parameters,
+    fits,
+    parameters,
+    weight_bytes,
+)
+from jaxspec.models import dtype_of
+from jaxspec.models.base import Model
+from jaxspec.options import EngineConfig
+from jaxspec.runner.memory import MemoryBudget, fit
+
+__all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
+
+
+def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
+    """What `LLM(model, **options)` would run, or why it would refuse; `print` it for a report.
+
+    A folder needs no more than a config.json, and `model` may be the path of that file. Where there
+    are weights, their headers are compared as they are for loading. A hub id's config.json is
+    downloaded, its weights are not. No tensor is read, and no memory of the device is taken.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        TypeError: there is no such option.
+        ValueError: an option breaks a rule that has nothing to do with the model.
+    """
+    config = EngineConfig.of(model, options)
+    dtype = dtype_of(config.dtype)
+    budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
+    found = find(config, dtype)
+    facts = {} if found.model is None else _facts(found.model)
+    holdings = None
+    if found.model is not None:
+        with found.noting():
+            holdings = Holdings.of(config, found.model, dtype)
+    if holdings is not None:
+        facts |= _needs(config, holdings, budget)
+        if budget is not None:
+            with found.noting():
+                fit(holdings.settled.shapes, budget, holdings.bytes)
+    return Inspection(
+        model="the embedded model" if model is None else str(model),
+        read=found.read,
+        refused=tuple(found.refused),
+        architecture=found.architecture,
+        stored_bytes=found.stored_bytes,
+        device=str(device.default_device().device_kind),
+        max_bytes=None if budget is None else budget.max_bytes,
+        **facts,
+    )
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    """What the model is, whatever the options."""
+    head = model.draft_head
+    return {
+        "family": type(model).__name__,
+        "layers": dict(
+            Counter(
+                f"{type(layer.mixer).__name__} + {type(layer.feed_forward).__name__}"
+                for layer in model.trunk.layers
+            )
+        ),
+        "experts": model.experts,
+        "draft_heads": () if head is None else (type(head).__name__,),
+        "promised_draft_layers": model.config.num_draft_layers,
+        "parameters": parameters(model, model.trunk.checkpoint()),
+        "draft_parameters": None if head is None else parameters(model, head.checkpoint()),
+        "weight_bytes": weight_bytes(model),
+    }
+
+
+def _needs(config: EngineConfig, holdings: Holdings, budget: MemoryBudget | None) -> dict[str, Any]:
+    """What an engine of the model takes with these options."""
+    settled = holdings.settled
+    return {
+        "num_drafts": settled.shapes.num_drafts,
+        "kv_dtype": settled.kv_dtype.name,
+        "state_policy": settled.states.policy,
+        "state_dtype": settled.states.dtype,
+        "cache": holdings.cache_bytes(),
+        "fits": fits(config, holdings, budget),
+    }

@@ -1,0 +1,93 @@
+"""Every fault of a config.json, where loading stops at the first."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxspec.models.base import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import Block, Kind
+
+_Value = TypeVar("_Value")
+
+# One of these is of any kind that a family asks for. Many heads can share 64 evenly.
+_STAND_INS: tuple[Any, ...] = (64, 1, 10.0, 1e-6, False, "", [], {})
+
+
+def parse(family: type[Model], fields: Fields) -> tuple[ModelConfig | None, list[str]]:
+    """The family's reading of a config.json; or None, and the loader's message for each fault.
+
+    The first message is the one that loading raises. What a family checks beyond single fields is
+    found only where no field has a wrong kind: a value that stands in could break such a rule.
+    """
+    try:
+        return family.parse_config(fields), []
+    except ValueError as error:
+        notes = _Notes([str(error)])
+    try:
+        family.parse_config(_NotingFields(fields, notes))
+    except ValueError as error:
+        if not notes.fields:
+            notes.add(error)
+    except ArithmeticError:  # of a value that only stands in
+        pass
+    return None, notes.faults
+
+
+@dataclasses.dataclass
+class _Notes:
+    """What was wrong so far in all blocks of a config.json."""
+
+    faults: list[str]
+    fields: set[str] = dataclasses.field(default_factory=set)  # for which a value stands in
+
+    def add(self, error: ValueError) -> None:
+        if str(error) not in self.faults:
+            self.faults.append(str(error))
+
+
+class _NotingBlock(Block):
+    """Notes what is wrong with its entries and goes on, with a value that stands in."""
+
+    def __init__(self, block: Block, notes: _Notes):
+        vars(self).update(vars(block), plain=Block(block.entries, file=block.file), notes=notes)
+        self.plain.prefix = block.prefix
+
+    plain: Block
+    notes: _Notes
+
+    def find(self, name: str, kind: Kind[_Value]) -> _Value | None:
+        """The entry; None where it is absent or wrong."""
+        return self._noted(name, lambda: self.plain.find(name, kind), None)
+
+    def need(self, name: str, kind: Kind[_Value]) -> _Value:
+        """The entry, or what stands in."""
+        stand_in = next(value for value in _STAND_INS if kind.holds(value))
+        return self._noted(name, lambda: self.plain.need(name, kind), stand_in)
+
+    def block(self, name: str) -> Block:
+        """The object under `name`, which notes in the same list."""
+        block = self._noted(name, lambda: self.plain.block(name), Block({}))
+        return _NotingBlock(block, self.notes)
+
+    def refuse_all_but(self, expected: Mapping[str, tuple[Any, ...]]) -> None:
+        """Each option for itself; the values of the others do not depend on it."""
+        for name, accepted in expected.items():
+            try:
+                self.plain.refuse_all_but({name: accepted})
+            except ValueError as error:
+                self.notes.add(error)
+
+    def _noted(self, name: str, read: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return read()
+        except ValueError as error:
+            if name not in self.notes.fields:  # else a wrong one was taken for absent
+                self.notes.add(error)
+            self.notes.fields.add(name)
+            return otherwise
+
+
+class _NotingFields(_NotingBlock, Fields):
+    """The fields of a config.json of a known architecture."""

@@ -1,0 +1,128 @@
+"""What lies where the options point: its configuration, its tensors, and what is wrong with it."""
+
+import contextlib
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxspec.files import read_json
+from jaxspec.inspection.config_faults import parse
+from jaxspec.loading import folder_of
+from jaxspec.models import family_of
+from jaxspec.models.base import Model
+from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.fields import Fields, read_fields
+from jaxspec.models.weights import compared, undefined
+from jaxspec.options import EngineConfig
+
+CONFIG_ALONE = "config.json alone"  # what was read where there is nothing else
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
+
+
+@dataclasses.dataclass
+class Found:
+    """What was found, as far as nothing refused stood in the way."""
+
+    read: str  # what it was read from, in words
+    refused: list[str]
+    architecture: str | None = None
+    model: Model | None = None  # parameters without values; None: config.json was refused
+    stored_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by dtype
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """What the loader refuses inside is noted, and ends the block."""
+        try:
+            yield
+        except (ValueError, FileNotFoundError) as error:
+            self.refused.append(str(error))
+
+
+def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
+    """The model of the options, its weights in `dtype` if it were loaded; no tensor is read.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: the name or the revision of the model breaks a rule.
+    """
+    place = _locate(options)
+    found = Found(CONFIG_ALONE, [])
+    family = config = None
+    with found.noting():
+        fields = Fields(read_json(place.path)) if place.is_file else read_fields(place.path)
+        found.architecture = fields.architecture
+        source = place.path if place.is_file else place.path / "config.json"
+        family = family_of(fields.architecture, source)
+        config, faults = parse(family, fields)
+        found.refused += faults
+    checkpoint = names = None  # without names config.json tells whether there is a draft head
+    with contextlib.ExitStack() as files:
+        with found.noting():
+            checkpoint = place.checkpoint(files)
+        if checkpoint is not None:
+            found.read, found.stored_bytes = _stored(checkpoint)
+        if family is None or config is None:
+            return found
+        if checkpoint is not None:
+            with found.noting():
+                found.model, *_ = compared(family, config, dtype, checkpoint)
+            spellings = map(family.canonical_name, checkpoint.names)
+            names = frozenset(name for name in spellings if name is not None)
+    if found.model is None:
+        found.model = undefined(family, config, dtype, names)
+    return found
+
+
+class _Place(NamedTuple):
+    """Where a model lies."""
+
+    path: Path  # a config.json, or the folder that has one
+    has_weights: bool  # to compare
+    is_hub: bool = False
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is the path of a config.json."""
+        return self.path.is_file()
+
+    def checkpoint(self, files: contextlib.ExitStack) -> Checkpoint | None:
+        """The checkpoint, open until `files` closes it; None where there is none to compare.
+
+        Raises:
+            FileNotFoundError: files are missing.
+            ValueError: a file is damaged.
+        """
+        if not self.has_weights:
+            return None
+        try:
+            return files.enter_context(Checkpoint(self.path))
+        except FileNotFoundError:
+            if self.is_hub:  # this downloads no weights; they may be there from before
+                return None
+            raise
+
+
+def _locate(options: EngineConfig) -> _Place:
+    named = os.path.expanduser(options.model or "")
+    if str(named).endswith(".json") and os.path.isfile(named) and options.revision is None:
+        return _Place(Path(named), has_weights=False)
+    folder = folder_of(options, progress=False, weights=False)
+    is_hub = options.model is not None and not os.path.isdir(named)
+    has_weights = is_hub or any(name.endswith(_WEIGHTS) for name in os.listdir(folder))
+    return _Place(folder, has_weights and options.load_format != "dummy", is_hub)
+
+
+def _stored(checkpoint: Checkpoint) -> tuple[str, dict[str, int]]:
+    """What was read, in words, and the bytes of all tensors by the dtype of their file."""
+    num_bytes: Counter[str] = Counter()
+    for name in checkpoint.names:
+        stored = checkpoint.stored(name)
+        num_bytes[stored.dtype] += stored.num_bytes
+    files = {file for name in checkpoint.names for file in checkpoint.files_of(name)}
+    words = f"config.json and the headers of {len(checkpoint.names):,} tensors in "
+    return f"{words}{len(files)} file{'s' * (len(files) != 1)}", dict(num_bytes)

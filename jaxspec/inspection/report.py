@@ -1,0 +1,134 @@
+"""Inspection: what `jaxspec.inspect` finds out about a model, and the report that says it."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from jaxspec.inspection.find import CONFIG_ALONE
+from jaxspec.inspection.sizes import CacheBytes, Fit, Parameters
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.runner.memory import human
+
+_REQUESTS = (1, 8, 64)  # for which the report says what they need
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A model as it would run with the options that were given; `str()` of it is a report.
+
+    Where config.json was refused, or an option does not go with the model, what would follow from
+    it is None or empty.
+    """
+
+    model: str  # as it was asked for
+    read: str  # what was read of it, in words; never a tensor
+    refused: tuple[str, ...]  # what `LLM` would raise, each message; empty: it runs
+    device: str  # what programs run on by default
+    max_bytes: int | None  # that weights and caches may take there; None: the device does not tell
+    architecture: str | None = None  # that config.json asks for
+    family: str | None = None  # the class that runs it
+    layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by mixer + feed-forward
+    experts: MoEConfig | None = None  # of layers that have them; None: a dense model
+    draft_heads: tuple[str, ...] = ()  # classes of the heads whose tensors are there
+    promised_draft_layers: int = 0  # by config.json, whose word does not count where tensors are
+    parameters: Parameters | None = None  # of the text model without draft heads
+    draft_parameters: Parameters | None = None  # of a draft head alone
+    stored_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # in files, by dtype
+    weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on the device
+    num_drafts: int | None = None  # that a step verifies
+    kv_dtype: str | None = None  # of keys and values
+    state_policy: str | None = None  # how recurrent states are kept
+    state_dtype: str | None = None
+    cache: CacheBytes | None = None
+    fits: tuple[Fit, ...] = ()  # by the length of requests
+
+    def __str__(self) -> str:
+        """The report."""
+        return "\n".join(_lines(self))
+
+
+def _lines(found: Inspection) -> Iterator[str]:
+    yield f"{found.model}: {found.architecture or 'no architecture is known'}"
+    rows = [("read", found.read), *_about_the_model(found), *_about_the_cache(found)]
+    for name, text in rows:
+        yield f"  {name:<14}{text}"
+    if found.fits:
+        yield from _table(found)
+    if not found.refused:
+        yield "Nothing of it is refused."
+    else:
+        yield f"REFUSED, for {len(found.refused)} reason{'s' * (len(found.refused) > 1)}:"
+        yield from (f"- {message}" for message in found.refused)
+
+
+def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
+    if found.family is not None:
+        yield "family", found.family
+        yield "layers", ", ".join(f"{count} {kind}" for kind, count in found.layers.items())
+    if found.experts is not None:
+        rule = found.experts.routing
+        shared = ", and 1 shared" if found.experts.shared_size else ""
+        chosen = f"{rule.num_experts} a layer, of which a token goes to {rule.num_chosen}"
+        yield "experts", chosen + shared
+    if found.family is not None:
+        remark = ""
+        if found.read == CONFIG_ALONE:
+            remark = ", by config.json; a checkpoint's tensors decide"
+        elif found.promised_draft_layers and not found.draft_heads:
+            remark = ", though config.json promises one"
+        yield "draft head", (", ".join(found.draft_heads) or "none") + remark
+    if found.parameters is not None:
+        yield "parameters", _counted(found.parameters)
+    if found.draft_parameters is not None:
+        yield "", f"and in the draft head {_counted(found.draft_parameters)}"
+    if found.stored_bytes:
+        yield "stored", _by_dtype(found.stored_bytes)
+    if found.weight_bytes:
+        yield "weights here", _by_dtype(found.weight_bytes)
+
+
+def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
+    if found.cache is None:
+        return
+    yield "a token keeps", f"{human(found.cache.token)} ({found.kv_dtype} keys and values)"
+    if not found.cache.request:
+        yield "a request", "nothing besides"
+        return
+    kept, plain = human(found.cache.request), human(found.cache.request_without_drafts)
+    drafts = ""
+    if found.num_drafts:
+        plural = "s" * (found.num_drafts > 1)
+        drafts = f" with {found.num_drafts} draft{plural}, {plain} without"
+    yield "a request", f"{kept}{drafts} ({found.state_policy}, {found.state_dtype})"
+
+
+def _table(found: Inspection) -> Iterator[str]:
+    """A line for each length of requests."""
+    room = "which does not tell its memory"
+    if found.max_bytes is not None:
+        room = f"{human(found.max_bytes)} for weights and caches"
+    yield f"On this device ({found.device}, {room}) weights and full requests take:"
+    columns = ["max_model_len", *(f"{n} request{'s' * (n > 1)}" for n in _REQUESTS), "fit at once"]
+    yield "  " + "".join(f"{column:>14}" for column in columns)
+    for fit in found.fits:
+        needs = [human(fit.fixed_bytes + n * fit.request_bytes) for n in _REQUESTS]
+        most = "unknown" if fit.requests is None else f"{fit.requests:,}"
+        yield "  " + "".join(f"{cell:>14}" for cell in [f"{fit.max_model_len:,}", *needs, most])
+
+
+def _counted(parameters: Parameters) -> str:
+    return f"{_number(parameters.total)}, of which a token uses {_number(parameters.active)}"
+
+
+def _number(count: int) -> str:
+    """1.23 B, 45.6 M or 789."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return (
+                f"{count / size:.3g}{unit}" if count < 100 * size else f"{count / size:.1f}{unit}"
+            )
+    return str(count)
+
+
+def _by_dtype(num_bytes: Mapping[str, int]) -> str:
+    sizes = sorted(num_bytes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{human(size)} {dtype}" for dtype, size in sizes)

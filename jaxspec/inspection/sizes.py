@@ -1,0 +1,161 @@
+"""How large a model is, what it keeps for requests, and how many of them fit on the device."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.cache import CacheOptions, CacheSpec, PoolSizes, allocate, state_policy
+from jaxspec.config import StepShapes
+from jaxspec.loading import Settled, settle
+from jaxspec.models.base import Model
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.options import EngineConfig
+from jaxspec.runner.batch_state import empty_state
+from jaxspec.runner.memory import MemoryBudget, bytes_held
+
+_LENGTHS = (2048, 8192, 32768, 131072)
+_ROUTED = ".experts."  # in the names of tensors of which a token meets its chosen ones alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of published parameters; padding and what is stored twice count for nothing."""
+
+    total: int
+    active: int  # that a token is multiplied with: no row of an embedding, no expert not chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBytes:
+    """What an engine keeps for requests, in bytes."""
+
+    token: int  # of the pages, over all layers, those of a draft head too
+    request: int  # of a slot, whatever the request's length
+    request_without_drafts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What requests of one length take, all of them as long as they may become."""
+
+    max_model_len: int  # tokens, prompt and output
+    request_bytes: int  # of each
+    fixed_bytes: int  # of weights and whatever else no request changes
+    requests: int | None  # how many fit on this device at once; None: it does not tell its memory
+
+
+def parameters(model: Model, placements: Iterable[Placement]) -> Parameters:
+    """The parameters that these of the model's placements fill."""
+    share = 1.0
+    if (experts := model.experts) is not None:
+        share = experts.routing.num_chosen / experts.routing.num_experts
+    embedding = model.trunk.embedding
+    published = {placement.name: placement for placement in placements}
+    total, active = 0, 0.0
+    for name, placement in published.items():
+        size = math.prod(placement.shape)
+        total += size
+        if embedding is None or placement.param is not embedding.weight:
+            active += size * (share if _ROUTED in name else 1)
+    return Parameters(total, round(active))
+
+
+def weight_bytes(model: Model) -> dict[str, int]:
+    """Bytes that the parameters take on the device, padding included, by dtype."""
+    num_bytes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        num_bytes[leaf.dtype.name] += leaf.size * leaf.dtype.itemsize
+    return dict(num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holdings:
+    """What an engine would hold, whatever its sizes; shapes and dtypes in place of arrays."""
+
+    settled: Settled
+    max_positions: int  # tokens of a request that the model was made for
+    specs: tuple[CacheSpec, ...]
+    weights: Any
+    tables: Any  # the proposer's
+    drawn_ids: int
+
+    @staticmethod
+    def of(options: EngineConfig, model: Model, dtype: jnp.dtype) -> "Holdings":
+        """Those of an engine for `model`.
+
+        Raises:
+            ValueError: as `settle`.
+        """
+        settled = settle(options, model, dtype)
+        states, proposer = settled.states, settled.proposer
+        state_dtype = jnp.dtype(states.dtype)
+        cache = CacheOptions(dtype, settled.kv_dtype, state_dtype, state_policy(states))
+        graph, weights = nnx.split(model)
+        tables, drawn_ids = (), 0
+        if proposer is not None:
+            tables = jax.eval_shape(lambda w: proposer.init_tables(nnx.merge(graph, w)), weights)
+            drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
+        return Holdings(
+            settled,
+            model.max_position_embeddings,
+            model.cache_specs(cache),
+            weights,
+            tables,
+            drawn_ids,
+        )
+
+    def bytes(self, shapes: StepShapes) -> dict[str, int]:
+        """Bytes by what holds them, in an engine of such sizes."""
+        state = jax.eval_shape(lambda: empty_state(shapes, self.specs, self.drawn_ids))
+        return bytes_held(self.weights, self.tables, state, self.specs)
+
+    def cache_bytes(self) -> CacheBytes:
+        """What tokens and requests cost, with the drafts that were settled on and without."""
+        width = self.settled.shapes.width
+        least = self._pools(width)
+        return CacheBytes(
+            token=self._pools(width, pages=2) - least,
+            request=self._pools(width, slots=2) - least,
+            request_without_drafts=self._pools(1, slots=2) - self._pools(1),
+        )
+
+    def _pools(self, width: int, *, pages: int = 1, slots: int = 1) -> int:
+        """Bytes of all pools with so many pages of one token, for rows of so many tokens."""
+        sizes = PoolSizes(pages, page_size=1, num_slots=slots, width=width)
+        pools = jax.eval_shape(lambda: allocate(self.specs, sizes))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
+
+
+def fits(options: EngineConfig, holdings: Holdings, budget: MemoryBudget | None) -> tuple[Fit, ...]:
+    """What requests take by their length, up to the model's longest."""
+    longest = holdings.max_positions
+    lengths = {holdings.settled.shapes.max_model_len, longest, *_LENGTHS}
+    return tuple(
+        _fit(options, length, holdings, budget) for length in sorted(lengths) if length <= longest
+    )
+
+
+def _fit(
+    options: EngineConfig, length: int, holdings: Holdings, budget: MemoryBudget | None
+) -> Fit:
+    """All that an engine holds grows evenly with its requests, so two sizes tell of any."""
+
+    def total(requests: int) -> int:
+        sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
+        defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
+        shapes = dataclasses.replace(options, **sizes, **defaults).step_shapes(
+            max_positions=holdings.max_positions,
+            num_drafts=holdings.settled.shapes.num_drafts,
+        )
+        return sum(holdings.bytes(shapes).values())
+
+    each = total(2) - total(1)
+    fixed = total(1) - each
+    requests = None if budget is None else max(0, (budget.max_bytes - fixed) // each)
+    return Fit(length, each, fixed, requests)

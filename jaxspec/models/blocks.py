@@ -1,0 +1,193 @@
+"""What a parameter is read from: runs of elements in files, and blocks of them that fit a buffer.
+
+A parameter is put together as published: where the published matrices are transposed, their rows
+lie one behind the other in the parameter's transpose. So nearly every run is a whole tensor, or all
+that a block has room for.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from jaxspec.models.layers.parameters import Placement
+
+_Picked = range | np.ndarray  # indices of an axis
+
+
+class Run(NamedTuple):
+    """Elements that lie side by side in a tensor, and go side by side into a parameter."""
+
+    tensor: str  # its published name
+    source: int  # the first of them in the tensor, in C order
+    target: int  # and in the parameter as it is published
+    length: int
+
+
+class Block(NamedTuple):
+    """A part of a parameter as it is published, whose elements lie side by side."""
+
+    start: tuple[int, ...]  # on each axis
+    shape: tuple[int, ...]
+    first: int  # of its elements among the parameter's, in C order
+    repeated: int  # how many of them the block before has, too
+    runs: list[Run]  # targets are counted from the block's first element
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The runs that a parameter is read from."""
+
+    param: nnx.Param
+    shape: tuple[int, ...]  # as published
+    transpose: bool  # the parameter is the transpose of what is published
+    param_dtype: np.dtype
+    dtype: np.dtype  # that has every stored value exactly
+    runs: list[Run]  # by target; they do not overlap
+    dtype_of: Callable[[str], np.dtype]  # the stored dtype of a tensor
+
+    @classmethod
+    def of(
+        cls,
+        placements: Sequence[Placement],
+        name_of: Callable[[str], str],
+        dtype_of: Callable[[str], np.dtype],
+    ) -> "Source":
+        """The source of one parameter. `name_of`: canonical to published names."""
+        param, transpose = placements[0].param, placements[0].transpose
+        assert all(placement.transpose == transpose for placement in placements)
+        shape: tuple[int, ...] = param.shape  # asked for once: it takes a parameter time to say
+        runs = [run for each in placements for run in _runs(each, name_of(each.name), shape)]
+        dtypes = {dtype_of(run.tensor) for run in runs}
+        return cls(
+            param=param,
+            shape=shape[::-1] if transpose else shape,
+            transpose=transpose,
+            param_dtype=np.dtype(param.dtype),
+            # float32 has every value of bfloat16 and float16.
+            dtype=dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32),
+            runs=sorted(runs, key=_target),
+            dtype_of=dtype_of,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the parameter as it is stored."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self, most: int) -> Iterator[Block]:
+        """Blocks of one shape and of at most `most` bytes that make up the parameter.
+
+        A block is some rows of an axis, the first whose rows are small enough. So that one program
+        writes all of them, the last begins early enough to have as many rows as the others; it
+        repeats fewer rows than there are blocks.
+        """
+        axis, row = 0, math.prod(self.shape[1:])
+        while row * self.dtype.itemsize > most and axis + 1 < len(self.shape):
+            axis += 1
+            row //= self.shape[axis]
+        count = self.shape[axis]
+        most_rows = max(1, most // (row * self.dtype.itemsize))
+        rows = -(-count // -(-count // most_rows))  # as many blocks, and all of them alike
+        shape = *(1,) * axis, rows, *self.shape[axis + 1 :]
+        rest = (0,) * (len(shape) - axis - 1)
+        begins = [run.target for run in self.runs]
+        ends = [run.target + run.length for run in self.runs]
+        for number, outer in enumerate(np.ndindex(self.shape[:axis])):
+            for begin in range(0, count, rows):
+                start = min(begin, count - rows)
+                first = (number * count + start) * row
+                last = first + rows * row
+                inside = slice(bisect.bisect_right(ends, first), bisect.bisect_left(begins, last))
+                runs = [_part(run, first, last) for run in self.runs[inside]]
+                yield Block((*outer, start, *rest), shape, first, (begin - start) * row, runs)
+
+    def read(
+        self, block: Block, read: Callable[[str, int, np.ndarray], None], into: np.ndarray
+    ) -> None:
+        """Fill `into`, `[elements]`, with a block. `read`: as `Checkpoint.read`."""
+        if sum(run.length for run in block.runs) < into.size:
+            into[...] = 0  # where the parameter is padded
+        for tensor, source, target, length in block.runs:
+            place, stored = into[target : target + length], self.dtype_of(tensor)
+            if stored == into.dtype:
+                read(tensor, source, place)
+            else:
+                held = np.empty(length, stored)
+                read(tensor, source, held)
+                place[...] = held
+
+
+def _part(run: Run, begin: int, end: int) -> Run:
+    """What goes between two elements of the parameter, its target counted from the first."""
+    low, high = max(run.target, begin), min(run.target + run.length, end)
+    return Run(run.tensor, run.source + low - run.target, low - begin, high - low)
+
+
+def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[Run]:
+    sources, length = [0], math.prod(placement.shape)
+    if placement.part is not ...:  # nearly every tensor is whole, and some have 74,000
+        sources, length = _stretches(placement.shape, _box(placement.shape, placement.part))
+    box = _box(shape, placement.index)
+    if placement.transpose:
+        shape, box = shape[::-1], box[::-1]
+    targets, other = _stretches(shape, box)
+    both = math.gcd(length, other)
+    for source, target in zip(_cut(sources, length, both), _cut(targets, other, both), strict=True):
+        yield Run(name, source, target, both)
+
+
+def _box(shape: tuple[int, ...], index: Any) -> list[_Picked]:
+    """What an index picks of each axis."""
+    index = index if isinstance(index, tuple) else (index,)
+    ellipses = [place for place, entry in enumerate(index) if entry is ...]
+    at = ellipses[0] if ellipses else len(index)
+    rest = (slice(None),) * (len(shape) - len(index) + len(ellipses))
+    index = (*index[:at], *rest, *index[at + 1 :])
+    return [_picked(size, entry) for size, entry in zip(shape, index, strict=True)]
+
+
+def _picked(size: int, entry: Any) -> _Picked:
+    if isinstance(entry, np.ndarray):
+        return entry
+    picked = range(size)[entry]
+    return picked if isinstance(picked, range) else range(picked, picked + 1)
+
+
+def _stretches(shape: tuple[int, ...], box: list[_Picked]) -> tuple[list[int], int]:
+    """Where the stretches of elements begin that lie side by side, in C order; their length."""
+    starts, length, stride = [0], 1, 1
+    for size, picked in zip(reversed(shape), reversed(box), strict=True):
+        together = _together(picked) if length == stride else 1
+        places = picked[::together]
+        starts = [int(place) * stride + start for place in places for start in starts]
+        length *= together
+        stride *= size
+    return starts, length
+
+
+def _together(picked: _Picked) -> int:
+    """The largest number of successive indices that all of `picked` can be cut into."""
+    if isinstance(picked, range):
+        return len(picked) if picked.step == 1 else 1
+    breaks = np.flatnonzero(np.diff(picked) != 1) + 1
+    return math.gcd(*breaks.tolist(), len(picked))
+
+
+def _cut(starts: list[int], length: int, into: int) -> Iterator[int]:
+    pieces = range(0, length, into or 1)
+    return (start + piece for start, piece in itertools.product(starts, pieces))
+
+
+def _target(run: Run) -> int:
+    return run.target

@@ -1,0 +1,285 @@
+"""Parameters from files to the device: several blocks at once, and hardly more than those held.
+
+Each thread reads a block into one of its two buffers, starts its way to the device and reads the
+next one into the other. Its way to the device ends in a program that transposes and converts it and
+writes it into the parameter in place. So the host holds the buffers and the device the weights,
+with a block for each buffer, however large a parameter is.
+
+A small parameter is put together on the host: a program for each of the many small shapes would
+take longer to compile than all of them to convert. Where the device is the host, so is every
+parameter: its memory becomes the device's, and nothing is copied.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import math
+import os
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.device import default_device
+from jaxspec.models.blocks import Block, Source
+from jaxspec.models.checkpoint import Checkpoint
+
+BLOCK_BYTES = 2**25
+SMALL_BYTES = 2**22
+_THREADS = 8  # that read; more are no quicker, and each has two buffers
+_COMPILERS = 4  # threads that compile meanwhile
+_STRIP = 64  # rows
+_ALIGNMENT = 64  # of memory that XLA takes as its own
+
+
+def to_device(
+    sources: Sequence[Source], checkpoint: Checkpoint, report: Callable[[int], object]
+) -> list[jax.Array]:
+    """The value of each source's parameter, on the default device.
+
+    `report` is called with the bytes of each block that was read, by one thread at a time. After an
+    error or Ctrl-C the threads have ended and the values are gone.
+
+    Raises:
+        ValueError: a file was cut short or written to since it was opened.
+    """
+    transfer = _Transfer(sources, checkpoint, report)
+    try:
+        transfer.run()
+        checkpoint.check_unchanged()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # which hold buffers
+        transfer.drop()
+        raise
+    return transfer.values()
+
+
+class _Program(NamedTuple):
+    """What a block's way into a parameter is compiled for; shapes are as published."""
+
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    transpose: bool
+    param_dtype: np.dtype
+    dtype: np.dtype
+
+
+class _Compiled(NamedTuple):
+    create: Callable[[], jax.Array]  # a parameter of zeros
+    write: Callable[..., tuple[jax.Array, jax.Array]]  # as `_write`, without the static argument
+
+
+class _Target:
+    """A parameter that is being put together."""
+
+    def __init__(self, source: Source):
+        """Nothing is allocated yet."""
+        self.source = source
+        self.value: jax.Array | None = None
+        self.blocks = list(source.blocks(BLOCK_BYTES))
+        self.lock = threading.Lock()
+
+
+class _OnHost(_Target):
+    """It is put together in memory of the host, which is moved when it is whole."""
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        self._missing = len(self.blocks)
+        self._content: np.ndarray | None = None  # in the order of the parameter's own axes
+
+    def take(self, block: Block, checkpoint: Checkpoint, buffers: "_Buffers") -> None:
+        """Read a block, and move the parameter if this was the last one."""
+        source = self.source
+        with self.lock:
+            if self._content is None:
+                self._content = _empty(math.prod(source.shape), source.param_dtype)
+            content = self._content
+        if source.transpose:
+            stored = buffers.take(block.size, source.dtype)
+            source.read(block, checkpoint.read, stored)
+            _transpose(stored.reshape(block.shape), content.reshape(source.shape[::-1]), block)
+        else:
+            place = content[block.first : block.first + block.size]
+            source.read(block, checkpoint.read, place)
+        with self.lock:
+            self._missing -= 1
+            if self._missing == 0:
+                whole = content.reshape(source.shape[::-1] if source.transpose else source.shape)
+                self.value, self._content = jax.device_put(whole), None
+
+
+class _OnDevice(_Target):
+    """It is put together on the device."""
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        self.key = _Program(
+            source.shape,
+            self.blocks[0].shape,
+            source.transpose,
+            source.param_dtype,
+            source.dtype,
+        )
+        self.program: Future[_Compiled] | None = None
+
+    def take(self, block: Block, checkpoint: Checkpoint, buffers: "_Buffers") -> None:
+        """Read a block and launch the program that writes it."""
+        stored = buffers.take(block.size, self.source.dtype)
+        self.source.read(block, checkpoint.read, stored)
+        assert self.program is not None
+        program = self.program.result()
+        on_device = jax.device_put(stored.reshape(block.shape))
+        start = np.array(block.start[:: -1 if self.source.transpose else 1], np.int32)
+        with self.lock:
+            value = program.create() if self.value is None else self.value
+            self.value, is_written = program.write(value, on_device, start)
+        buffers.hold(is_written)
+
+
+class _Buffers:
+    """The two buffers of a thread, in turn."""
+
+    def __init__(self):
+        """They are allocated when they are needed."""
+        self._bytes: list[np.ndarray] = [np.empty(0, np.uint8)] * 2
+        self._in_use: list[jax.Array | None] = [None] * 2
+        self._turn = 0
+
+    def take(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """The next buffer, as `count` elements; waits until the device no longer reads it."""
+        self._turn = 1 - self._turn
+        if (is_written := self._in_use[self._turn]) is not None:
+            is_written.block_until_ready()
+            self._in_use[self._turn] = None
+        if self._bytes[self._turn].size < (num_bytes := count * dtype.itemsize):
+            self._bytes[self._turn] = np.empty(num_bytes, np.uint8)
+        return self._bytes[self._turn][:num_bytes].view(dtype)
+
+    def hold(self, is_written: jax.Array) -> None:
+        """The device reads the buffer that was taken last until `is_written` is there."""
+        self._in_use[self._turn] = is_written
+
+
+class _Transfer:
+    def __init__(
+        self, sources: Sequence[Source], checkpoint: Checkpoint, report: Callable[[int], object]
+    ):
+        self._targets = [(_OnHost if _by_host(each) else _OnDevice)(each) for each in sources]
+        self._checkpoint, self._report = checkpoint, report
+        self._blocks = ((target, block) for target in self._targets for block in target.blocks)
+        self._lock = threading.Lock()  # of the two above
+        self._stop = threading.Event()
+        # Threads do not inherit what `with jax.default_device(...)` chose.
+        self._device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run(self) -> None:
+        """Put all parameters together."""
+        num_bytes = sum(target.source.num_bytes for target in self._targets)
+        count = min(_THREADS, os.cpu_count() or 1, 1 + num_bytes // BLOCK_BYTES)
+        with contextlib.ExitStack() as pools:
+            compilers = ThreadPoolExecutor(_COMPILERS, "jaxspec-compile")
+            pools.callback(compilers.shutdown, cancel_futures=True)
+            readers = pools.enter_context(ThreadPoolExecutor(count, "jaxspec-load"))
+            pools.callback(self._stop.set)
+            self._compile(compilers)
+            working = [readers.submit(self._work) for _ in range(count)]
+            for done in concurrent.futures.as_completed(working):
+                done.result()
+
+    def values(self) -> list[jax.Array]:
+        """What was put together."""
+        return [target.value for target in self._targets if target.value is not None]
+
+    def drop(self) -> None:
+        """Give all memory back, whoever still holds the error that tells of this."""
+        for target in self._targets:
+            if target.value is not None:
+                target.value.delete()
+        self._targets.clear()
+
+    def _compile(self, compilers: ThreadPoolExecutor) -> None:
+        programs: dict[_Program, Future[_Compiled]] = {}
+        for target in self._targets:
+            if isinstance(target, _OnDevice):
+                if target.key not in programs:
+                    programs[target.key] = compilers.submit(self._here, _compiled, target.key)
+                target.program = programs[target.key]
+
+    def _work(self) -> None:
+        self._here(self._take_all)
+
+    def _here(self, call, *arguments):
+        """The call's result, made for the device of the thread that began the transfer."""
+        with jax.default_device(self._device):
+            return call(*arguments)
+
+    def _take_all(self) -> None:
+        """Take one block after the other until none is left or another thread has failed."""
+        buffers = _Buffers()
+        while (taken := self._next()) is not None:
+            target, block = taken
+            target.take(block, self._checkpoint, buffers)
+            with self._lock:
+                self._report((block.size - block.repeated) * target.source.dtype.itemsize)
+
+    def _next(self) -> tuple[_OnHost | _OnDevice, Block] | None:
+        with self._lock:
+            return None if self._stop.is_set() else next(self._blocks, None)
+
+
+def _by_host(source: Source) -> bool:
+    """Whether a parameter is put together there."""
+    return default_device().platform == "cpu" or source.num_bytes <= SMALL_BYTES
+
+
+def _transpose(stored: np.ndarray, content: np.ndarray, block: Block) -> None:
+    """Put a block into the parameter, in strips that a processor's cache holds.
+
+    That is three times as fast as all at once.
+    """
+    place = content.T[tuple(map(_extent, block.start, block.shape))]
+    for start in range(0, len(stored), _STRIP):
+        place[start : start + _STRIP] = stored[start : start + _STRIP]
+
+
+def _extent(start: int, length: int) -> slice:
+    return slice(start, start + length)
+
+
+def _empty(count: int, dtype: np.dtype) -> np.ndarray:
+    """Elements without a value, aligned as XLA needs them to take the memory as its own."""
+    dtype = np.dtype(dtype)
+    content = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
+    begin = -content.ctypes.data % _ALIGNMENT
+    return content[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+@functools.cache
+def _compiled(program: _Program) -> _Compiled:
+    """The programs for parameters and blocks of one kind."""
+    shape = program.shape[::-1] if program.transpose else program.shape
+    create = jax.jit(functools.partial(jnp.zeros, shape, program.param_dtype))
+    write = _write.lower(
+        jax.ShapeDtypeStruct(shape, program.param_dtype),
+        jax.ShapeDtypeStruct(program.block, program.dtype),
+        jax.ShapeDtypeStruct((len(shape),), np.int32),
+        program.transpose,
+    )
+    return _Compiled(create.lower().compile(), write.compile())
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write(param, block, start, transpose: bool):
+    """The parameter with a block from `start` on, or its transpose; and an element of the block.
+
+    The element is there when the block was read. None of the parameter can tell that, because the
+    parameter is given to the next call; and with a second use XLA writes it into a copy.
+    """
+    values = (block.T if transpose else block).astype(param.dtype)
+    return jax.lax.dynamic_update_slice(param, values, tuple(start)), block[(0,) * block.ndim]

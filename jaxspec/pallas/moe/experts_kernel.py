@@ -1,0 +1,343 @@
+"""The kernels of `moe_experts` (Pallas, Mosaic GPU): the products of tiles with their experts.
+
+A block has one tile, which is an expert and some tokens, and some columns. It computes the
+transposed product, as the kernels of `matmul` do: `y.T = matrix @ x.T`. wgmma takes 64 columns of
+the product on one side, which are rows of the matrix as published, and as few as 8 tokens on the
+other. Matrix and tokens come through one ring, a chunk of features at a time. Blocks without work
+end at once, so only the experts that were chosen are read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.gpu import access, device, layouts, tensor_cores
+from jaxspec.pallas.matmul.products import BLOCK_N
+
+_PARAMS = plgpu.CompilerParams(
+    # Its own barriers are enough.
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The product of one block: `rows` tokens and `pieces * BLOCK_N` columns."""
+
+    rows: int
+    pieces: int
+    inner: int  # features
+    chunk: int  # of them
+    stages: int  # chunks in the ring
+    dtype: Any
+
+    @staticmethod
+    def of(rows: int, pieces: int, matrix: Any, blocks_on_one: int) -> "_Product":
+        """The product with the largest ring that leaves room for so many blocks together."""
+        inner, size = matrix.shape[2], matrix.dtype.itemsize
+        chunk = 128 if rows <= 32 and inner % 128 == 0 else 64
+        stage = size * chunk * (rows + pieces * BLOCK_N)
+        room = device.room(1) // blocks_on_one - 2048 - rows * BLOCK_N * pieces * 4
+        stages = max(2, min(inner // chunk, room // stage))
+        return _Product(rows, pieces, inner, chunk, stages, matrix.dtype)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory for the ring, as tensor cores read it."""
+        tile = functools.partial(tensor_cores.tile, dtype=self.dtype)
+        return {
+            "tokens": tile(self.stages, self.rows, self.chunk),
+            "ring": tile(self.stages, self.pieces, BLOCK_N, self.chunk),
+            "filled": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
+        }
+
+    def start(self, fetch: Callable) -> None:
+        """Start the copies of as many chunks as the ring holds."""
+        for j in range(min(self.stages, self.inner // self.chunk)):
+            fetch(j, j)
+
+    def fetch(self, x, matrix, columns, *, tokens, ring, filled):
+        """What starts the copies of chunk `j` to a stage: rows of `x`, and pieces of `matrix`."""
+
+        def fetch(j, stage):
+            chunk = pl.ds(j * self.chunk, self.chunk)
+            for piece, column in enumerate(columns):
+                part = matrix.at[pl.ds(column, BLOCK_N), chunk]
+                plgpu.copy_gmem_to_smem(part, ring.at[stage, piece], filled.at[stage])
+            plgpu.copy_gmem_to_smem(x.at[:, chunk], tokens.at[stage], filled.at[stage])
+
+        return fetch
+
+    def run(self, fetch: Callable, *, tokens, ring, filled):
+        """The transposed product of each piece, float32 `[BLOCK_N, rows]`."""
+        chunks = self.inner // self.chunk
+
+        def all_chunks(*sums):
+            def step(j, stage):
+                plgpu.barrier_wait(filled.at[stage])
+                rows = tokens.at[stage].transpose((1, 0))
+                for piece, sum_ in enumerate(sums):
+                    plgpu.wgmma(sum_, ring.at[stage, piece], rows)
+                plgpu.wgmma_wait(self.pieces)  # the products of the chunk before are done
+                refill = j - 1 + self.stages
+
+                @pl.when((j > 0) & (refill < chunks))
+                def _():
+                    plgpu.commit_smem()  # by all warps
+                    fetch(refill, jnp.where(stage == 0, self.stages - 1, stage - 1))
+
+                return access.next_stage(stage, self.stages)
+
+            lax.fori_loop(0, chunks, step, jnp.int32(0))
+            return [sum_[...] for sum_ in sums]
+
+        sums = [plgpu.WGMMAAccumulatorRef((BLOCK_N, self.rows), jnp.float32)] * self.pieces
+        return pl.run_scoped(all_chunks, *sums)
+
+
+class _Row(NamedTuple):
+    """A row of a tile: whether it is real, and where its output goes."""
+
+    is_real: Any
+    token: Any
+    part: Any
+    weight: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """The tiles of up to 8 tokens, which every expert gets whole.
+
+    Each choice of the table asks for a tile; the first of an expert gets it.
+    """
+
+    tokens: int
+    parts: int  # experts of a token
+    none: int  # the expert of padding
+    rows = 8  # of a tile: the smallest N of wgmma
+
+    @property
+    def tiles(self) -> int:
+        """Choices."""
+        return self.tokens * self.parts
+
+    def expert(self, refs, tile):
+        """The tile's expert, and whether the tile is to be done."""
+        experts, _ = refs
+        expert = self._expert(experts, tile)
+        table, place = self._table(experts)
+        has_earlier = jnp.max(jnp.where((place < tile) & (table == expert), 1, 0)) > 0
+        return expert, (expert == self.none) | ~has_earlier
+
+    def rows_of(self, refs, tile) -> list[_Row]:
+        """Where the output of each row goes."""
+        experts, weights = refs
+        expert = self._expert(experts, tile)
+        table, place = self._table(experts)
+        found = []
+        for token in range(self.tokens):
+            first = token * self.parts
+            is_mine = (table == expert) & (first <= place) & (place < first + self.parts)
+            at = jnp.max(jnp.where(is_mine, place, -1))
+            # Padding has an expert several times; each of its choices does its own.
+            of_own = jnp.where(lax.div(tile, self.parts) == token, tile, -1)
+            at = jnp.where(expert == self.none, of_own, at)
+            part = jnp.maximum(at - first, 0)
+            found.append(_Row(at >= 0, token, part, weights[token, part]))
+        return found
+
+    def _expert(self, experts, tile):
+        token = lax.div(tile, self.parts)
+        return experts[token, tile - token * self.parts]
+
+    def _table(self, experts):
+        """All choices, in every warp, and the place of each."""
+        size = self.tokens * self.parts
+        layout = layouts.lane_layout(size)
+        table = access.load(experts.reshape(size), layout)
+        return table, plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """The tiles of a `WorkList`."""
+
+    tokens: int
+    parts: int
+    none: int
+    tiles: int
+    rows: int
+
+    def expert(self, refs, tile):
+        """The tile's expert, and whether the tile is to be done."""
+        expert, *_ = refs
+        return expert[tile], expert[tile] <= self.none
+
+    def rows_of(self, refs, tile) -> list[_Row]:
+        """Where the output of each row goes."""
+        _, count, choices, weights = refs
+        held, found = count[tile], []
+        for row in range(self.rows):
+            is_real = row < held
+            choice = jnp.where(is_real, choices[tile, row], 0)
+            token = lax.div(choice, self.parts)
+            found.append(_Row(is_real, token, choice - token * self.parts, weights[tile, row]))
+        return found
+
+
+@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
+def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
+    """`silu(gate) * up` of each tile: `[tiles, rows, inner]`.
+
+    `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`.
+    """
+    inner, width = gate_up.shape[1] // 2, pieces * BLOCK_N
+    product = _Product.of(work.rows, 2 * pieces, gate_up, blocks)
+
+    def body(x, gate_up, *rest, out, **ring):
+        *refs, hidden = rest
+        tile, block = lax.axis_index("tile"), lax.axis_index("column")
+        expert, is_asked = work.expert(refs, tile)
+
+        @pl.when(is_asked & (expert < work.none))
+        def _():
+            columns = [block * width + piece * BLOCK_N for piece in range(pieces)]
+            columns += [column + inner for column in columns]
+            rows = x.at[pl.ds(0, work.rows)] if len(x.shape) == 2 else x.at[tile]
+            fetch = product.fetch(rows, gate_up.at[expert], columns, **ring)
+            product.start(fetch)
+            sums = product.run(fetch, **ring)
+            for piece in range(pieces):
+                gate, up = (
+                    sum_.astype(out.dtype).astype(jnp.float32)
+                    for sum_ in (sums[piece], sums[piece + pieces])
+                )
+                gated = (gate / (1.0 + jnp.exp(-gate)) * up).astype(out.dtype)
+                if piece:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.commit_smem()  # by all warps
+                out.T[...] = plgpu.layout_cast(gated, plgpu.Layout.WGMMA_TRANSPOSED)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out, hidden.at[tile, :, pl.ds(columns[piece], BLOCK_N)])
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="moe_up",
+        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, inner), x.dtype),
+        scratch_types=product.scratch()
+        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=x.dtype)},
+        grid=(work.tiles, inner // width),
+        grid_names=("tile", "column"),
+        compiler_params=_PARAMS,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(x, gate_up, *refs)
+
+
+@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
+def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None):
+    """Float32 `[parts, tokens, features]`: each row times its weight, where it belongs."""
+    features, width = down.shape[1], pieces * BLOCK_N
+    product = _Product.of(work.rows, pieces, down, blocks)
+
+    def body(hidden, down, *rest, out, **ring):
+        *refs, y = rest
+        tile, column = lax.axis_index("tile"), lax.axis_index("column") * width
+        expert, is_asked = work.expert(refs, tile)
+
+        def put_out(rows):
+            plgpu.commit_smem()  # by all warps
+            for i, row in enumerate(rows):
+                _put_row(out.at[i], y, row, column)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(is_asked & (expert < work.none))
+        def _():
+            columns = [column + piece * BLOCK_N for piece in range(pieces)]
+            fetch = product.fetch(hidden.at[tile], down.at[expert], columns, **ring)
+            product.start(fetch)
+            rows = work.rows_of(refs, tile)  # while the copies are under way
+            sums = product.run(fetch, **ring)
+            shape, layout = sums[0].shape, plgpu.Layout.WGMMA
+            place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+            weights = jnp.zeros(shape, jnp.float32)
+            for i, row in enumerate(rows):
+                weights = jnp.where(place == i, row.weight, weights)
+            for piece, sum_ in enumerate(sums):
+                scaled = plgpu.layout_cast(sum_ * weights, plgpu.Layout.WGMMA_TRANSPOSED)
+                access.store(out.at[:, pl.ds(piece * BLOCK_N, BLOCK_N)].T, scaled)
+            put_out(rows)
+
+        @pl.when(is_asked & (expert == work.none))
+        def _():
+            out[...] = jnp.zeros(out.shape, out.dtype)
+            put_out(work.rows_of(refs, tile))
+
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="moe_down",
+        out_type=jax.ShapeDtypeStruct((work.parts, work.tokens, features), jnp.float32),
+        scratch_types=product.scratch() | {"out": plgpu.SMEM((work.rows, width), jnp.float32)},
+        grid=(work.tiles, features // width),
+        grid_names=("tile", "column"),
+        compiler_params=_PARAMS,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(hidden, down, *refs)
+
+
+def _put_row(values, y, row: _Row, column):
+    """Start the copy of a row's columns to where they belong, if the row is real."""
+
+    @pl.when(row.is_real)
+    def _():
+        target = y.at[row.part, row.token, pl.ds(column, values.shape[0])]
+        plgpu.copy_smem_to_gmem(values, target)
+
+
+@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
+def tiled_down_kernel(hidden, down, refs, *, work, pieces=2, blocks=2, interpret=None):
+    """The rows of all tiles, `[tiles, rows, features]` in the dtype of `hidden`."""
+    features, width = down.shape[1], pieces * BLOCK_N
+    product = _Product.of(work.rows, pieces, down, blocks)
+
+    def body(hidden, down, *rest, out, **ring):
+        *refs, y = rest
+        tile, block = lax.axis_index("tile"), lax.axis_index("column")
+        expert, _ = work.expert(refs, tile)
+
+        @pl.when(expert < work.none)
+        def _():
+            columns = [block * width + piece * BLOCK_N for piece in range(pieces)]
+            fetch = product.fetch(hidden.at[tile], down.at[expert], columns, **ring)
+            product.start(fetch)
+            for piece, sum_ in enumerate(product.run(fetch, **ring)):
+                if piece:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.commit_smem()  # by all warps
+                row = sum_.astype(out.dtype)
+                out.T[...] = plgpu.layout_cast(row, plgpu.Layout.WGMMA_TRANSPOSED)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out, y.at[tile, :, pl.ds(columns[piece], BLOCK_N)])
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="moe_down",
+        out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), hidden.dtype),
+        scratch_types=product.scratch()
+        | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=hidden.dtype)},
+        grid=(work.tiles, features // width),
+        grid_names=("tile", "column"),
+        compiler_params=_PARAMS,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(hidden, down, *refs)

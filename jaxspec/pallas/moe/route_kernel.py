@@ -1,0 +1,69 @@
+"""The kernel of `moe_route` (Pallas, Mosaic GPU): a block a token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.gpu import access, layouts
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "interpret"))
+def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
+    """`moe_route`, without groups: the experts and the weights."""
+    tokens, count = scores.shape[0], rule.num_experts
+    layout = layouts.lane_layout(count)  # a warp has all, so that no warp waits for another
+    operands = (scores, live.astype(jnp.int32), *([] if bias is None else [bias]))
+
+    def body(scores, live, *rest):
+        *bias, experts, weights = rest
+        token = lax.axis_index("token")
+        is_live = live[token] > 0
+        logits = access.load(scores.at[token, :count], layout)
+        if rule.score == "softmax":
+            powers = jnp.exp(logits - jnp.max(logits))
+            score = powers / jnp.sum(powers)
+        else:
+            score = 1.0 / (1.0 + jnp.exp(-logits))
+        compared = score + access.load(bias[0], layout) if bias else score
+        place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+        chosen, values = [], []
+        for part in range(rule.num_chosen):
+            best = jnp.max(compared)
+            # Where all scores are NaN, none is the best: the last experts come, each once.
+            index = jnp.min(jnp.where(compared == best, place, count - 1 - part))
+            is_chosen = place == index
+            values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
+            compared = jnp.where(is_chosen, -jnp.inf, compared)
+            chosen.append(index)
+        scale = jnp.float32(rule.scale)
+        if rule.renormalise:
+            scale = scale / (sum(values) + rule.eps)
+        for part, (index, value) in enumerate(zip(chosen, values, strict=True)):
+            experts[token, part] = jnp.where(is_live, index, rule.none)
+            weights[token, part] = jnp.where(is_live, value * scale, 0.0)
+        if rule.num_shared:
+            gate = jnp.float32(1.0)
+            if rule.gated_shared:
+                gate = 1.0 / (1.0 + jnp.exp(-scores[token, count]))
+            for i in range(rule.num_shared):
+                part = rule.num_chosen + i
+                experts[token, part] = jnp.where(is_live, count + i, rule.none)
+                weights[token, part] = jnp.where(is_live, gate, 0.0)
+
+    shape = tokens, rule.parts
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="moe_route",
+        out_type=(
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(tokens,),
+        grid_names=("token",),
+        compiler_params=plgpu.CompilerParams(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(*operands)

@@ -1,0 +1,85 @@
+"""All faults of a config.json are found, the first of them as loading finds it."""
+
+import json
+
+import pytest
+from harness import FIXTURES
+
+from jaxspec.inspection.config_faults import parse
+from jaxspec.models import family_of
+from jaxspec.models.fields import Fields
+
+# Of two fixtures fields, each changed so that it is refused.
+FAULTS = {
+    "attention_bias": True,
+    "quantization_config": {"quant_method": "fp8"},
+    "hidden_size": "large",
+    "vocab_size": -1,
+    "rms_norm_eps": None,
+    "max_position_embeddings": 0,
+    "attn_output_gate": False,
+    "mtp_num_hidden_layers": 7,
+    "linear_conv_kernel_dim": None,
+}
+FAULTS_OF_EXPERTS = {
+    "num_experts": "many",
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": 0,
+    "norm_topk_prob": 1,
+    "scoring_func": "sigmoid",
+    "mlp_only_layers": [-1],
+    "vocab_size": "large",
+}
+
+
+def faults_of(fixture="qwen3_5", /, **changes):
+    """The faults of a fixture's config.json with changed fields; the first is the loader's."""
+    config = json.loads((FIXTURES / fixture / "config.json").read_text())
+    fields = Fields(config | changes)
+    family = family_of(fields.architecture, "config.json")
+    config, faults = parse(family, fields)
+    if faults:
+        with pytest.raises(ValueError) as caught:
+            family.parse_config(fields)
+        assert faults[0] == str(caught.value) and config is None
+    else:
+        assert config == family.parse_config(fields)
+    assert len(set(faults)) == len(faults)
+    return faults
+
+
+def test_a_sound_one_has_none():
+    assert faults_of() == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_single_fault_is_found_once(name):
+    (fault,) = faults_of(**{name: FAULTS[name]})
+    assert f"`{name}`" in fault
+
+
+@pytest.mark.parametrize(
+    ("fixture", "faults"), [("qwen3_5", FAULTS), ("qwen3_next", FAULTS_OF_EXPERTS)]
+)
+def test_each_of_many_is_found_with_the_message_that_it_has_alone(fixture, faults):
+    alone = {
+        fault for name, value in faults.items() for fault in faults_of(fixture, **{name: value})
+    }
+    assert set(faults_of(fixture, **faults)) == alone and len(alone) == len(faults)
+
+
+def test_options_in_nested_blocks_are_found():
+    rope = {"rope_theta": "big", "rope_type": "default", "factor": 4.0}
+    theta, factor = sorted(faults_of(rope_parameters=rope), reverse=True)
+    assert "`rope_parameters.rope_theta`" in theta and "`rope_parameters.factor`" in factor
+
+
+def test_a_rule_of_several_fields_is_found_beside_an_option():
+    bias, groups = faults_of(attention_bias=True, num_key_value_heads=3)
+    assert "`attention_bias`" in bias and "not a multiple of 3" in groups
+
+
+def test_what_only_stands_in_breaks_no_rule():
+    """Of 7 key and value heads the number of query heads must be a multiple, and it is absent."""
+    (fault,) = faults_of(num_attention_heads=None, num_key_value_heads=7)
+    assert "`num_attention_heads`" in fault

@@ -1,0 +1,143 @@
+"""What lies in a folder is found, and refused with the words that loading has for it."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import FIXTURES
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.inspection.find import find
+from jaxspec.models import load_model
+from jaxspec.options import EngineConfig
+
+FLOAT32 = jnp.dtype("float32")
+
+
+def found_in(folder, **options):
+    return find(EngineConfig(folder, **options), FLOAT32)
+
+
+def change(folder, edit):
+    held = load_file(folder / "model.safetensors")
+    edit(held)
+    save_file(held, folder / "model.safetensors")
+
+
+def test_a_whole_checkpoint_is_compared_by_its_headers():
+    found = found_in(FIXTURES / "qwen3_5_vl")
+    assert found.refused == [] and found.architecture == "Qwen3_5ForConditionalGeneration"
+    assert found.read == "config.json and the headers of 92 tensors in 1 file"
+    assert found.model.has_draft_head
+    held = load_file(FIXTURES / "qwen3_5_vl" / "model.safetensors")  # with its vision tower
+    assert sum(found.stored_bytes.values()) == sum(tensor.nbytes for tensor in held.values())
+    assert found.stored_bytes.keys() == {"BF16", "F32"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "mine.json", None])
+def test_a_config_json_is_enough(copy, name):
+    folder = copy("qwen3_5")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    path = folder if name is None else (folder / "config.json").rename(folder / name)
+    found = found_in(path)
+    assert (found.read, found.refused, found.stored_bytes) == ("config.json alone", [], {})
+    assert found.model.has_draft_head, "config.json says so"
+
+
+def test_dummy_weights_need_no_tensors_and_look_at_none(copy):
+    folder = copy("qwen3_5")
+    (folder / "model.safetensors").write_bytes(b"noise")
+    assert found_in(folder).refused
+    assert found_in(folder, load_format="dummy").refused == []
+
+
+def test_a_head_is_there_where_its_tensors_are(copy):
+    """Whatever config.json says, if there are tensors to ask."""
+    folder = copy("qwen3_5", mtp_num_hidden_layers=None)
+    assert found_in(folder).model.has_draft_head
+    change(folder, lambda held: [held.pop(name) for name in [*held] if name.startswith("mtp.")])
+    (folder / "config.json").write_text((FIXTURES / "qwen3_5" / "config.json").read_text())
+    found = found_in(folder)
+    assert found.refused == [] and not found.model.has_draft_head
+
+
+def unlink(folder):
+    (folder / "config.json").unlink()
+
+
+def other_words(folder):
+    (folder / "config.json").write_text("{")
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def lost_shard(folder):
+    index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def misfit(folder):
+    def edit(held):
+        del held["model.norm.weight"]
+        held["model.layers.9.extra"] = np.zeros(3, np.float32)
+        name = "model.layers.0.mlp.up_proj.weight"
+        held[name] = held[name].T.copy()
+
+    change(folder, edit)
+
+
+@pytest.mark.parametrize("damage", [unlink, other_words, pickled, cut, lost_shard, misfit])
+def test_what_loading_refuses_is_refused_with_its_words(copy, damage):
+    folder = copy("qwen3_5")
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_model(folder, FLOAT32)
+    found = found_in(folder)
+    assert found.refused == [str(caught.value)]
+    assert (found.model is None) == (damage in (unlink, other_words))
+
+
+def test_faults_of_config_and_weights_are_told_together(copy):
+    folder = copy("qwen3_5", attention_bias=True, quantization_config={"bits": 4})
+    cut(folder)
+    bias, bits, damaged = found_in(folder).refused
+    assert "`attention_bias`" in bias and "`quantization_config`" in bits
+    assert "cut short or damaged" in damaged
+
+
+def test_an_architecture_that_is_not_there_is_named_and_its_tensors_are_weighed(copy):
+    found = found_in(copy("qwen3_5", architectures=["GPT2LMHeadModel"]))
+    assert found.architecture == "GPT2LMHeadModel" and found.model is None
+    assert "asks for the model 'GPT2LMHeadModel'" in found.refused[0]
+    assert sum(found.stored_bytes.values()) > 0
+
+
+def test_of_a_hub_id_no_weights_are_downloaded(copy, monkeypatch):
+    folder, asked = copy("qwen3_5"), []
+
+    def download(name, progress, *, weights, revision):
+        asked.append((name, weights, revision))
+        return folder
+
+    monkeypatch.setattr("jaxspec.loading.resolve_folder", download)
+    assert "71 tensors" in found_in("some/model", revision="v1").read, "they were there before"
+    (folder / "model.safetensors").unlink()
+    lost_shard(folder)
+    found = found_in("some/model")
+    assert (found.read, found.refused) == ("config.json alone", [])
+    assert asked == [("some/model", False, "v1"), ("some/model", False, None)]
+
+
+def test_where_there_is_nothing_there_is_nothing_to_refuse(tmp_path):
+    for absent in (tmp_path / "absent", tmp_path / "config.json"):
+        with pytest.raises(FileNotFoundError, match="must be a folder or a Hugging Face hub id"):
+            found_in(absent)

@@ -1,0 +1,108 @@
+"""`jaxspec.inspect` and what it prints."""
+
+import re
+
+import jax
+import pytest
+from harness import FIXTURES
+
+import jaxspec
+from jaxspec import Inspection
+from jaxspec.inspection import Parameters
+
+REPORT = """\
+FIXTURES/qwen3_5: Qwen3_5ForCausalLM
+  read          config.json and the headers of 71 tensors in 1 file
+  family        Qwen3_5
+  layers        3 GatedDeltaNet + GatedMLP, 1 Attention + GatedMLP
+  draft head    MTPHead
+  parameters    241.1 k, of which a token uses 224.2 k
+                and in the draft head 59.8 k, of which a token uses 59.8 k
+  stored        587.4 KiB BF16, 0.4 KiB F32
+  weights here  594.9 KiB bfloat16, 0.4 KiB float32
+  a token keeps 0.5 KiB (bfloat16 keys and values)
+  a request     112.3 KiB with 3 drafts, 102.3 KiB without (replay, float32)
+On this device (fake, 858.3 MiB for weights and caches) weights and full requests take:
+   max_model_len     1 request    8 requests   64 requests   fit at once
+             512       1.1 MiB       3.6 MiB      23.7 MiB         2,382
+Nothing of it is refused."""
+
+
+def test_the_report_of_a_checkpoint(device_with):
+    device_with(10**9)
+    found = jaxspec.inspect(FIXTURES / "qwen3_5", state_policy="replay", dtype="bfloat16")
+    assert str(found).replace(str(FIXTURES), "FIXTURES") == REPORT
+
+
+def test_the_embedded_model_is_the_default():
+    found = jaxspec.inspect()
+    assert found.refused == () and found.model == "the embedded model"
+    assert found.layers == {"GatedDeltaNet + GatedMLP": 6, "Attention + GatedMLP": 2}
+    assert found.draft_heads == ("MTPHead",) and found.experts is None
+    assert found.family == "Qwen3_5" and found.num_drafts == 3
+
+
+def test_experts_are_told():
+    found = jaxspec.inspect(FIXTURES / "qwen3_next")
+    assert found.layers == {
+        "GatedDeltaNet + MoE": 2,
+        "GatedDeltaNet + GatedMLP": 1,
+        "Attention + MoE": 1,
+    }
+    assert found.refused == () and found.draft_heads == ("MTPHead",)
+    assert re.search("experts +8 a layer, of which a token goes to 3, and 1 shared", str(found))
+    plain = jaxspec.inspect(FIXTURES / "qwen3_moe")
+    assert re.search("experts +8 a layer, of which a token goes to 3\n", str(plain))
+
+
+def test_what_the_options_ask_of_the_model_is_refused(device_with):
+    device_with(10**5)
+    lengths = jaxspec.inspect(FIXTURES / "qwen3", max_model_len=10**6)
+    assert "must not exceed the model's 512 positions" in lengths.refused[0]
+    assert lengths.parameters is not None and lengths.cache is None
+    head = jaxspec.inspect(FIXTURES / "qwen3", speculative_config={"method": "mtp"})
+    assert "this checkpoint has none" in head.refused[0]
+    (too_big,) = jaxspec.inspect(FIXTURES / "qwen3").refused
+    assert "Weights and caches must fit" in too_big
+
+
+def test_options_that_break_a_rule_of_their_own_are_errors():
+    with pytest.raises(TypeError, match="no option 'max_len'"):
+        jaxspec.inspect(max_len=3)
+    with pytest.raises(ValueError, match="state_policy must be"):
+        jaxspec.inspect(state_policy="rewind")
+    with pytest.raises(ValueError, match="gpu_memory_utilization must be in"):
+        jaxspec.inspect(gpu_memory_utilization=2.0)
+
+
+def test_a_refusal_is_told_with_all_its_reasons(copy):
+    folder = copy("qwen3_5", attention_bias=True, quantization_config={"bits": 4})
+    *_, head, bias, bits = str(jaxspec.inspect(folder)).splitlines()
+    assert head == "REFUSED, for 2 reasons:"
+    assert bias.startswith("- config.json: `attention_bias` must") and "quantization" in bits
+
+
+def test_a_head_that_is_promised_and_absent_is_missed():
+    promise = {"family": "F", "promised_draft_layers": 1}
+    found = Inspection("m", "config.json and headers", (), "cpu", None, **promise)
+    assert re.search("draft head +none, though config.json promises one\n", str(found))
+    alone = str(jaxspec.inspect(FIXTURES / "qwen3_5", load_format="dummy"))
+    assert re.search("draft head +MTPHead, by config.json; a checkpoint's tensors decide\n", alone)
+
+
+def test_numbers_are_short():
+    for count, words in (
+        (34_660_610_688, "34.7 B"),
+        (2_946_000_000, "2.95 B"),
+        (122_100_000_000, "122.1 B"),
+        (45_600, "45.6 k"),
+        (789, "789"),
+    ):
+        found = Inspection("m", "read", (), "cpu", None, parameters=Parameters(count, count))
+        assert re.search(f"parameters +{words}, of which a token uses {words}\n", str(found))
+
+
+def test_nothing_is_put_on_the_device():
+    before = {id(array) for array in jax.live_arrays()}
+    jaxspec.inspect(FIXTURES / "qwen3_5", speculative_config={"draft_vocab": 9})
+    assert {id(array) for array in jax.live_arrays()} <= before
