@@ -1,11 +1,11 @@
-"""moe_feed_forward against its equations in NumPy (`tests/support/experts.py`)."""
+"""moe_feed_forward against its equations in NumPy (`tests/support/mixtures.py`)."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts import RULES, layer
+from mixtures import RULES, layer
 
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing

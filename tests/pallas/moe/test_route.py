@@ -1,4 +1,4 @@
-"""moe_route against its definition in NumPy (`tests/support/experts.py`)."""
+"""moe_route against its definition in NumPy (`tests/support/mixtures.py`)."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts import RULES, choose
+from mixtures import RULES, choose
 
 from jaxspec.pallas.moe.route import Routing, moe_route
 
