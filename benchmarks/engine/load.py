@@ -1,6 +1,6 @@
 """Gigabytes a second that a checkpoint loads at, beside `dd`, and the memory that takes.
 
-    python -m benchmarks.engine.load --shape qwen3.5-9b --gigabytes 20 [--json FILE]
+    python -m benchmarks.engine.load --gigabytes 20 [--json FILE]
 
 A synthetic checkpoint in shards, whose tensors are those of a published model with as many layers
 as the gigabytes allow, is written into a temporary folder. All files are in the page cache when
@@ -206,7 +206,7 @@ def measured(folder: Path, args: argparse.Namespace) -> Figures:
 
 def main() -> None:
     parser = record.parser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-9b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-35b-a3b")
     parser.add_argument("--gigabytes", type=float, default=20, help="at most (default 20)")
     parser.add_argument("--shard-gigabytes", type=float, default=4, help="default 4")
     parser.add_argument("--one-by-one", action="store_true", help="a tensor for each expert")

@@ -1,6 +1,6 @@
 """A checkpoint's tensors to the parameters of a model, compared one by one before any is read."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,13 +120,11 @@ def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: C
 
 
 def _check(
-    placements: Collection[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
+    placements: Sequence[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> None:
     wanted = {placement.name: placement.shape for placement in placements}
     problems = {
-        "Missing": sorted(
-            {_or_instead(placement) for placement in placements if placement.name not in published}
-        ),
+        "Missing": sorted(wanted.keys() - published.keys()),
         "Unexpected": sorted(
             name for c in published.keys() - wanted.keys() for name in published[c]
         ),
@@ -147,23 +145,23 @@ def _check(
             if stored.dtype not in DTYPES:
                 problems[_WRONG_DTYPE].append(f"{name} {stored.dtype}")
     if any(problems.values()):
-        raise _misfit(
-            checkpoint,
-            " ".join(
-                f"{kind} ({len(named):,}): {listed(named)}."
-                for kind, named in problems.items()
-                if named
-            ),
-        )
+        found = [
+            f"{kind} ({len(named):,}): {listed(named)}."
+            for kind, named in problems.items()
+            if named
+        ]
+        missing = (each for each in placements if each.name not in published)
+        raise _misfit(checkpoint, " ".join([*found, *_other_spelling(missing)]))
 
 
-def _or_instead(placement: Placement) -> str:
-    """The name of a missing tensor, and of those that may stand in its place."""
-    if not placement.instead:
-        return placement.name
-    first, *others = placement.instead
-    more = f" and {len(others):,} more" if others else ""
-    return f"{placement.name} (or {first.name}{more})"
+def _other_spelling(missing: Iterable[Placement]) -> Iterator[str]:
+    """A sentence on the first missing tensor that can also be spelled in another way."""
+    for placement in missing:
+        if placement.instead:
+            first, *others = placement.instead
+            more = f" and {len(others):,} more" if others else ""
+            yield f"{placement.name} may also come as {first.name}{more}."
+            return
 
 
 def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:

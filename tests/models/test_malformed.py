@@ -1,4 +1,4 @@
-"""Some 5,100 checkpoints with one thing wrong: each gets one clear error, or means the same.
+"""Some 8,100 checkpoints with one thing wrong: each gets one clear error, or means the same.
 
 An error is clear if it is a ValueError or FileNotFoundError, names what is wrong, and is short. A
 change that is harmless loads to exactly the same model; the tables here say which are and why. No
@@ -8,7 +8,9 @@ case may take long, wait for another process, or raise anything else.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -151,9 +153,18 @@ def framed(header, data):
 
 @pytest.fixture(scope="module", autouse=True)
 def models_are_built_once():
-    """Parameters without values, which all cases with the same names and sizes share."""
+    """Parameters without values, which all cases share whose tensors tell the same of a model.
+
+    They tell whether there is an output head, and whether there is a draft head.
+    """
+
+    def telling(family, config, dtype, tensors):
+        heads = {"mtp."} if any(name.startswith("mtp.") for name in tensors) else set()
+        return built(family, config, dtype, frozenset(heads | {"lm_head.weight"} & tensors))
+
+    built = functools.cache(weights.undefined)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "undefined", functools.cache(weights.undefined))
+        patch.setattr(weights, "undefined", telling)
         yield
 
 
@@ -230,6 +241,127 @@ def test_the_tensors_of_a_vision_tower_may_be_anything(corpus):
         with corpus.changed(weights=packed({**others, **held})):
             corpus.check(dtype, SAME)
     corpus.done(1 + len(WRONG_DTYPES))
+
+
+FAMILIES = ["qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_next", "qwen3_moe"]  # the second has stacks
+OF_EXPERTS = pytest.mark.parametrize("corpus", FAMILIES, indirect=True)
+
+
+@pytest.fixture
+def unread(corpus, monkeypatch):
+    """The corpus; no tensor is read from here on, and no memory is taken."""
+    monkeypatch.setattr(weights, "to_device", None)
+    return corpus
+
+
+@OF_EXPERTS
+def test_each_tensor_of_a_mixture_of_experts_is_missed_and_judged(unread):
+    """Absent, of another shape or dtype, doubled, renamed: before any is read."""
+    dtypes = itertools.cycle(WRONG_DTYPES.items())
+    for name, (dtype, shape, content) in unread.tensors.items():
+        others = {other: held for other, held in unread.tensors.items() if other != name}
+        (other, size), same = next(dtypes), (dtype, shape, content)
+        missing = name.replace("language_model.", "")
+        for case, file, culprits in (
+            ("missing", packed(others), f"Missing (1): {missing}"),
+            ("renamed", packed({**others, f"{name}s": same}), f"Unexpected (1): {name}s."),
+            (
+                "of another shape",
+                packed({**others, name: (dtype, [*shape, 1], content)}),
+                f"Wrong shape (1): {name} {[*shape, 1]} instead of {shape}.",
+            ),
+            (
+                "of another dtype",
+                packed({**others, name: (other, shape, bytes(size * math.prod(shape)))}),
+                f"F16 (1): {name} {other}.",
+            ),
+        ):
+            with unread.changed(weights=file):
+                unread.check(f"{name} {case}", culprits)
+        with unread.changed(more=packed({name: same})):
+            unread.check(f"{name} in two files", f"Twice (1): {missing} (in model-2.safe")
+    unread.done(5 * 90)
+
+
+def experts_of(corpus, number=""):
+    """The tensors of all experts that compete, or of one of them."""
+    return {name for name in corpus.tensors if f".mlp.experts.{number}" in name}
+
+
+@OF_EXPERTS
+def test_a_number_of_experts_that_the_tensors_do_not_have_is_refused(unread):
+    config = unread.config.get("text_config", unread.config)
+    field = "num_experts" if "num_experts" in config else "num_local_experts"
+    for count in (
+        config[field] // 2,
+        config[field] - 1,
+        config[field] + 1,
+        2 * config[field],
+        4096,
+        4097,
+        10**9,
+    ):
+        changed = unread.config | {field: count}
+        if "text_config" in unread.config:
+            changed = unread.config | {"text_config": config | {field: count}}
+        with unread.changed(config=json.dumps(changed).encode()):
+            unread.check(f"{count} experts", field if count > 4096 else ".mlp.experts.")
+    unread.done(7)
+
+
+@OF_EXPERTS
+def test_experts_that_are_missing_altogether_are_named_in_both_spellings(unread):
+    layer, experts = "model.layers.0.mlp.experts.", experts_of(unread)
+    up = {name for name in experts if "down" not in name}
+    for lost, matrix, stack, more in (
+        (up, "gate_proj", "gate_up_proj", 15),
+        (experts - up, "down_proj", "down_proj", 7),
+    ):
+        rest = {name: unread.tensors[name] for name in unread.tensors.keys() - lost}
+        with unread.changed(weights=packed(rest)):
+            unread.check(
+                f"no {stack}",
+                f"{layer}{stack} may also come as {layer}0.{matrix}.weight and {more} more. Check",
+            )
+    unread.done(2)
+
+
+@pytest.mark.parametrize(
+    "corpus", [name for name in FAMILIES if not name.endswith("raw")], indirect=True
+)
+def test_an_expert_too_few_or_too_many_is_named(unread):
+    last = experts_of(unread, "7.")
+    fewer = {name: unread.tensors[name] for name in unread.tensors.keys() - last}
+    with unread.changed(weights=packed(fewer)):
+        unread.check("seven experts", ".mlp.experts.7.")
+    ninth = {name.replace("experts.7", "experts.8"): unread.tensors[name] for name in last}
+    with unread.changed(more=packed(ninth)):
+        unread.check("nine experts", f"Unexpected ({len(last)}): ")
+    stack = {"model.layers.0.mlp.experts.gate_up_proj": ("F32", [1], bytes(4))}
+    with unread.changed(more=packed(stack)):
+        unread.check("a stack beside them", "model.layers.0.mlp.experts.gate_up_proj [1] instead")
+    unread.done(3)
+
+
+@pytest.mark.parametrize("corpus", ["qwen3_5_moe_raw"], indirect=True)
+def test_a_stack_beside_single_experts_is_refused_and_in_place_of_them_taken(corpus):
+    stack = "model.language_model.layers.0.mlp.experts.down_proj"
+    dtype, (count, *shape), content = corpus.tensors[stack]
+    size = len(content) // count
+    single = {
+        f"{stack.removesuffix('down_proj')}{i}.down_proj.weight": (
+            dtype,
+            shape,
+            content[i * size : (i + 1) * size],
+        )
+        for i in range(count)
+    }
+    with corpus.changed(more=packed(single)):
+        corpus.check("both", f"Unexpected (8): {min(single)}")
+    rest = {name: held for name, held in corpus.tensors.items() if name != stack}
+    with corpus.changed(weights=packed(rest), more=packed(single)):
+        corpus.check("each by itself", SAME)
+    corpus.done(2)
 
 
 # What a field may wrongly hold; "absent" takes it away.
@@ -522,6 +654,7 @@ def test_a_header_that_is_malformed_is_refused(corpus):
     corpus.done(100)
 
 
+@pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_moe_raw"], indirect=True)
 def test_an_index_that_does_not_fit_its_files_is_refused(corpus):
     names = list(corpus.tensors)
     one = {name: WEIGHTS for name in names}
@@ -555,7 +688,9 @@ def test_an_index_that_does_not_fit_its_files_is_refused(corpus):
     for name in names:
         half = {name: corpus.tensors[name]}
         with corpus.changed(more=packed(half)):
-            check(f"{name} elsewhere", {"weight_map": one | {name: "model-2.safetensors"}}, name)
+            canonical = name.replace("language_model.", "")
+            where = {"weight_map": one | {name: "model-2.safetensors"}}
+            check(f"{name} elsewhere", where, canonical)
     check("a tensor that no file holds", {"weight_map": one | {"x.y": WEIGHTS}}, "x.y")
     check("a tensor left out", {"weight_map": {names[0]: WEIGHTS}}, SAME)  # the headers list all
     check("as it should be", {"weight_map": one, "metadata": {"total_size": -1}}, SAME)

@@ -1,4 +1,4 @@
-"""A hub that serves one model on this machine, as far as downloads ask for it, and fails on demand."""
+"""A hub on this machine that serves one model, as far as downloads ask for it, and can fail."""
 
 import hashlib
 import json

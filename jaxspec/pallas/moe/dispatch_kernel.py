@@ -61,13 +61,13 @@ def dispatch_kernel(x, place, weights, *, tiles, rows, interpret=None):
 
 
 @functools.partial(jax.jit, static_argnames=("none", "interpret"))
-def combine_kernel(tiled, place, experts, weights, *, none, interpret=None):
-    """The sum of each token's rows, times their weights: `[tokens, features]`, as `tiled`."""
+def combine_kernel(tiled, place, experts, *, none, interpret=None):
+    """The sum of each token's rows, `[tokens, features]` in the dtype of `tiled`."""
     (*_, features), (tokens, parts) = tiled.shape, place.shape
     vector = gcd(features // device.THREADS, 16 // tiled.dtype.itemsize)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
 
-    def body(tiled, place, experts, weights, y):
+    def body(tiled, place, experts, y):
         token = lax.axis_index("token")
         is_live = experts[token, 0] < none
 
@@ -76,8 +76,8 @@ def combine_kernel(tiled, place, experts, weights, *, none, interpret=None):
             # Every load comes before the first use, so the block waits for the memory once.
             rows = [access.load(tiled.at[place[token, part]], layout) for part in range(parts)]
             total = jnp.zeros((features,), jnp.float32)
-            for part, row in enumerate(rows):
-                total = total + row.astype(jnp.float32) * weights[token, part]
+            for row in rows:
+                total = total + row.astype(jnp.float32)
             access.store(y.at[token], total.astype(y.dtype))
 
         @pl.when(~is_live)
@@ -93,4 +93,4 @@ def combine_kernel(tiled, place, experts, weights, *, none, interpret=None):
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiled.reshape(-1, features), place, experts, weights)
+    return kernel(tiled.reshape(-1, features), place, experts)

@@ -138,7 +138,7 @@ class Direct:
 
     def rows_of(self, refs, tile) -> list[_Row]:
         """Where the output of each row goes."""
-        experts, weights = refs
+        experts, _ = refs
         expert = self._expert(experts, tile)
         table, place = self._table(experts)
         found = []
@@ -149,9 +149,18 @@ class Direct:
             # Padding has an expert several times; each of its choices does its own.
             of_own = jnp.where(lax.div(tile, self.parts) == token, tile, -1)
             at = jnp.where(expert == self.none, of_own, at)
-            part = jnp.maximum(at - first, 0)
-            found.append(_Row(at >= 0, token, part, weights[token, part]))
+            found.append(_Row(at >= 0, token, jnp.maximum(at - first, 0)))
         return found
+
+    def weights(self, refs, tile, shape):
+        """The weight of each row, in all columns of a transposed product."""
+        _, weights = refs
+        place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        of_rows = jnp.zeros(shape, jnp.float32)
+        for row in self.rows_of(refs, tile):
+            weight = weights[row.token, row.part]
+            of_rows = jnp.where(place == row.token, weight, of_rows)
+        return of_rows
 
     def _expert(self, experts, tile):
         token = lax.div(tile, self.parts)
@@ -182,21 +191,28 @@ class Listed:
 
     def rows_of(self, refs, tile) -> list[_Row]:
         """Where the output of each row goes."""
-        _, count, choices, weights = refs
+        _, count, choices, _ = refs
         held, found = count[tile], []
         for row in range(self.rows):
             is_real = row < held
             choice = jnp.where(is_real, choices[tile, row], 0)
             token = lax.div(choice, self.parts)
-            found.append(_Row(is_real, token, choice - token * self.parts, weights[tile, row]))
+            found.append(_Row(is_real, token, choice - token * self.parts))
         return found
+
+    def weights(self, refs, tile, shape):
+        """The weight of each row, in all columns of a transposed product."""
+        *_, weights = refs
+        of_rows = access.load(weights.at[tile], plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(of_rows, shape, (1,))
 
 
 @functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
 def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
-    """`silu(gate) * up` of each tile: `[tiles, rows, inner]`.
+    """`silu(gate) * up` of each tile, times the rows' weights: `[tiles, rows, inner]`.
 
-    `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`.
+    The weights come in here, before the values are rounded, so that what follows need not know
+    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`.
     """
     inner, width = gate_up.shape[1] // 2, pieces * BLOCK_N
     product = _Product.of(work.rows, 2 * pieces, gate_up, blocks)
@@ -213,13 +229,14 @@ def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
             rows = x.at[pl.ds(0, work.rows)] if len(x.shape) == 2 else x.at[tile]
             fetch = product.fetch(rows, gate_up.at[expert], columns, **ring)
             product.start(fetch)
+            weights = work.weights(refs, tile, (BLOCK_N, work.rows))
             sums = product.run(fetch, **ring)
             for piece in range(pieces):
                 gate, up = (
                     sum_.astype(out.dtype).astype(jnp.float32)
                     for sum_ in (sums[piece], sums[piece + pieces])
                 )
-                gated = (gate / (1.0 + jnp.exp(-gate)) * up).astype(out.dtype)
+                gated = (gate / (1.0 + jnp.exp(-gate)) * up * weights).astype(out.dtype)
                 if piece:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.commit_smem()  # by all warps
@@ -244,7 +261,7 @@ def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
 
 @functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
 def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None):
-    """Float32 `[parts, tokens, features]`: each row times its weight, where it belongs."""
+    """Float32 `[parts, tokens, features]`: each row of `hidden` times its matrix."""
     features, width = down.shape[1], pieces * BLOCK_N
     product = _Product.of(work.rows, pieces, down, blocks)
 
@@ -266,14 +283,9 @@ def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None)
             product.start(fetch)
             rows = work.rows_of(refs, tile)  # while the copies are under way
             sums = product.run(fetch, **ring)
-            shape, layout = sums[0].shape, plgpu.Layout.WGMMA
-            place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-            weights = jnp.zeros(shape, jnp.float32)
-            for i, row in enumerate(rows):
-                weights = jnp.where(place == i, row.weight, weights)
             for piece, sum_ in enumerate(sums):
-                scaled = plgpu.layout_cast(sum_ * weights, plgpu.Layout.WGMMA_TRANSPOSED)
-                access.store(out.at[:, pl.ds(piece * BLOCK_N, BLOCK_N)].T, scaled)
+                part = out.at[:, pl.ds(piece * BLOCK_N, BLOCK_N)]
+                access.store(part.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
             put_out(rows)
 
         @pl.when(is_asked & (expert == work.none))
@@ -301,6 +313,61 @@ def _put_row(values, y, row: _Row, column):
     def _():
         target = y.at[row.part, row.token, pl.ds(column, values.shape[0])]
         plgpu.copy_smem_to_gmem(values, target)
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "blocks", "interpret"))
+def one_token_down_kernel(hidden, down, experts, *, parts, blocks=1, interpret=None):
+    """`down_kernel` for one token, which sums its experts up: float32 `[parts, 1, features]`.
+
+    `hidden` is `[choices, 8, inner]`, of which the first row of each is real. Part `i` is the sum
+    over the choices `i`, `i + parts`, `i + 2 * parts` and so on: one product whose features are
+    those of all these experts, one after the other.
+    """
+    (none, features, _), count = down.shape, hidden.shape[0]
+    product = _Product.of(hidden.shape[1], 1, down, blocks)
+
+    def body(hidden, down, experts, y, *, out, **ring):
+        part, column = lax.axis_index("part"), lax.axis_index("column") * BLOCK_N
+        layout = layouts.lane_layout(count)
+        table = access.load(experts.at[0], layout)
+        place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+        is_live = experts[0, 0] < none
+
+        def fetch(j, stage):
+            index = lax.div(j, product.chunks)
+            choice = part + index * parts
+            expert = jnp.max(jnp.where(place == choice, table, 0))
+            one = product.fetch(hidden.at[choice], down.at[expert], [column], **ring)
+            one(j - index * product.chunks, stage)
+
+        @pl.when(is_live)
+        def _():
+            for j in range(min(product.stages, product.chunks)):
+                fetch(jnp.int32(j), j)
+            chunks = product.chunks * lax.div(count - part + parts - 1, parts)
+            (sum_,) = product.run(fetch, chunks, **ring)
+            access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
+
+        @pl.when(~is_live)
+        def _():
+            out[...] = jnp.zeros(out.shape, out.dtype)
+
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out.at[0], y.at[part, 0, pl.ds(column, BLOCK_N)])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="moe_one_token_down",
+        out_type=jax.ShapeDtypeStruct((parts, 1, features), jnp.float32),
+        scratch_types=product.scratch()
+        | {"out": plgpu.SMEM((hidden.shape[1], BLOCK_N), jnp.float32)},
+        grid=(parts, features // BLOCK_N),
+        grid_names=("part", "column"),
+        compiler_params=_PARAMS,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(hidden, down, experts)
 
 
 @functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
