@@ -14,7 +14,8 @@ from jaxspec.weight import Weight
 # Rows that one kernel takes: with more it is faster to norm once, in a kernel of its own (measured
 # in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
 _MAX_FUSED_ROWS = 2
-_MAX_SUMS = 8192  # partial sums of a row, all parts together; a thread loads them into registers
+# Partial sums of a row that this kernel takes, all parts together; a thread has them in registers.
+MAX_SUMS = 8192
 
 
 def norm_matmul(
@@ -26,8 +27,8 @@ def norm_matmul(
     rounded first. Rows are independent, so padding and NaN stay in their own row.
 
     It is one kernel for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block norms all rows.
-    For more rows it is `add_norm` and a product. That product is `skinny_gemm`'s for up to 8 rows,
-    `gemm`'s for up to 256, and otherwise XLA's.
+    For more rows, or more than `MAX_SUMS` sums a row, it is `add_norm` and a product. That product
+    is `skinny_gemm`'s for up to 8 rows, `gemm`'s for up to 256, and otherwise XLA's.
 
     Raises:
         ValueError: `weight` is not for the features of the stream.
@@ -40,7 +41,8 @@ def norm_matmul(
     else:
         why, wave = gemm.choose(stream, weight, features)
     runs_kernel = dispatch.runs_kernel("norm_matmul", why, by_choice=True)
-    if runs_kernel and rows <= _MAX_FUSED_ROWS:
+    sums = pending.shape[0] * features if pending is not None and pending.ndim == 3 else 0
+    if runs_kernel and rows <= _MAX_FUSED_ROWS and sums <= MAX_SUMS:
         from jaxspec.pallas.matmul.norm_matmul_kernel import norm_matmul_kernel
 
         return norm_matmul_kernel(stream, pending, norm, weight.array)
@@ -64,11 +66,9 @@ def norm_matmul_reference(stream, pending, norm, weight):
 
 def why_not_skinny(stream, pending, norm, weight):
     """Why no kernel for up to 8 rows takes these operands, or None."""
-    if pending is not None:
-        if pending.dtype != (stream.dtype if pending.ndim == 2 else jnp.float32):
-            return f"{stream.dtype} and {pending.dtype}"
-        if pending.ndim == 3 and pending.shape[0] * stream.shape[1] > _MAX_SUMS:
-            return f"{pending.shape[0]} parts"
+    expected = stream.dtype if pending is None or pending.ndim == 2 else jnp.float32
+    if pending is not None and pending.dtype != expected:
+        return f"{stream.dtype} and {pending.dtype}"
     if norm.weight.dtype != stream.dtype:
         return f"{stream.dtype} with a norm in {norm.weight.dtype}"
     return skinny_gemm.why_not_kernel(stream, weight, stream.shape[1])

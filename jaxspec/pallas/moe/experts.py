@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.matmul.norm_matmul import MAX_SUMS
 from jaxspec.pallas.matmul.products import DTYPES, silu_and_mul
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import work_list
@@ -43,7 +44,10 @@ def moe_experts(
     if tokens <= MAX_DIRECT:
         work, refs = kernels.Direct(tokens, parts, none), (choices.experts, choices.weights)
         hidden = kernels.up_kernel(x, gate_up.array, refs, work=work)
-        return kernels.down_kernel(hidden, down.array, refs, work=work)
+        if tokens > 1:
+            return kernels.down_kernel(hidden, down.array, refs, work=work)
+        sums = max(1, min(parts, MAX_SUMS // x.shape[1]))
+        return kernels.one_token_down_kernel(hidden, down.array, choices.experts, parts=sums)
     from jaxspec.pallas.moe.dispatch_kernel import combine_kernel, dispatch_kernel
 
     rows = tile_rows(tokens, parts, none)
@@ -58,7 +62,7 @@ def moe_experts(
     if rows <= MAX_SCATTERED:
         return kernels.down_kernel(hidden, down.array, refs, work=work)
     y = kernels.tiled_down_kernel(hidden, down.array, refs, work=work)
-    return combine_kernel(y, listed.place, choices.experts, choices.weights, none=none)
+    return combine_kernel(y, listed.place, choices.experts, none=none)
 
 
 def tile_rows(tokens: int, parts: int, num_experts: int) -> int:

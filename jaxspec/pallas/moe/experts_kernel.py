@@ -10,6 +10,7 @@ end at once, so only the experts that were chosen are read.
 import dataclasses
 import functools
 from collections.abc import Callable
+from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -40,12 +41,12 @@ class _Product:
     dtype: Any
 
     @staticmethod
-    def of(rows: int, pieces: int, matrix: Any, blocks_on_one: int) -> "_Product":
-        """The product with the largest ring that leaves room for so many blocks together."""
+    def of(rows: int, pieces: int, matrix: Any, blocks: int) -> "_Product":
+        """The product with the largest ring of which a multiprocessor has room for `blocks`."""
         inner, size = matrix.shape[2], matrix.dtype.itemsize
         chunk = 128 if rows <= 32 and inner % 128 == 0 else 64
         stage = size * chunk * (rows + pieces * BLOCK_N)
-        room = device.room(1) // blocks_on_one - 2048 - rows * BLOCK_N * pieces * 4
+        room = device.room(1) // blocks - 2048 - rows * BLOCK_N * pieces * 4
         stages = max(2, min(inner // chunk, room // stage))
         return _Product(rows, pieces, inner, chunk, stages, matrix.dtype)
 
@@ -58,9 +59,14 @@ class _Product:
             "filled": plgpu.Barrier(num_arrivals=self.pieces + 1, num_barriers=self.stages),
         }
 
+    @property
+    def chunks(self) -> int:
+        """Chunks of the features."""
+        return self.inner // self.chunk
+
     def start(self, fetch: Callable) -> None:
         """Start the copies of as many chunks as the ring holds."""
-        for j in range(min(self.stages, self.inner // self.chunk)):
+        for j in range(min(self.stages, self.chunks)):
             fetch(j, j)
 
     def fetch(self, x, matrix, columns, *, tokens, ring, filled):
@@ -75,9 +81,12 @@ class _Product:
 
         return fetch
 
-    def run(self, fetch: Callable, *, tokens, ring, filled):
-        """The transposed product of each piece, float32 `[BLOCK_N, rows]`."""
-        chunks = self.inner // self.chunk
+    def run(self, fetch: Callable, chunks: Any = None, *, tokens, ring, filled):
+        """The transposed product of each piece, float32 `[BLOCK_N, rows]`.
+
+        It is over `chunks` chunks; None: over the features.
+        """
+        chunks = self.chunks if chunks is None else chunks
 
         def all_chunks(*sums):
             def step(j, stage):
@@ -108,7 +117,6 @@ class _Row(NamedTuple):
     is_real: Any
     token: Any
     part: Any
-    weight: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,42 +215,38 @@ class Listed:
         return lax.broadcast_in_dim(of_rows, shape, (1,))
 
 
-@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
-def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
+@functools.partial(jax.jit, static_argnames=("work", "interpret"))
+def up_kernel(x, gate_up, refs, *, work, interpret=None):
     """`silu(gate) * up` of each tile, times the rows' weights: `[tiles, rows, inner]`.
 
     The weights come in here, before the values are rounded, so that what follows need not know
-    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`.
+    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `refs` are the
+    arrays of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
     """
-    inner, width = gate_up.shape[1] // 2, pieces * BLOCK_N
-    product = _Product.of(work.rows, 2 * pieces, gate_up, blocks)
+    inner = gate_up.shape[1] // 2
+    columns = inner // BLOCK_N
+    is_alone = work.rows > 64 or work.tiles * columns <= device.MULTIPROCESSORS
+    product = _Product.of(work.rows, 2, gate_up, blocks=1 if is_alone else 2)
 
     def body(x, gate_up, *rest, out, **ring):
         *refs, hidden = rest
-        tile, block = lax.axis_index("tile"), lax.axis_index("column")
+        tile, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
         expert, is_asked = work.expert(refs, tile)
 
         @pl.when(is_asked & (expert < work.none))
         def _():
-            columns = [block * width + piece * BLOCK_N for piece in range(pieces)]
-            columns += [column + inner for column in columns]
             rows = x.at[pl.ds(0, work.rows)] if len(x.shape) == 2 else x.at[tile]
-            fetch = product.fetch(rows, gate_up.at[expert], columns, **ring)
+            fetch = product.fetch(rows, gate_up.at[expert], [column, column + inner], **ring)
             product.start(fetch)
             weights = work.weights(refs, tile, (BLOCK_N, work.rows))
-            sums = product.run(fetch, **ring)
-            for piece in range(pieces):
-                gate, up = (
-                    sum_.astype(out.dtype).astype(jnp.float32)
-                    for sum_ in (sums[piece], sums[piece + pieces])
-                )
-                gated = (gate / (1.0 + jnp.exp(-gate)) * up * weights).astype(out.dtype)
-                if piece:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.commit_smem()  # by all warps
-                out.T[...] = plgpu.layout_cast(gated, plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, hidden.at[tile, :, pl.ds(columns[piece], BLOCK_N)])
+            # Gate and up are rounded first, as if they had been put out.
+            gate, up = (
+                sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
+            )
+            gated = gate / (1.0 + jnp.exp(-gate)) * up * weights
+            out.T[...] = plgpu.layout_cast(gated.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, hidden.at[tile, :, pl.ds(column, BLOCK_N)])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
@@ -251,7 +255,7 @@ def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
         out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, inner), x.dtype),
         scratch_types=product.scratch()
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=x.dtype)},
-        grid=(work.tiles, inner // width),
+        grid=(work.tiles, columns),
         grid_names=("tile", "column"),
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
@@ -259,15 +263,15 @@ def up_kernel(x, gate_up, refs, *, work, pieces=1, blocks=2, interpret=None):
     return kernel(x, gate_up, *refs)
 
 
-@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
-def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None):
+@functools.partial(jax.jit, static_argnames=("work", "interpret"))
+def down_kernel(hidden, down, refs, *, work, interpret=None):
     """Float32 `[parts, tokens, features]`: each row of `hidden` times its matrix."""
-    features, width = down.shape[1], pieces * BLOCK_N
-    product = _Product.of(work.rows, pieces, down, blocks)
+    features = down.shape[1]
+    product = _Product.of(work.rows, 1, down, blocks=4)
 
     def body(hidden, down, *rest, out, **ring):
         *refs, y = rest
-        tile, column = lax.axis_index("tile"), lax.axis_index("column") * width
+        tile, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
         expert, is_asked = work.expert(refs, tile)
 
         def put_out(rows):
@@ -278,14 +282,11 @@ def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None)
 
         @pl.when(is_asked & (expert < work.none))
         def _():
-            columns = [column + piece * BLOCK_N for piece in range(pieces)]
-            fetch = product.fetch(hidden.at[tile], down.at[expert], columns, **ring)
+            fetch = product.fetch(hidden.at[tile], down.at[expert], [column], **ring)
             product.start(fetch)
             rows = work.rows_of(refs, tile)  # while the copies are under way
-            sums = product.run(fetch, **ring)
-            for piece, sum_ in enumerate(sums):
-                part = out.at[:, pl.ds(piece * BLOCK_N, BLOCK_N)]
-                access.store(part.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
+            (sum_,) = product.run(fetch, **ring)
+            access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
             put_out(rows)
 
         @pl.when(is_asked & (expert == work.none))
@@ -297,8 +298,8 @@ def down_kernel(hidden, down, refs, *, work, pieces=1, blocks=4, interpret=None)
         body,
         kernel_name="moe_down",
         out_type=jax.ShapeDtypeStruct((work.parts, work.tokens, features), jnp.float32),
-        scratch_types=product.scratch() | {"out": plgpu.SMEM((work.rows, width), jnp.float32)},
-        grid=(work.tiles, features // width),
+        scratch_types=product.scratch() | {"out": plgpu.SMEM((work.rows, BLOCK_N), jnp.float32)},
+        grid=(work.tiles, features // BLOCK_N),
         grid_names=("tile", "column"),
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
@@ -315,8 +316,8 @@ def _put_row(values, y, row: _Row, column):
         plgpu.copy_smem_to_gmem(values, target)
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "blocks", "interpret"))
-def one_token_down_kernel(hidden, down, experts, *, parts, blocks=1, interpret=None):
+@functools.partial(jax.jit, static_argnames=("parts", "interpret"))
+def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
     """`down_kernel` for one token, which sums its experts up: float32 `[parts, 1, features]`.
 
     `hidden` is `[choices, 8, inner]`, of which the first row of each is real. Part `i` is the sum
@@ -324,7 +325,7 @@ def one_token_down_kernel(hidden, down, experts, *, parts, blocks=1, interpret=N
     those of all these experts, one after the other.
     """
     (none, features, _), count = down.shape, hidden.shape[0]
-    product = _Product.of(hidden.shape[1], 1, down, blocks)
+    product = _Product.of(hidden.shape[1], 1, down, blocks=1)
 
     def body(hidden, down, experts, y, *, out, **ring):
         part, column = lax.axis_index("part"), lax.axis_index("column") * BLOCK_N
@@ -370,11 +371,13 @@ def one_token_down_kernel(hidden, down, experts, *, parts, blocks=1, interpret=N
     return kernel(hidden, down, experts)
 
 
-@functools.partial(jax.jit, static_argnames=("work", "pieces", "blocks", "interpret"))
-def tiled_down_kernel(hidden, down, refs, *, work, pieces=2, blocks=2, interpret=None):
+@functools.partial(jax.jit, static_argnames=("work", "interpret"))
+def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
     """The rows of all tiles, `[tiles, rows, features]` in the dtype of `hidden`."""
-    features, width = down.shape[1], pieces * BLOCK_N
-    product = _Product.of(work.rows, pieces, down, blocks)
+    features = down.shape[1]
+    pieces, blocks = (4, 2) if work.rows <= 64 else (2, 1)
+    pieces = gcd(pieces, features // BLOCK_N)
+    width, product = pieces * BLOCK_N, _Product.of(work.rows, pieces, down, blocks)
 
     def body(hidden, down, *rest, out, **ring):
         *refs, y = rest

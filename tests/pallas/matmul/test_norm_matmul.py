@@ -140,9 +140,11 @@ def test_on_a_gpu_nine_rows_run_the_reference():
     assert dispatch.implementations()["norm_matmul"] == (why,)
 
 
-@pytest.mark.parametrize(("parts", "why"), [(4, None), (5, "5 parts")])
-def test_the_kernel_declines_more_parts_than_a_thread_holds(parts, why):
-    assert why_not_skinny(*operands(1, 2048, 64, jnp.bfloat16, parts)) == why
+@pytest.mark.gpu
+def test_on_a_gpu_more_parts_than_a_thread_holds_are_added_first():
+    dispatch._chosen.pop("norm_matmul", None)
+    check(*operands(1, 2048, 64, jnp.bfloat16, 9), jax.jit(norm_matmul))
+    assert dispatch.implementations()["norm_matmul"] == ("kernel",)
 
 
 def test_a_weight_for_other_features_is_refused():
