@@ -8,7 +8,7 @@ import pytest
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul.norm_matmul import norm_matmul, norm_matmul_reference, why_not_skinny
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul, norm_matmul_reference
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense
 
