@@ -235,7 +235,8 @@ def up_kernel(x, gate_up, refs, *, work, interpret=None):
 
         @pl.when(is_asked & (expert < work.none))
         def _():
-            rows = x.at[pl.ds(0, work.rows)] if len(x.shape) == 2 else x.at[tile]
+            # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
+            rows = x.at[pl.ds(tile * 0, work.rows)] if len(x.shape) == 2 else x.at[tile]
             fetch = product.fetch(rows, gate_up.at[expert], [column, column + inner], **ring)
             product.start(fetch)
             weights = work.weights(refs, tile, (BLOCK_N, work.rows))
@@ -343,9 +344,10 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
 
         @pl.when(is_live)
         def _():
-            for j in range(min(product.stages, product.chunks)):
-                fetch(jnp.int32(j), j)
             chunks = product.chunks * lax.div(count - part + parts - 1, parts)
+            for j in range(product.stages):
+                # One expert may have fewer chunks than the ring holds.
+                pl.when(j < chunks)(functools.partial(fetch, jnp.int32(j), j))
             (sum_,) = product.run(fetch, chunks, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
 
@@ -401,7 +403,7 @@ def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
 
     kernel = plgpu.kernel(
         body,
-        kernel_name="moe_down",
+        kernel_name="moe_tiled_down",
         out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), hidden.dtype),
         scratch_types=product.scratch()
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=hidden.dtype)},
