@@ -25,6 +25,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "measurements.md"]
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
+MIXTURE = "qwen3.5-35b-a3b"  # likewise, of experts
 DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
 
@@ -147,7 +148,7 @@ def kernels(figures: Figures) -> str:
     """The shapes of one model, at two batch sizes and two widths; the file has the others.
 
     A prefill has its number of prompts, and the tokens of each. Products are another model's, at
-    all sizes, and Mamba2 is a third one's.
+    all sizes, Mamba2 is a third one's, and experts are a fourth one's, at all sizes.
     """
     rows = []
     for case in figures["results"]:
@@ -160,6 +161,8 @@ def kernels(figures: Figures) -> str:
             op, model, shown = f"{op} ({case['product']} of the 0.8B)", SMALL, True
         if case["op"].startswith("mamba2"):
             model = MAMBA2
+        if case["op"].startswith("moe"):
+            model, shown = MIXTURE, True
         if case.get("model", model) != model or not shown:
             continue
         name = f"{op}, {case.get('dtype', 'int32')}, {number} x {width}"
