@@ -32,8 +32,9 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         chosen, values = [], []
         for part in range(rule.num_chosen):
             best = jnp.max(compared)
+            index = jnp.min(jnp.where(compared == best, place, count))
             # Where all scores are NaN, none is the best: the last experts come, each once.
-            index = jnp.min(jnp.where(compared == best, place, count - 1 - part))
+            index = jnp.where(index < count, index, count - 1 - part)
             is_chosen = place == index
             values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
             compared = jnp.where(is_chosen, -jnp.inf, compared)
