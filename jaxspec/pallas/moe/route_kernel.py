@@ -36,7 +36,11 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
             # Where all scores are NaN, none is the best: the last experts come, each once.
             index = jnp.where(index < count, index, count - 1 - part)
             is_chosen = place == index
-            values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
+            value = best
+            if bias:
+                value = jnp.sum(jnp.where(is_chosen, score, 0.0))
+                value = jnp.where(best == best, value, best)  # NaN stays
+            values.append(value)
             compared = jnp.where(is_chosen, -jnp.inf, compared)
             chosen.append(index)
         scale = jnp.float32(rule.scale)
