@@ -373,7 +373,7 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
         @pl.when(is_live)
         def _():
             chunks = product.chunks * lax.div(count - part + parts - 1, parts)
-            for j in range(product.stages):  # more than one expert may have chunks
+            for j in range(product.stages):  # which may be those of one expert and some of the next
                 pl.when(j < chunks)(functools.partial(fetch, jnp.int32(j), j))
             (sum_,) = product.run(fetch, chunks, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
