@@ -19,8 +19,8 @@ from jaxspec.weight import Dense, DenseExperts
 OPTIMIZED = True  # as for a user
 
 ONE, FEW = ["moe_route", "up", "one_token_down"], ["moe_route", "up", "down"]
-MORE = ["moe_route", "dispatch", "up", "down"]
-MANY = ["moe_route", "dispatch", "up", "tiled_down", "combine"]
+MORE = ["moe_route", "to_tiles", "up", "down"]
+MANY = ["moe_route", "to_tiles", "up", "tiled_down", "from_tiles"]
 
 
 def places(rule, tokens):
@@ -69,6 +69,6 @@ def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kerne
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
     found = re.findall(names, compiled.as_text())
     assert sorted(found) == sorted(["add_norm", *kernels])
-    tiled = features if "dispatch" in kernels else 0
+    tiled = features if "to_tiles" in kernels else 0
     between = 2 * places(rule, tokens) * (tiled + width)
     assert_lean(compiled, capfd.readouterr().out, between=between + 2**20)
