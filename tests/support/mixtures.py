@@ -6,7 +6,7 @@ import numpy as np
 from jaxspec.pallas.moe.route import Choices, Routing
 from jaxspec.weight import DenseExperts
 
-NAN_ROW = 1  # of `drawn`
+NAN_ROW = 1  # of `drawn_tokens`
 
 RULES = {
     "softmax": Routing(8, 3),
@@ -81,18 +81,25 @@ def parts_of(x, gate_up, down, experts, weights):
 
 
 def drawn(tokens, parts, num_experts, features, inner, dtype):
-    """Operands of `moe_experts`: `NAN_ROW` has a NaN, and each fourth token is padding of NaN."""
-    rng = np.random.default_rng(tokens)
-    x = rng.normal(size=(tokens, features))
-    x[NAN_ROW : NAN_ROW + 1, features // 3] = np.nan
+    """Operands of `moe_experts`."""
+    rng = np.random.default_rng(inner)
     gate_up = rng.normal(size=(num_experts, 2 * inner, features)) * features**-0.5
     down = rng.normal(size=(num_experts, features, inner)) * inner**-0.5
+    gate_up, down = (DenseExperts(jnp.asarray(a, dtype)) for a in (gate_up, down))
+    x, choices = drawn_tokens(tokens, parts, num_experts, features, dtype)
+    return x, gate_up, down, choices
+
+
+def drawn_tokens(tokens, parts, num_experts, features, dtype, seed=0):
+    """Tokens and their choices: `NAN_ROW` has a NaN, and each fourth token is padding of NaN."""
+    rng = np.random.default_rng([seed, tokens])
+    x = rng.normal(size=(tokens, features))
+    x[NAN_ROW : NAN_ROW + 1, features // 3] = np.nan
     experts = np.stack([rng.permutation(num_experts)[:parts] for _ in range(tokens)])
     weights, is_padding = 0.1 + rng.random((tokens, parts)), np.arange(tokens) % 4 == 2
     x[is_padding], experts[is_padding], weights[is_padding] = np.nan, num_experts, 0.0
-    choices = Choices(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
-    x, gate_up, down = (jnp.asarray(a, dtype) for a in (x, gate_up, down))
-    return x, DenseExperts(gate_up), DenseExperts(down), choices
+    experts, weights = jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32)
+    return jnp.asarray(x, dtype), Choices(experts, weights)
 
 
 def check(y, x, gate_up, down, choices):

@@ -91,10 +91,12 @@ def moe_route_reference(scores, bias, live, rule):
     by_softmax = rule.score == "softmax"
     score = jax.nn.softmax(logits, axis=1) if by_softmax else jax.nn.sigmoid(logits)
     compared = score if bias is None else score + bias[None, :]
+    has_nan = jnp.any(jnp.isnan(compared), axis=1, keepdims=True)
     if rule.top_groups < rule.groups:
         compared = jnp.where(_in_top_groups(compared, rule), compared, -jnp.inf)
     _, experts = lax.top_k(compared, rule.num_chosen)
     weights = jnp.take_along_axis(score, experts, axis=1)
+    weights = jnp.where(has_nan, jnp.nan, weights)  # the expert with NaN may not be chosen
     if rule.renormalise:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + rule.eps)
     weights = weights * rule.scale

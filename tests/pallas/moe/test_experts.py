@@ -1,15 +1,25 @@
 """moe_experts and its kernels against NumPy, one row with a NaN, and padding among the rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import check, drawn
+from mixtures import check, drawn, drawn_tokens
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.moe.experts import MAX_SCATTERED, moe_experts, tile_rows, why_not_kernel
+from jaxspec.pallas.moe.experts import (
+    MAX_SCATTERED,
+    moe_experts,
+    moe_experts_reference,
+    tile_rows,
+    why_not_kernel,
+)
 from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import work_list
+from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.weight import DenseExperts
 
 
@@ -105,18 +115,18 @@ def test_one_token_of_padding_gets_zeros(interpreter):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "inner", "dtype"),
+    ("tokens", "rows", "features", "inner", "dtype"),
     [
-        (9, 8, 64, jnp.bfloat16),
-        (12, 16, 128, jnp.float16),
-        (24, 32, 64, jnp.float16),
-        (12, 128, 64, jnp.bfloat16),
+        (9, 8, 256, 64, jnp.bfloat16),
+        (12, 16, 128, 128, jnp.float16),
+        (24, 32, 256, 64, jnp.float16),
+        (12, 128, 128, 64, jnp.bfloat16),
     ],
 )
 def test_tiles_of_any_number_of_rows_are_the_op_without_races(
-    interpreter, tokens, rows, inner, dtype
+    interpreter, tokens, rows, features, inner, dtype
 ):
-    operands = drawn(tokens, 2, 3, 256, inner, dtype)
+    operands = drawn(tokens, 2, 3, features, inner, dtype)
     check(listed(*operands, rows, interpreter), *operands)
     assert_no_races()
 
@@ -133,7 +143,7 @@ def test_rings_that_are_refilled_give_the_same_without_races(monkeypatch, interp
 def test_without_live_tokens_everything_is_zero(interpreter):
     *operands, choices = drawn(9, 2, 3, 256, 64, jnp.bfloat16)
     choices = Choices(jnp.full_like(choices.experts, 3), jnp.zeros_like(choices.weights))
-    for rows in (8, 32):  # as in other tests, so these are compiled
+    for rows in (8, 32):
         check(listed(*operands, choices, rows, interpreter), *operands, choices)
     assert_no_races()
 
@@ -171,3 +181,62 @@ def test_kernels_decline_what_they_cannot_multiply(dtypes, features, inner, why)
     shapes = (4, features), (5, 2 * inner, features), (5, features, inner)
     x, gate_up, down = map(jax.ShapeDtypeStruct, shapes, dtypes)
     assert why_not_kernel(x, DenseExperts(gate_up), DenseExperts(down)) == why
+
+
+HELD = 33  # experts; of the tokens below some are one tile, and others have tiles of each size
+
+
+@functools.cache
+def on_the_gpu(features, inner, dtype):
+    """The weights of `HELD` experts."""
+    shapes = (HELD, 2 * inner, features), (HELD, features, inner)
+    keys = jax.random.split(jax.random.key(0))
+    drawn = (jax.random.normal(key, dims) for key, dims in zip(keys, shapes, strict=True))
+    return [DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 64, 256, 1024])
+@pytest.mark.parametrize(
+    ("parts", "inner", "dtype"),
+    [(9, 512, jnp.bfloat16), (11, 512, jnp.float16), (8, 768, jnp.bfloat16), (3, 64, jnp.bfloat16)],
+)
+def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(parts, inner, dtype, tokens):
+    dispatch._chosen.pop("moe_experts", None)
+    experts = on_the_gpu(2048, inner, dtype)
+    x, choices = drawn_tokens(tokens, parts, HELD, 2048, dtype)
+    first, again = (jax.jit(moe_experts)(x, *experts, choices) for _ in range(2))
+    assert dispatch.implementations()["moe_experts"] == ("kernel",)
+    # As float32, because NumPy does not take two bfloat16 NaN for equal.
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
+    expected = jax.jit(moe_experts_reference)(x, *experts, choices)
+    found, expected = (np.asarray(sum_parts(y, jnp.float32)) for y in (first, expected))
+    eps, typical = float(jnp.finfo(dtype).eps), np.sqrt(np.nanmean(expected**2))
+    np.testing.assert_allclose(found, expected, rtol=eps, atol=8 * eps * typical)
+    assert not found[np.asarray(choices.experts)[:, 0] == HELD].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 8, 9, 33, 64, 256, 1024])
+def test_on_a_gpu_a_neighbour_changes_no_bit_of_a_token(tokens):
+    """Law 3: nor does its place, or padding beside it, or how full its experts' tiles are."""
+    experts, run = on_the_gpu(2048, 512, jnp.bfloat16), jax.jit(moe_experts)
+    x, choices = drawn_tokens(tokens, 9, HELD, 2048, jnp.bfloat16)
+    others, others_choices = drawn_tokens(tokens, 9, HELD, 2048, jnp.bfloat16, seed=1)
+    mine = choices.experts[0], choices.weights[0]
+
+    def output(x, of_all, place):
+        """That of the first token, which stands at `place` among others."""
+        at_place = zip((of_all.experts, of_all.weights), mine, strict=True)
+        chosen = Choices(*(all_.at[place].set(one) for all_, one in at_place))
+        y = run(x.at[place].set(first), *experts, chosen)
+        return np.asarray(y[..., place, :], np.float32)
+
+    first = x[0]
+    expected = output(x, choices, 0)
+    assert np.isfinite(expected).all() and expected.any()
+    nobody = Choices(jnp.full((tokens, 9), HELD, jnp.int32), jnp.zeros((tokens, 9), jnp.float32))
+    everybody = Choices(*(jnp.tile(one, (tokens, 1)) for one in mine))
+    for neighbours in (others_choices, nobody, everybody):
+        for place in (0, tokens // 2, tokens - 1):
+            np.testing.assert_array_equal(output(others, neighbours, place), expected)

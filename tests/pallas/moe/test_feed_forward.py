@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mixtures import RULES, layer
 
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import sum_parts
@@ -18,14 +19,14 @@ RULE = Routing(8, 3, num_shared=2, gated_shared=True)
 compiled = jax.jit(moe_feed_forward)
 
 
-def weights(rule, dtype=jnp.float32, *, bias=False):
+def weights(rule, dtype=jnp.float32, *, bias=False, features=FEATURES, inner=INNER):
     """Norm, router and experts; the router's columns of padding hold NaN."""
     rng = np.random.default_rng(0)
-    scores = rng.normal(size=(FEATURES, rule.num_columns)) * FEATURES**-0.5 * 2
+    scores = rng.normal(size=(features, rule.num_columns)) * features**-0.5 * 2
     padded = np.pad(scores, ((0, 0), (0, 5)), constant_values=np.nan)
-    gate_up = rng.normal(size=(rule.none, 2 * INNER, FEATURES)) * FEATURES**-0.5
-    down = rng.normal(size=(rule.none, FEATURES, INNER)) * INNER**-0.5
-    scale = rng.normal(size=FEATURES) / 4
+    gate_up = rng.normal(size=(rule.none, 2 * inner, features)) * features**-0.5
+    down = rng.normal(size=(rule.none, features, inner)) * inner**-0.5
+    scale = rng.normal(size=features) / 4
     padded, gate_up, down, scale = (jnp.asarray(a, dtype) for a in (padded, gate_up, down, scale))
     correction = jnp.asarray(rng.normal(size=rule.num_experts) / 4, jnp.float32)
     return (
@@ -36,8 +37,8 @@ def weights(rule, dtype=jnp.float32, *, bias=False):
     )
 
 
-def tokens(count, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, FEATURES)), dtype)
+def tokens(count, seed=0, dtype=jnp.float32, features=FEATURES):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, features)), dtype)
 
 
 def some_live(count):
@@ -128,3 +129,42 @@ def test_a_router_of_another_shape_is_refused():
         router = Router(Dense(wrong), None, RULE)
         with pytest.raises(ValueError, match=r"A router of 10 experts must be 32 x 9 or wider"):
             moe_feed_forward(tokens(2), None, norm, router, *experts, jnp.ones(2, bool))
+
+
+LARGE = {"features": 512, "inner": 128}  # what the kernels of all its ops take
+LARGE_RULE = Routing(32, 4, num_shared=1, gated_shared=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 8, 40, 1000])
+def test_on_a_gpu_the_layer_is_its_kernels_and_near_its_equations(count):
+    for op in ("moe_route", "moe_experts"):
+        dispatch._chosen.pop(op, None)
+    held = weights(LARGE_RULE, jnp.bfloat16, **LARGE)
+    stream, pending = (tokens(count, seed, jnp.bfloat16, 512) for seed in (0, 1))
+    live = some_live(count)
+    _, added = jax.jit(moe_feed_forward)(stream, pending, *held, live)
+    chosen = dispatch.implementations()
+    assert chosen["moe_route"] == chosen["moe_experts"] == ("kernel",)
+    _, expected = layer(stream, pending, *held, live)
+    # By the mean, because a token whose scores lie close together may choose another expert.
+    error = np.abs(np.asarray(sum_parts(added, jnp.float32), np.float64) - expected)
+    assert error.mean() < 0.02 * np.abs(expected).mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 8, 40, 250, 1000])
+def test_on_a_gpu_a_neighbour_changes_no_bit_of_a_token(count):
+    """Law 3 with the norm, the router and the routing."""
+    held, run = weights(LARGE_RULE, jnp.bfloat16, **LARGE), jax.jit(moe_feed_forward)
+    mine = tokens(1, 7, jnp.bfloat16, 512)[0]
+
+    def output(seed, place, live):
+        stream = tokens(count, seed, jnp.bfloat16, 512).at[place].set(mine)
+        return [np.asarray(y[..., place, :], np.float32) for y in run(stream, stream, *held, live)]
+
+    expected = output(0, 0, jnp.ones(count, bool))
+    for seed, place in ((1, 0), (2, count // 2), (3, count - 1)):
+        for live in (jnp.ones(count, bool), jnp.arange(count) == place):
+            for found, wanted in zip(output(seed, place, live), expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
