@@ -12,6 +12,7 @@ import time
 import types
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -322,6 +323,20 @@ def test_the_floor_of_a_9b_step(
     assert 1000 * seconds == pytest.approx(milliseconds, abs=0.005)
     # With all bytes for nothing it is the arithmetic.
     assert 1000 * floor.step_seconds({}, config, 256, 4.3e12) == pytest.approx(5.14, abs=0.005)
+
+
+def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypatch):
+    """Once each, at 48 of the shared one's columns among two of the others' 32."""
+    moe = importlib.import_module("benchmarks.kernels.cases.moe")
+    monkeypatch.setattr(moe, "_TOKENS", {"tiny-moe": (1, 64, 65)})
+    one, many, _ = cases = list(moe.moe_feed_forward_cases())
+    assert [case.about["experts_read"] for case in (one, many)] == [4.0, 10.0]
+    expert, router = 3 * 64 * 32, 64 * 9
+    assert one.total_bytes == 2 * (4 * expert + router + 4 * 64)
+    assert many.total_bytes == 2 * (10 * expert + router + 4 * 64 * 64)
+    assert [case.reference is None for case in cases] == [False, False, True]
+    outputs = [run((), 3, *many.operands)[0] for run in (many.run, many.reference)]
+    chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
 @pytest.fixture(scope="module")

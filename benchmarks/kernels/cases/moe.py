@@ -116,6 +116,7 @@ def _reference(stream, pending, norm, router, gate_up, down, live):
     return stream, moe_experts_reference(normed, gate_up, down, choices)
 
 
+@jax.jit
 def _choices(stream, pending, norm, router, live) -> tuple[Any, Any, Any]:
     """The tokens' experts, the sum that is normed, and the norm."""
     stream, normed = add_norm_reference(stream, pending, norm)
