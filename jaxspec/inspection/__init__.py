@@ -30,7 +30,8 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
     A folder needs no more than a config.json, and `model` may be the path of that file. Where there
     are weights, their headers are compared as they are for loading. A hub id's config.json is
-    downloaded, its weights are not. No tensor is read, and no memory of the device is taken.
+    downloaded, its weights are not; if it has an index of them, that tells whether there is a draft
+    head. No tensor is read, and no memory of the device is taken.
 
     Raises:
         FileNotFoundError: there is no such model.
