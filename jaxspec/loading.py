@@ -122,7 +122,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         config,
         dtype=dtype.name,
         state_policy=settled.states.policy,
-        num_pages=shapes.num_pages,
+        num_pages=runner.shapes.num_pages,
         speculative_config=settled.speculation,
     )
     return Loaded(folder, model.config, settled.proposer, runner, resolved)
