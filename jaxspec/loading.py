@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models import dtype_of, load_model, resolve_folder
+from jaxspec.models import dtype_of, resolve_folder, unread
 from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.proposers import Proposer, make_proposer
-from jaxspec.runner.memory import MemoryBudget
+from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
@@ -52,32 +52,49 @@ class Settled(NamedTuple):
     proposer: Proposer | None
     states: StateConfig
     kv_dtype: jnp.dtype
-    shapes: StepShapes  # which may have fewer pages later
+    shapes: StepShapes
+    holdings: Holdings
+
+    def fitting(self, budget: MemoryBudget | None) -> StepShapes:
+        """The shapes with as many pages as fit; ValueError as in `fit`."""
+        return fit(self.shapes, budget, self.holdings.bytes)
+
+
+def shapes_of(config: EngineConfig, model: Model, num_drafts: int) -> StepShapes:
+    """The sizes of programs for the model, before it is known how many pages fit.
+
+    Raises:
+        ValueError: sizes do not go together, or exceed the model's.
+    """
+    return config.step_shapes(
+        max_positions=model.max_position_embeddings,
+        num_drafts=num_drafts,
+        tokens_per_step=model.tokens_per_step,
+    )
 
 
 def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
     """The options with every "auto" and None that the model or the device decides decided.
+
+    The model's parameters need no values.
 
     Raises:
         ValueError: an option does not go with the model, or sizes do not go together.
     """
     speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
     has_kernels = dispatch.kernels_here()[1] is None
-    return Settled(
-        speculation,
-        make_proposer(speculation, model.vocab_size) if speculation else None,
-        StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels),
-        kv_dtype_of(config.kv_dtype, dtype),
-        config.step_shapes(
-            max_positions=model.max_position_embeddings,
-            num_drafts=speculation.num_speculative_tokens if speculation else 0,
-            tokens_per_step=model.tokens_per_step,
-        ),
-    )
+    proposer = make_proposer(speculation, model.vocab_size) if speculation else None
+    states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
+    kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
+    shapes = shapes_of(config, model, speculation.num_speculative_tokens if speculation else 0)
+    holdings = Holdings.of(model, proposer, dtype=dtype, kv_dtype=kv_dtype, states=states)
+    return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 
 
 def load(config: EngineConfig, *, progress: bool) -> Loaded:
     """Load the model that `config` names and allocate its state; no program is compiled yet.
+
+    Whatever can be refused is refused before a tensor is read.
 
     Raises:
         FileNotFoundError: no such model, or a folder without configuration or weights.
@@ -88,17 +105,18 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
-    model = load_model(folder, dtype, load_format=config.load_format, progress=progress)
-    settled = settle(config, model, dtype)
+    with unread(folder, dtype, load_format=config.load_format) as found:
+        settled = settle(config, found.model, dtype)
+        shapes = settled.fitting(budget)
+        model = found.read(progress)
     runner = ModelRunner(
         model,
-        settled.shapes,
+        shapes,
         settled.proposer,
         dtype=dtype,
         verifier=make_verifier(settled.speculation),
         states=settled.states,
         kv_dtype=settled.kv_dtype,
-        budget=budget,
     )
     resolved = dataclasses.replace(
         config,

@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -143,6 +144,18 @@ def short_model(tmp_path_factory):
     lower = {name: held[name] for name in held if not name.startswith(upper)}
     save_file(lower, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def device_with(monkeypatch):
+    """The default device becomes one with so many bytes for JAX; None: it does not tell."""
+
+    def patch(limit, in_use=0):
+        stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": in_use}
+        device = SimpleNamespace(platform="cpu", device_kind="fake", memory_stats=lambda: stats)
+        monkeypatch.setattr("jaxspec.device.default_device", lambda: device)
+
+    return patch
 
 
 @pytest.fixture(autouse=True)

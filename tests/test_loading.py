@@ -1,11 +1,13 @@
 """What an engine's options have become once the model is loaded."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from harness import FIXTURES, model
 
-from jaxspec import SpeculativeConfig
+from jaxspec import SpeculativeConfig, inspect
 from jaxspec.loading import EMBEDDED_MODEL, load, settle
+from jaxspec.models import transfer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas.moe.route import Routing
@@ -26,6 +28,47 @@ def test_whatever_the_device_decided_is_written_into_the_options():
 def test_the_embedded_model_is_the_default():
     loaded = load(EngineConfig(max_num_seqs=1, speculative_config=None), progress=False)
     assert loaded.folder == EMBEDDED_MODEL and loaded.proposer is None
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("name", "num_bytes", "options", "rule"),
+    [
+        ("qwen3_5", 10**5, {}, "Weights and caches must fit"),
+        ("qwen3_5", 10**6, {"num_pages": 4096}, r"with num_pages \(4096\) they would take"),
+        ("qwen3_5", 10**9, {"max_model_len": 513}, "must not exceed the model's 512 positions"),
+        ("qwen3", 10**9, {"speculative_config": {}}, "this checkpoint has none"),
+        ("qwen3_5", 10**9, {"speculative_config": {"draft_vocab": 265}}, "ids 0 to 263"),
+        ("qwen3_5", 10**9, {"max_num_batched_tokens": 9}, "every row's verify and some prompt"),
+    ],
+)
+def test_what_inspect_refuses_is_refused_in_its_words_before_any_tensor_is_read(
+    name, num_bytes, options, rule, load_format, device_with, monkeypatch
+):
+    monkeypatch.setattr("jaxspec.models.weights.to_device", None)
+    monkeypatch.setattr("jaxspec.models.draw_weights", None)
+    device_with(num_bytes)
+    options |= {"load_format": load_format}
+    arrays = {id(array) for array in jax.live_arrays()}
+    with pytest.raises(ValueError, match=rule) as caught:
+        load(EngineConfig(FIXTURES / name, **options), progress=False)
+    assert [str(caught.value)] == [*inspect(FIXTURES / name, **options).refused]
+    assert {id(array) for array in jax.live_arrays()} <= arrays
+
+
+def test_the_budget_is_what_was_free_before_anything_was_loaded(device_with, monkeypatch):
+    def to_device(*arguments):
+        device_with(10**7, in_use=10**7)  # what the weights take is no other engine's
+        return transfer.to_device(*arguments)
+
+    monkeypatch.setattr("jaxspec.models.weights.to_device", to_device)
+    device_with(10**7)
+    options = {"max_num_seqs": 64, "max_model_len": 512, "speculative_config": None}
+    config = EngineConfig(FIXTURES / "qwen3", dtype="float32", **options)
+    runner = load(config, progress=False).runner
+    held, kv = sum(runner.memory().values()), runner.memory()["kv"]
+    assert held <= 9 * 10**6 < held + kv // runner.shapes.num_pages
+    assert runner.shapes.num_pages < 1 + 64 * 512 // 16
 
 
 @pytest.mark.parametrize(

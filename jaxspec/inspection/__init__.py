@@ -10,16 +10,17 @@ from jaxspec.inspection.report import Inspection
 from jaxspec.inspection.sizes import (
     CacheBytes,
     Fit,
-    Holdings,
     Parameters,
+    cache_bytes,
     fits,
     parameters,
     weight_bytes,
 )
+from jaxspec.loading import Settled, settle
 from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
 from jaxspec.options import EngineConfig
-from jaxspec.runner.memory import MemoryBudget, fit
+from jaxspec.runner.memory import MemoryBudget
 
 __all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
 
@@ -29,7 +30,8 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
 
     A folder needs no more than a config.json, and `model` may be the path of that file. Where there
     are weights, their headers are compared as they are for loading. A hub id's config.json is
-    downloaded, its weights are not. No tensor is read, and no memory of the device is taken.
+    downloaded, its weights are not; if it has an index of them, that tells whether there is a draft
+    head. No tensor is read, and no memory of the device is taken.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -41,15 +43,15 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
     found = find(config, dtype)
     facts = {} if found.model is None else _facts(found.model)
-    holdings = None
+    settled = None
     if found.model is not None:
         with found.noting():
-            holdings = Holdings.of(config, found.model, dtype)
-    if holdings is not None:
-        facts |= _needs(config, holdings, budget)
-        if budget is not None:
+            settled = settle(config, found.model, dtype)
+        if settled is not None:
+            facts |= _needs(settled)
+            facts["fits"] = fits(config, found.model, settled, budget)
             with found.noting():
-                fit(holdings.settled.shapes, budget, holdings.bytes)
+                settled.fitting(budget)
     return Inspection(
         model="the embedded model" if model is None else str(model),
         read=found.read,
@@ -82,14 +84,12 @@ def _facts(model: Model) -> dict[str, Any]:
     }
 
 
-def _needs(config: EngineConfig, holdings: Holdings, budget: MemoryBudget | None) -> dict[str, Any]:
-    """What an engine of the model takes with these options."""
-    settled = holdings.settled
+def _needs(settled: Settled) -> dict[str, Any]:
+    """What the options became for the model, and what a token and a request take with them."""
     return {
         "num_drafts": settled.shapes.num_drafts,
         "kv_dtype": settled.kv_dtype.name,
         "state_policy": settled.states.policy,
         "state_dtype": settled.states.dtype,
-        "cache": holdings.cache_bytes(),
-        "fits": fits(config, holdings, budget),
+        "cache": cache_bytes(settled),
     }

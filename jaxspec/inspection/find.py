@@ -15,7 +15,7 @@ from jaxspec.inspection.config_faults import parse
 from jaxspec.loading import folder_of
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
-from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.fields import Fields, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options import EngineConfig
@@ -64,16 +64,20 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     with contextlib.ExitStack() as files:
         with found.noting():
             checkpoint = place.checkpoint(files)
+            names = place.indexed_names() if checkpoint is None else checkpoint.names
         if checkpoint is not None:
             found.read, found.stored_bytes = _stored(checkpoint)
+        elif names is not None:
+            found.read = f"config.json and the names of {len(names):,} tensors in {INDEX}"
         if family is None or config is None:
             return found
         if checkpoint is not None:
             with found.noting():
                 found.model, *_ = compared(family, config, dtype, checkpoint)
-            spellings = map(family.canonical_name, checkpoint.names)
-            names = frozenset(name for name in spellings if name is not None)
     if found.model is None:
+        if names is not None:
+            spellings = map(family.canonical_name, names)
+            names = frozenset(name for name in spellings if name is not None)
         found.model = undefined(family, config, dtype, names)
     return found
 
@@ -105,6 +109,15 @@ class _Place(NamedTuple):
             if self.is_hub:  # this downloads no weights; they may be there from before
                 return None
             raise
+
+    def indexed_names(self) -> frozenset[str] | None:
+        """The tensors in the index of a hub's model; None where it has none.
+
+        Raises:
+            ValueError: the index is damaged.
+        """
+        index = read_index(self.path) if self.is_hub and self.has_weights else None
+        return None if index is None else frozenset(index)
 
 
 def _locate(options: EngineConfig) -> _Place:

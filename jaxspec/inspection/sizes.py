@@ -4,20 +4,16 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.cache import CacheOptions, CacheSpec, PoolSizes, allocate, state_policy
-from jaxspec.config import StepShapes
-from jaxspec.loading import Settled, settle
+from jaxspec.cache import CacheSpec, PoolSizes, allocate
+from jaxspec.loading import Settled, shapes_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.options import EngineConfig
-from jaxspec.runner.batch_state import empty_state
-from jaxspec.runner.memory import MemoryBudget, bytes_held
+from jaxspec.runner.memory import MemoryBudget
 
 _LENGTHS = (2048, 8192, 32768, 131072)
 _ROUTED = ".experts."  # in the names of tensors of which a token meets its chosen ones alone
@@ -74,86 +70,52 @@ def weight_bytes(model: Model) -> dict[str, int]:
     return dict(num_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Holdings:
-    """What an engine would hold, whatever its sizes; shapes and dtypes in place of arrays."""
-
-    settled: Settled
-    max_positions: int  # tokens of a request that the model was made for
-    specs: tuple[CacheSpec, ...]
-    weights: Any
-    tables: Any  # the proposer's
-    drawn_ids: int
-
-    @staticmethod
-    def of(options: EngineConfig, model: Model, dtype: jnp.dtype) -> "Holdings":
-        """Those of an engine for `model`.
-
-        Raises:
-            ValueError: as `settle`.
-        """
-        settled = settle(options, model, dtype)
-        states, proposer = settled.states, settled.proposer
-        state_dtype = jnp.dtype(states.dtype)
-        cache = CacheOptions(dtype, settled.kv_dtype, state_dtype, state_policy(states))
-        graph, weights = nnx.split(model)
-        tables, drawn_ids = (), 0
-        if proposer is not None:
-            tables = jax.eval_shape(lambda w: proposer.init_tables(nnx.merge(graph, w)), weights)
-            drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        return Holdings(
-            settled,
-            model.max_position_embeddings,
-            model.cache_specs(cache),
-            weights,
-            tables,
-            drawn_ids,
-        )
-
-    def bytes(self, shapes: StepShapes) -> dict[str, int]:
-        """Bytes by what holds them, in an engine of such sizes."""
-        state = jax.eval_shape(lambda: empty_state(shapes, self.specs, self.drawn_ids))
-        return bytes_held(self.weights, self.tables, state, self.specs)
-
-    def cache_bytes(self) -> CacheBytes:
-        """What tokens and requests cost, with the drafts that were settled on and without."""
-        width = self.settled.shapes.width
-        least = self._pools(width)
-        return CacheBytes(
-            token=self._pools(width, pages=2) - least,
-            request=self._pools(width, slots=2) - least,
-            request_without_drafts=self._pools(1, slots=2) - self._pools(1),
-        )
-
-    def _pools(self, width: int, *, pages: int = 1, slots: int = 1) -> int:
-        """Bytes of all pools with so many pages of one token, for rows of so many tokens."""
-        sizes = PoolSizes(pages, page_size=1, num_slots=slots, width=width)
-        pools = jax.eval_shape(lambda: allocate(self.specs, sizes))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
+def cache_bytes(settled: Settled) -> CacheBytes:
+    """What tokens and requests cost, with the drafts that were settled on and without."""
+    specs, width = settled.holdings.specs, settled.shapes.width
+    least = _pool_bytes(specs, width)
+    return CacheBytes(
+        token=_pool_bytes(specs, width, pages=2) - least,
+        request=_pool_bytes(specs, width, slots=2) - least,
+        request_without_drafts=_pool_bytes(specs, 1, slots=2) - _pool_bytes(specs, 1),
+    )
 
 
-def fits(options: EngineConfig, holdings: Holdings, budget: MemoryBudget | None) -> tuple[Fit, ...]:
+def _pool_bytes(specs: tuple[CacheSpec, ...], width: int, *, pages: int = 1, slots: int = 1) -> int:
+    """Bytes of all pools with so many pages of one token, for rows of so many tokens."""
+    sizes = PoolSizes(pages, page_size=1, num_slots=slots, width=width)
+    pools = jax.eval_shape(lambda: allocate(specs, sizes))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
+
+
+def fits(
+    options: EngineConfig, model: Model, settled: Settled, budget: MemoryBudget | None
+) -> tuple[Fit, ...]:
     """What requests take by their length, up to the model's longest."""
-    longest = holdings.max_positions
-    lengths = {holdings.settled.shapes.max_model_len, longest, *_LENGTHS}
+    longest = model.max_position_embeddings
+    lengths = {settled.shapes.max_model_len, longest, *_LENGTHS}
     return tuple(
-        _fit(options, length, holdings, budget) for length in sorted(lengths) if length <= longest
+        _fit(options, length, model, settled, budget)
+        for length in sorted(lengths)
+        if length <= longest
     )
 
 
 def _fit(
-    options: EngineConfig, length: int, holdings: Holdings, budget: MemoryBudget | None
+    options: EngineConfig,
+    length: int,
+    model: Model,
+    settled: Settled,
+    budget: MemoryBudget | None,
 ) -> Fit:
     """All that an engine holds grows evenly with its requests, so two sizes tell of any."""
 
     def total(requests: int) -> int:
         sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
         defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
-        shapes = dataclasses.replace(options, **sizes, **defaults).step_shapes(
-            max_positions=holdings.max_positions,
-            num_drafts=holdings.settled.shapes.num_drafts,
-        )
-        return sum(holdings.bytes(shapes).values())
+        asked = dataclasses.replace(options, **sizes, **defaults)
+        shapes = shapes_of(asked, model, settled.shapes.num_drafts)
+        return sum(settled.holdings.bytes(shapes).values())
 
     each = total(2) - total(1)
     fixed = total(1) - each

@@ -1,9 +1,11 @@
 """Models: a checkpoint folder to a `Model`, through one table."""
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,21 @@ from jaxspec.checks import shown
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.dummy import dummy_weights
+from jaxspec.models.dummy import draw_weights
 from jaxspec.models.fields import Fields, read_fields
 from jaxspec.models.hub import resolve_folder
-from jaxspec.models.weights import load_weights
+from jaxspec.models.weights import compared, read_weights, undefined
 
-__all__ = ["MODELS", "dtype_of", "family_of", "load_model", "parse_config", "resolve_folder"]
+__all__ = [
+    "MODELS",
+    "Unread",
+    "dtype_of",
+    "family_of",
+    "load_model",
+    "parse_config",
+    "resolve_folder",
+    "unread",
+]
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
@@ -58,9 +69,38 @@ def load_model(
 
     The few parameters whose small errors a recurrence would carry along stay float32. With
     `load_format` "dummy" the weights are drawn, and the folder need only hold config.json.
-    `progress` shows a bar on standard error if reading takes long. Raises FileNotFoundError where
-    config.json or the weights are absent; ValueError for an architecture outside `MODELS`, an
-    option that is not implemented, another format, and weights that do not fit.
+    `progress` shows a bar on standard error if reading takes long.
+
+    Raises:
+        FileNotFoundError, ValueError: as `unread`; or a file changed while it was read.
+    """
+    with unread(folder, dtype, load_format=load_format) as found:
+        return found.read(progress)
+
+
+class Unread(NamedTuple):
+    """A model whose parameters have no values yet, and what gives them theirs."""
+
+    model: Model
+    fill: Callable[[bool], None]  # as `read`
+
+    def read(self, progress: bool = False) -> Model:
+        """The model with its weights, on the default device; `progress` as in `load_model`."""
+        self.fill(progress)
+        return self.model
+
+
+@contextlib.contextmanager
+def unread(folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto") -> Iterator[Unread]:
+    """The model in a checkpoint folder, whose weights may be read until the block ends.
+
+    Their headers are compared with what config.json asks for. No tensor is read before
+    `Unread.read`, and no memory of the device is taken.
+
+    Raises:
+        FileNotFoundError: config.json or the weights are absent.
+        ValueError: an architecture outside `MODELS`, an option that is not implemented, another
+            `load_format`, or weights that config.json does not ask for.
     """
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
@@ -69,9 +109,12 @@ def load_model(
     family = family_of(fields.architecture, folder / "config.json")
     config = family.parse_config(fields)
     if load_format == "dummy":
-        return dummy_weights(family, config, jnp.dtype(dtype))
+        model = undefined(family, config, jnp.dtype(dtype), None)
+        yield Unread(model, lambda progress: draw_weights(model))
+        return
     with Checkpoint(folder) as checkpoint:
-        return load_weights(family, config, jnp.dtype(dtype), checkpoint, progress=progress)
+        model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
+        yield Unread(model, functools.partial(read_weights, placements, published, checkpoint))
 
 
 def parse_config(

@@ -12,8 +12,8 @@ from jaxspec.checks import shown
 from jaxspec.files import read_json
 from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
 
-_INDEX = "model.safetensors.index.json"
-_BESIDE_THE_INDEX = re.compile(r"[^/\\\0]+\.safetensors")
+INDEX = "model.safetensors.index.json"
+_BESIDE_THEINDEX = re.compile(r"[^/\\\0]+\.safetensors")
 _NAMED = 4  # tensors or files of a kind that an error names
 _NAME_CHARACTERS = 100
 
@@ -33,7 +33,7 @@ class Checkpoint:
         """
         self.folder = folder
         self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files that hold it
-        index = _read_index(folder)
+        index = read_index(folder)
         paths = _unindexed(folder) if index is None else _indexed(folder, index)
         with contextlib.ExitStack() as opened:
             self._files = [
@@ -91,7 +91,7 @@ class Checkpoint:
         ]
         if misplaced:
             raise ValueError(
-                f"{self.folder / _INDEX} must name the file that holds a tensor, and these are "
+                f"{self.folder / INDEX} must name the file that holds a tensor, and these are "
                 f"not where it says: {listed(misplaced)}. Download the index and the files again."
             )
 
@@ -108,9 +108,13 @@ def _plain(name: str) -> str:
     return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, by the index; None where there is no index."""
-    path = folder / _INDEX
+def read_index(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, by the folder's index; None where there is no index.
+
+    Raises:
+        ValueError: it is damaged, or names files that do not lie beside it.
+    """
+    path = folder / INDEX
     if not os.path.lexists(path):
         return None
     index = read_json(path).get("weight_map")
@@ -120,7 +124,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
             "again."
         )
     for name, file in index.items():
-        if not isinstance(file, str) or not _BESIDE_THE_INDEX.fullmatch(file):
+        if not isinstance(file, str) or not _BESIDE_THEINDEX.fullmatch(file):
             raise ValueError(
                 f"{path} must name .safetensors files that lie beside it, and puts {shown(name)} "
                 f"in {shown(file)}. Download it again."
@@ -132,7 +136,7 @@ def _indexed(folder: Path, index: Mapping[str, str]) -> list[Path]:
     names = sorted(set(index.values()))
     if absent := [name for name in names if not os.path.lexists(folder / name)]:
         raise FileNotFoundError(
-            f"{folder} must hold every file that {_INDEX} names, and lacks {listed(absent)}. "
+            f"{folder} must hold every file that {INDEX} names, and lacks {listed(absent)}. "
             "Download what is missing."
         )
     return [folder / name for name in names]
@@ -143,7 +147,7 @@ def _unindexed(folder: Path) -> list[Path]:
     if not paths:
         pickled = any(folder.glob("pytorch_model*.bin"))
         raise FileNotFoundError(
-            f"{folder} must hold model.safetensors, or {_INDEX} with its shards, and "
+            f"{folder} must hold model.safetensors, or {INDEX} with its shards, and "
             + (
                 "has only pytorch_model.bin, which jaxspec does not read. Download the safetensors "
                 "files, or convert it with save_pretrained of transformers."

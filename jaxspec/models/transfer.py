@@ -11,7 +11,6 @@ parameter: its memory becomes the device's, and nothing is copied.
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,6 @@ BLOCK_BYTES = 2**25
 SMALL_BYTES = 2**22
 _THREADS = 8  # that read; more are no quicker, and each has two buffers
 _COMPILERS = 4  # threads that compile meanwhile
-_STRIP = 64  # rows
 _ALIGNMENT = 64  # of memory that XLA takes as its own
 
 
@@ -43,7 +41,8 @@ def to_device(
     """The value of each source's parameter, on the default device.
 
     `report` is called with the bytes of each block that was read, by one thread at a time. After an
-    error or Ctrl-C the threads have ended and the values are gone.
+    error or Ctrl-C the threads have ended and the values are gone, even if Ctrl-C comes again while
+    they end. They end with the blocks that they have begun.
 
     Raises:
         ValueError: a file was cut short or written to since it was opened.
@@ -51,12 +50,26 @@ def to_device(
     transfer = _Transfer(sources, checkpoint, report)
     try:
         transfer.run()
+        _despite_ctrl_c(transfer.end)
         checkpoint.check_unchanged()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # which hold buffers
-        transfer.drop()
+        _despite_ctrl_c(transfer.drop)
         raise
     return transfer.values()
+
+
+def _despite_ctrl_c(call: Callable[[], None]) -> None:
+    """Make the call again until no Ctrl-C cuts it short; then raise the last Ctrl-C that did."""
+    heard = None
+    while True:
+        try:
+            call()
+            break
+        except KeyboardInterrupt as interrupt:
+            heard = interrupt
+    if heard is not None:
+        raise heard
 
 
 class _Program(NamedTuple):
@@ -103,7 +116,7 @@ class _OnHost(_Target):
         if source.transpose:
             stored = buffers.take(block.size, source.dtype)
             source.read(block, checkpoint.read, stored)
-            _transpose(stored.reshape(block.shape), content.reshape(source.shape[::-1]), block)
+            block.transpose(stored, content.reshape(source.shape[::-1]))
         else:
             place = content[block.first : block.first + block.size]
             source.read(block, checkpoint.read, place)
@@ -175,44 +188,56 @@ class _Transfer:
         self._blocks = ((target, block) for target in self._targets for block in target.blocks)
         self._lock = threading.Lock()  # of the two above
         self._stop = threading.Event()
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "jaxspec-compile")
+        num_bytes = sum(target.source.num_bytes for target in self._targets)
+        self._count = min(_THREADS, os.cpu_count() or 1, 1 + num_bytes // BLOCK_BYTES)
+        self._readers = ThreadPoolExecutor(self._count, "jaxspec-load")
+        self._futures: list[Future[Any]] = []  # of both pools
         # Threads do not inherit what `with jax.default_device(...)` chose.
         self._device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(self) -> None:
         """Put all parameters together."""
-        num_bytes = sum(target.source.num_bytes for target in self._targets)
-        count = min(_THREADS, os.cpu_count() or 1, 1 + num_bytes // BLOCK_BYTES)
-        with contextlib.ExitStack() as pools:
-            compilers = ThreadPoolExecutor(_COMPILERS, "jaxspec-compile")
-            pools.callback(compilers.shutdown, cancel_futures=True)
-            readers = pools.enter_context(ThreadPoolExecutor(count, "jaxspec-load"))
-            pools.callback(self._stop.set)
-            self._compile(compilers)
-            working = [readers.submit(self._work) for _ in range(count)]
-            for done in concurrent.futures.as_completed(working):
-                done.result()
+        self._compile()
+        working = [self._submit(self._readers, self._take_all) for _ in range(self._count)]
+        for done in concurrent.futures.as_completed(working):
+            done.result()
+
+    def end(self) -> None:
+        """Wait until the threads have ended, with what they are at; it can be called again."""
+        self._stop.set()
+        for future in self._futures:
+            future.cancel()  # what was not begun
+        # After a Ctrl-C in `Thread.join` Python 3.11 takes a thread that runs for one that ended.
+        concurrent.futures.wait(self._futures)
+        self._readers.shutdown()
+        self._compilers.shutdown()
 
     def values(self) -> list[jax.Array]:
         """What was put together."""
         return [target.value for target in self._targets if target.value is not None]
 
     def drop(self) -> None:
-        """Give all memory back, whoever still holds the error that tells of this."""
+        """End, and give all memory back, whoever still holds the error that tells of this."""
+        self.end()
         for target in self._targets:
             if target.value is not None:
                 target.value.delete()
         self._targets.clear()
+        self._futures.clear()  # whose errors hold buffers
 
-    def _compile(self, compilers: ThreadPoolExecutor) -> None:
+    def _compile(self) -> None:
         programs: dict[_Program, Future[_Compiled]] = {}
         for target in self._targets:
             if isinstance(target, _OnDevice):
                 if target.key not in programs:
-                    programs[target.key] = compilers.submit(self._here, _compiled, target.key)
+                    programs[target.key] = self._submit(self._compilers, _compiled, target.key)
                 target.program = programs[target.key]
 
-    def _work(self) -> None:
-        self._here(self._take_all)
+    def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., Any], *arguments: Any):
+        future = pool.submit(self._here, call, *arguments)
+        self._futures.append(future)
+        return future
 
     def _here(self, call, *arguments):
         """The call's result, made for the device of the thread that began the transfer."""
@@ -236,20 +261,6 @@ class _Transfer:
 def _by_host(source: Source) -> bool:
     """Whether a parameter is put together there."""
     return default_device().platform == "cpu" or source.num_bytes <= SMALL_BYTES
-
-
-def _transpose(stored: np.ndarray, content: np.ndarray, block: Block) -> None:
-    """Put a block into the parameter, in strips that a processor's cache holds.
-
-    That is three times as fast as all at once.
-    """
-    place = content.T[tuple(map(_extent, block.start, block.shape))]
-    for start in range(0, len(stored), _STRIP):
-        place[start : start + _STRIP] = stored[start : start + _STRIP]
-
-
-def _extent(start: int, length: int) -> slice:
-    return slice(start, start + length)
 
 
 def _empty(count: int, dtype: np.dtype) -> np.ndarray:

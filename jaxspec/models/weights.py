@@ -19,24 +19,20 @@ from jaxspec.models.transfer import to_device
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
 
 
-def load_weights(
-    family: type[Model],
-    config: ModelConfig,
-    dtype: jnp.dtype,
+def read_weights(
+    placements: Iterable[Placement],
+    published: Mapping[str, list[str]],
     checkpoint: Checkpoint,
-    *,
     progress: bool = False,
-) -> Model:
-    """A model of the `family` with the checkpoint's weights, moved to the device while it is read.
+) -> None:
+    """Give the parameters that were `compared` their values, on the device.
 
     With `progress` a bar shows what is read, if it takes more than half a second. After an error or
     Ctrl-C nothing stays in memory.
 
     Raises:
-        ValueError: tensors are missing, unexpected, doubled, of a wrong shape or dtype, all in one
-            error; or a file changed meanwhile.
+        ValueError: a file changed meanwhile.
     """
-    model, placements, published = compared(family, config, dtype, checkpoint)
     sources = _sources(placements, published, checkpoint)
     with tqdm(
         total=sum(source.num_bytes for source in sources),
@@ -50,7 +46,6 @@ def load_weights(
         values = to_device(sources, checkpoint, bar.update)
     for source, value in zip(sources, values, strict=True):
         source.param.set_value(value)
-    return model
 
 
 def _as_published(

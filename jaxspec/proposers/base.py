@@ -63,7 +63,8 @@ class Proposer(abc.ABC):
     def init_tables(self, model: Model) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.
 
-        Called once, when the engine is made, with the loaded `model`.
+        Called when the engine is made: traced, for the memory that they take, and then with the
+        loaded `model`.
         """
         return ()
 

@@ -1,15 +1,19 @@
 """Memory: what holds how much of the device's, and how many pages fit beside the rest."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from jaxspec import device
-from jaxspec.cache import HOLDERS, CacheSpec, holders
-from jaxspec.config import StepShapes
-from jaxspec.runner.batch_state import EngineState
+from jaxspec.cache import HOLDERS, CacheOptions, CacheSpec, holders, state_policy
+from jaxspec.config import StateConfig, StepShapes
+from jaxspec.models.base import Model
+from jaxspec.proposers.base import Proposer
+from jaxspec.runner.batch_state import EngineState, empty_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,28 +48,64 @@ class MemoryBudget:
         return int(self.device_bytes * self.utilization) - self.others_bytes
 
 
-def bytes_held(
-    weights: Any, tables: Any, state: EngineState, specs: Iterable[CacheSpec]
-) -> dict[str, int]:
-    """Bytes by what holds them, of arrays or of their shapes and dtypes."""
-    held = {"weights": weights, **holders(specs, state.pools), "page_tables": state.page_tables}
-    held |= {"rows": state.rows, "draft_logits": state.draft_logits, "proposer_tables": tables}
-    return {
-        name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
-        for name, pool in held.items()
-    }
+@dataclasses.dataclass(frozen=True)
+class Holdings:
+    """What a runner of a model holds, whatever its sizes; it tells that before there is memory."""
+
+    weights: Any  # shapes and dtypes in place of arrays, and so the tables
+    tables: Any  # the proposer's
+    specs: tuple[CacheSpec, ...]
+    drawn_ids: int  # of the distributions that drafts are drawn from
+
+    @staticmethod
+    def of(
+        model: Model,
+        proposer: Proposer | None,
+        *,
+        dtype: jnp.dtype,
+        kv_dtype: jnp.dtype,
+        states: StateConfig,
+    ) -> "Holdings":
+        """Those of a runner for `model`, whose parameters need no values."""
+        options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
+        graph, weights = nnx.split(model)
+        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+        tables, drawn_ids = (), 0
+        if proposer is not None:
+            tables = jax.eval_shape(lambda w: proposer.init_tables(nnx.merge(graph, w)), weights)
+            drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
+        return Holdings(weights, tables, model.cache_specs(options), drawn_ids)
+
+    def empty_state(self, shapes: StepShapes) -> EngineState:
+        """The state of a runner of such sizes, without requests."""
+        return empty_state(shapes, self.specs, self.drawn_ids)
+
+    def bytes(self, shapes: StepShapes) -> dict[str, int]:
+        """Bytes by what holds them, in a runner of such sizes."""
+        state = jax.eval_shape(lambda: self.empty_state(shapes))
+        held = {"weights": self.weights, **holders(self.specs, state.pools)}
+        held |= {"page_tables": state.page_tables, "rows": state.rows}
+        held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
+        return {
+            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+            for name, pool in held.items()
+        }
 
 
 def fit(
-    shapes: StepShapes, budget: MemoryBudget, held_with: Callable[[StepShapes], dict[str, int]]
+    shapes: StepShapes,
+    budget: MemoryBudget | None,
+    held_with: Callable[[StepShapes], dict[str, int]],
 ) -> StepShapes:
-    """`shapes`, with as many of its pages as the budget has room for.
+    """`shapes`, with as many of its pages as the budget has room for; None has room for all.
 
-    `held_with` gives `bytes_held` of an engine of such sizes.
+    `held_with`: `Holdings.bytes`.
 
     Raises:
         ValueError: the pages that the user asked for do not fit, or not even those of one sample.
     """
+    if budget is None:
+        return shapes
 
     def total(num_pages: int) -> int:
         return sum(held_with(dataclasses.replace(shapes, num_pages=num_pages)).values())
@@ -97,7 +137,7 @@ def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> 
 
 
 def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
-    """A line for each holder of `bytes_held` that holds something, the biggest first, and a sum."""
+    """A line for each holder in `Holdings.bytes` that holds something, by size, and a sum."""
     units = {
         "pages": f"{shapes.num_pages} pages of {shapes.page_size} tokens",
         "slots": f"{shapes.num_slots} slots",

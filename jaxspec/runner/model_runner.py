@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.cache import CacheOptions, state_policy
+from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model
 from jaxspec.plan import Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
-from jaxspec.runner.batch_state import EngineState, empty_state
-from jaxspec.runner.memory import MemoryBudget, bytes_held, fit
+from jaxspec.runner.batch_state import EngineState
+from jaxspec.runner.memory import Holdings
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.programs.program_cache import kept
 from jaxspec.runner.step import StepConfig, jitted_step
@@ -36,30 +36,27 @@ class ModelRunner:
         verifier: Verifier,
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
-        budget: MemoryBudget | None = None,
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
-        `kv_dtype`: of the cached keys and values; None: `dtype`. `budget`: what there is room for;
-        `shapes` has fewer pages then, or a ValueError says what does not fit. None: all fits.
+        `kv_dtype`: of the cached keys and values; None: `dtype`.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
-        policy = state_policy(states)
-        options = CacheOptions(dtype, kv_dtype or dtype, jnp.dtype(states.dtype), policy)
-        self._specs = model.cache_specs(options)
+        self._holdings = Holdings.of(
+            model, proposer, dtype=dtype, kv_dtype=kv_dtype or dtype, states=states
+        )
         self._weights = tuple(leaves)
-        self._proposer, self._vocab_size = proposer, model.vocab_size
         self._tables = proposer.init_tables(model) if proposer else ()
-        self.shapes = shapes if budget is None else fit(shapes, budget, self._held_with)
+        self.shapes = shapes
         self._config = StepConfig(
             shapes=self.shapes,
             model=graph,
             weights=tree,
             proposer=proposer,
             verifier=verifier,
-            specs=self._specs,
-            states=policy,
+            specs=self._holdings.specs,
+            states=state_policy(states),
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
@@ -152,11 +149,7 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""
-        return self._held_with(self.shapes)
-
-    def _held_with(self, shapes: StepShapes) -> dict[str, int]:
-        state = jax.eval_shape(lambda: self._init_state(shapes))
-        return bytes_held(self._weights, self._tables, state, self._specs)
+        return self._holdings.bytes(self.shapes)
 
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
@@ -172,12 +165,8 @@ class ModelRunner:
 
     def _new_state(self) -> EngineState:
         """Committed to its device, as a step's outputs are: both lower to the same program."""
-        state = self._init_state(self.shapes)
+        state = self._holdings.empty_state(self.shapes)
         return jax.device_put(state, state.page_tables.sharding)
-
-    def _init_state(self, shapes: StepShapes) -> EngineState:
-        draws = self._proposer is not None and self._proposer.is_probabilistic
-        return empty_state(shapes, self._specs, self._vocab_size if draws else 0)
 
     def _empty_plan(self, program: Program) -> np.ndarray:
         """A plan that keeps every row where it is, gives none of them tokens, and moves nothing."""

@@ -1,8 +1,7 @@
-"""Checkpoints to look at and to damage, and devices that say how much memory they have."""
+"""Checkpoints to look at and to damage."""
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from harness import FIXTURES
@@ -20,15 +19,3 @@ def copy(tmp_path):
         return folder
 
     return make
-
-
-@pytest.fixture
-def device_with(monkeypatch):
-    """The default device becomes one with so many bytes for JAX."""
-
-    def patch(limit):
-        stats = {"bytes_limit": limit, "bytes_in_use": 0}
-        device = SimpleNamespace(platform="cpu", device_kind="fake", memory_stats=lambda: stats)
-        monkeypatch.setattr("jaxspec.device.default_device", lambda: device)
-
-    return patch

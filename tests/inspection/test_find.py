@@ -131,10 +131,37 @@ def test_of_a_hub_id_no_weights_are_downloaded(copy, monkeypatch):
     monkeypatch.setattr("jaxspec.loading.resolve_folder", download)
     assert "71 tensors" in found_in("some/model", revision="v1").read, "they were there before"
     (folder / "model.safetensors").unlink()
-    lost_shard(folder)
     found = found_in("some/model")
     assert (found.read, found.refused) == ("config.json alone", [])
     assert asked == [("some/model", False, "v1"), ("some/model", False, None)]
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_hubs_index_tells_whether_there_is_a_draft_head(copy, monkeypatch, has_head):
+    """It is small, and downloaded with config.json, which promises a head in both cases."""
+    folder = copy("qwen3_5")
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [name for name in held if has_head or not name.startswith("mtp.")]
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr("jaxspec.loading.resolve_folder", lambda *_, **__: folder)
+    found = found_in("some/model")
+    assert found.read == (
+        f"config.json and the names of {len(names)} tensors in model.safetensors.index.json"
+    )
+    assert found.refused == [] and found.stored_bytes == {}
+    assert found.model.has_draft_head == has_head
+
+
+def test_a_hubs_index_that_is_damaged_is_refused_once(copy, monkeypatch):
+    folder = copy("qwen3_5")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    monkeypatch.setattr("jaxspec.loading.resolve_folder", lambda *_, **__: folder)
+    found = found_in("some/model")
+    assert "must map tensor names to files" in found.refused[0] and len(found.refused) == 1
+    assert found.read == "config.json alone"
 
 
 def test_where_there_is_nothing_there_is_nothing_to_refuse(tmp_path):

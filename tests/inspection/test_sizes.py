@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -10,8 +11,8 @@ from harness import FIXTURES, model
 from safetensors.numpy import load_file
 
 from jaxspec.inspection.find import find
-from jaxspec.inspection.sizes import Holdings, Parameters, fits, parameters, weight_bytes
-from jaxspec.loading import load
+from jaxspec.inspection.sizes import Parameters, cache_bytes, fits, parameters, weight_bytes
+from jaxspec.loading import load, settle
 from jaxspec.models import dtype_of, family_of, parse_config
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.weights import undefined
@@ -41,64 +42,85 @@ def config_of(**options):
     return EngineConfig(FIXTURES / "qwen3_5", **sizes | options)
 
 
-def holdings(**options):
+def settled(**options):
     config = config_of(**options)
-    return Holdings.of(config, model("qwen3_5"), dtype_of(config.dtype))
+    return settle(config, model("qwen3_5"), dtype_of(config.dtype))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_engine_holds_what_was_said(options):
-    said = holdings(**options)
     runner = load(config_of(**options), progress=False).runner
-    assert said.bytes(runner.shapes) == runner.memory()
-    weights = runner.memory()["weights"]
-    assert sum(weight_bytes(model("qwen3_5")).values()) == weights
+    said = settled(**options).holdings.bytes(runner.shapes)
+    assert said == runner.memory()
+    held = {"weights": runner._weights, "proposer_tables": runner._tables}
+    sizes = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(x)) for name, x in held.items()}
+    assert sizes.items() <= said.items()
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
+    assert sum(sizes.values()) + state == sum(said.values())
+    assert sum(weight_bytes(model("qwen3_5")).values()) == said["weights"]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_tokens_and_requests_take_what_was_said(options):
-    said, options = holdings(**options), options | {"num_pages": 20}
-    shapes = said.settled.shapes
+    said, options = settled(**options), options | {"num_pages": 20}
+    shapes, of_said = said.shapes, cache_bytes(said)
 
     def held(**changes):
-        sizes = said.bytes(dataclasses.replace(shapes, **changes))
+        sizes = said.holdings.bytes(dataclasses.replace(shapes, **changes))
         return {name: sizes[name] for name in ("kv", "conv", "states", "ring")}
 
     more = {"decode_rows": (4,), "max_num_seqs": 4}
     page = sum(held(num_pages=21).values()) - sum(held(num_pages=20).values())
     slot = sum(held(**more).values()) - sum(held().values())
-    plain = holdings(**options | {"speculative_config": None}).cache_bytes()
-    assert said.cache_bytes().token * shapes.page_size == page
-    assert said.cache_bytes().request == slot
-    assert said.cache_bytes().request_without_drafts == plain.request
+    plain = cache_bytes(settled(**options | {"speculative_config": None}))
+    assert of_said.token * shapes.page_size == page
+    assert of_said.request == slot
+    assert of_said.request_without_drafts == plain.request
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
-    config, said = config_of(**options), holdings(**options)
+    config, said = config_of(**options), settled(**options)
     for bytes_free in (3 * 10**6, 10**7):
         budget = MemoryBudget(bytes_free, 1.0, fixed_pages=True)
-        for row in fits(config, said, budget):
+        for row in fits(config, model("qwen3_5"), said, budget):
             asked = {"max_model_len": row.max_model_len, "decode_buckets": None}
 
             def shapes(count, asked=asked):
                 many = dataclasses.replace(config, max_num_seqs=count, **asked)
-                drafts = said.settled.shapes.num_drafts
+                drafts = said.shapes.num_drafts
                 return many.step_shapes(max_positions=512, num_drafts=drafts)
 
             assert row.requests > 0
-            fit(shapes(row.requests), budget, said.bytes)
+            fit(shapes(row.requests), budget, said.holdings.bytes)
             with pytest.raises(ValueError, match="must fit"):
-                fit(shapes(row.requests + 1), budget, said.bytes)
+                fit(shapes(row.requests + 1), budget, said.holdings.bytes)
             needed = row.fixed_bytes + row.requests * row.request_bytes
-            assert needed == sum(said.bytes(shapes(row.requests)).values())
+            assert needed == sum(said.holdings.bytes(shapes(row.requests)).values())
 
 
 def test_lengths_end_with_the_models_longest_and_have_the_users(monkeypatch):
     monkeypatch.setattr("jaxspec.inspection.sizes._LENGTHS", (64, 256, 1024))
-    rows = fits(config_of(max_model_len=100), holdings(), None)
+    rows = fits(config_of(max_model_len=100), model("qwen3_5"), settled(max_model_len=100), None)
     assert [row.max_model_len for row in rows] == [64, 100, 256, 512]
     assert {row.requests for row in rows} == {None}, "the device does not tell its memory"
+
+
+def test_lengths_are_weighed_with_the_sizes_that_loading_gives_them(monkeypatch):
+    """The tokens of a step are the model's, not those of a dense one."""
+    sparse = model("qwen3_next")
+    monkeypatch.setattr(type(sparse), "tokens_per_step", property(lambda _: 1024))
+    asked = {"max_model_len": 512, "max_num_seqs": 2}
+    said, weighed = settle(config_of(**asked), sparse, jnp.dtype("float32")), []
+    assert said.shapes.max_num_batched_tokens == 1024
+
+    def count(holdings, shapes):
+        weighed.append((shapes, shapes.max_num_batched_tokens))
+        return {"weights": shapes.num_slots}
+
+    monkeypatch.setattr(type(said.holdings), "bytes", count)
+    fits(config_of(**asked), sparse, said, None)
+    assert (said.shapes, 1024) in weighed
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -117,7 +139,7 @@ def test_published_models_have_as_many_parameters_as_they_are_known_for(name):
         of_head = parameters(whole, whole.draft_head.checkpoint())
         assert of_head.total / 1e9 == pytest.approx(head, rel=0.006)
     options = EngineConfig(FIXTURES, dtype="bfloat16")
-    assert Holdings.of(options, whole, bfloat16).cache_bytes().token == kib * 1024
+    assert cache_bytes(settle(options, whole, bfloat16)).token == kib * 1024
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_raw", "qwen3_next", "qwen3_moe"])

@@ -357,7 +357,7 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
     histories = []
     for engine in (plain, drafted):
         engine.add(PROMPTS[2], GREEDY, 2)
-        history, specs = {}, {spec.name: spec for spec in engine.runner._specs}
+        history, specs = {}, {spec.name: spec for spec in engine.runner._holdings.specs}
         while engine.engine.has_work:
             engine.step()
             state = engine.runner.state

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 import tracemalloc
@@ -172,6 +173,29 @@ def test_ctrl_c_ends_all_threads_and_leaves_nothing(way, nothing_stays):
     sources = [files.source((256, 256), ((256, 256), True, ...)) for _ in range(20)]
     with ctrl_c_after(0.5, heard_within=5):
         to_device(sources, files, lambda count: None)
+
+
+def test_ctrl_c_again_while_a_block_is_read_changes_nothing(way, nothing_stays):
+    """Whoever called does not go on before the block is whole."""
+    main, begun, ended = threading.main_thread().ident, [], []
+
+    def slowly():
+        begun.append(None)
+        if len(begun) == 1:
+            for seconds in (0.8, 0.2):
+                time.sleep(seconds)
+                signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)
+        ended.append(None)
+
+    files = Files(each=slowly)
+    sources = [files.source((256, 256), ((256, 256), True, ...)) for _ in range(20)]
+    with ctrl_c_after(0.5, heard_within=5):
+        try:
+            to_device(sources, files, lambda count: None)
+        finally:
+            counts = len(begun), len(ended)
+    assert counts[0] == counts[1] > 1
 
 
 def test_values_go_to_the_device_that_the_caller_chose(way):
