@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.inspection.find import find
 from jaxspec.models import load_model
+from jaxspec.models.layers import moe
 from jaxspec.options import EngineConfig
 
 FLOAT32 = jnp.dtype("float32")
@@ -33,6 +34,21 @@ def test_a_whole_checkpoint_is_compared_by_its_headers():
     held = load_file(FIXTURES / "qwen3_5_vl" / "model.safetensors")  # with its vision tower
     assert sum(found.stored_bytes.values()) == sum(tensor.nbytes for tensor in held.values())
     assert found.stored_bytes.keys() == {"BF16", "F32"}
+
+
+def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_layers(
+    copy, monkeypatch
+):
+    """12 million here: no placement of a single expert is made."""
+    made = []
+    monkeypatch.setattr(moe, "Placement", lambda name, *_, **__: made.append(name))
+    config = {"num_hidden_layers": 1000, "layer_types": None, "num_experts": 4096}
+    path = copy("qwen3_5_moe", **config) / "config.json"
+    found = found_in(path)
+    assert found.refused == [] and len(found.model.trunk.layers) == 1000
+    placements = sum(1 for _ in found.model.checkpoint())
+    assert len(made) < placements < 30_000
+    assert sum(".experts." in name for name in made) == 2 * 1001
 
 
 @pytest.mark.parametrize("name", ["config.json", "mine.json", None])
