@@ -120,7 +120,7 @@ class Model(nnx.Module, abc.ABC):
     @property
     def experts(self) -> MoEConfig | None:
         """The sizes of its mixture of experts, a part of its configuration; None: it is dense."""
-        return next((part for part in self.config.parts if isinstance(part, MoEConfig)), None)
+        return self.config.find_part(MoEConfig)
 
     @property
     def tokens_per_step(self) -> int:

@@ -68,7 +68,8 @@ def _as_published(
             yield placement
             continue
         assert placement.instead is not None
-        for count, other in enumerate(placement.instead(), count + 1):
+        for other in placement.instead():
+            count += 1
             if count > most:
                 asked, held = f"more than {most:,} tensors", f"{len(published):,}"
                 raise _misfit(checkpoint, f"It asks for {asked}, and there are {held}.")

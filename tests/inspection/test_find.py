@@ -8,6 +8,7 @@ import pytest
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
 
+import jaxspec
 from jaxspec.inspection.find import find
 from jaxspec.models import load_model
 from jaxspec.models.layers import moe
@@ -77,6 +78,26 @@ def test_a_head_is_there_where_its_tensors_are(copy):
     (folder / "config.json").write_text((FIXTURES / "qwen3_5" / "config.json").read_text())
     found = found_in(folder)
     assert found.refused == [] and not found.model.has_draft_head
+
+
+def test_a_family_that_is_published_with_a_head_has_one_until_tensors_tell():
+    """Qwen3-Next's config.json says nothing of it."""
+    path = FIXTURES / "qwen3_next_raw" / "config.json"
+    assert "mtp" not in path.read_text()
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    for options in ({}, {"load_format": "dummy"}, {"speculative_config": drafts}):
+        found = jaxspec.inspect(path.parent if "load_format" in options else path, **options)
+        assert (found.read, found.refused) == ("config.json alone", ())
+        assert found.draft_heads == ("MTPHead",) and found.num_drafts > 0
+        assert found.draft_parameters is not None
+
+
+def test_without_its_tensors_a_head_of_the_family_is_absent(copy):
+    folder = copy("qwen3_next", mtp_num_hidden_layers=None)
+    change(folder, lambda held: [held.pop(name) for name in [*held] if name.startswith("mtp.")])
+    found = jaxspec.inspect(folder)
+    assert (found.refused, found.draft_heads, found.promised_draft_layers) == ((), (), 1)
+    assert found.num_drafts == 0
 
 
 def unlink(folder):
