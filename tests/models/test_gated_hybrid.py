@@ -7,7 +7,6 @@ import pytest
 from jaxspec.models import load_model
 from jaxspec.pallas import dispatch
 
-
 FIXTURES = ["qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"]
 
 
