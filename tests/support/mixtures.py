@@ -1,8 +1,12 @@
 """Mixtures of experts in NumPy float64, token by token: routing, and the feed-forward layer."""
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.pallas.moe.route import Routing
+from jaxspec.pallas.moe.route import Choices, Routing
+from jaxspec.weight import DenseExperts
+
+NAN_ROW = 1  # of `drawn`
 
 RULES = {
     "softmax": Routing(8, 3),
@@ -62,10 +66,44 @@ def layer(stream, pending, norm, router, gate_up, down, live):
         stream = stream + (pending.sum(axis=0) if pending.ndim == 3 else pending)
     root = np.sqrt((stream**2).mean(axis=1, keepdims=True) + norm.eps)
     x = stream / root * (scale + norm.zero_centred)
-    experts, weights = choose(x @ weight, router.bias, live, router.rule)
-    out = np.zeros_like(stream)
-    for token in np.flatnonzero(live):
-        for expert, share in zip(experts[token], weights[token], strict=True):
-            gate, up = np.split(gate_up[expert] @ x[token], 2)
-            out[token] += share * (down[expert] @ (gate * sigmoid(gate) * up))
-    return stream, out
+    choices = choose(x @ weight, router.bias, live, router.rule)
+    return stream, parts_of(x, gate_up, down, *choices).sum(axis=0)
+
+
+def parts_of(x, gate_up, down, experts, weights):
+    """What each token's experts put out, times their weights: `[parts, tokens, features]`."""
+    out = np.zeros((experts.shape[1], *x.shape))
+    for token, part in np.argwhere(experts < len(down)):
+        expert = experts[token, part]
+        gate, up = np.split(gate_up[expert] @ x[token], 2)
+        out[part, token] = weights[token, part] * (down[expert] @ (gate * sigmoid(gate) * up))
+    return out
+
+
+def drawn(tokens, parts, num_experts, features, inner, dtype):
+    """Operands of `moe_experts`: `NAN_ROW` has a NaN, and each fourth token is padding of NaN."""
+    rng = np.random.default_rng(tokens)
+    x = rng.normal(size=(tokens, features))
+    x[NAN_ROW : NAN_ROW + 1, features // 3] = np.nan
+    gate_up = rng.normal(size=(num_experts, 2 * inner, features)) * features**-0.5
+    down = rng.normal(size=(num_experts, features, inner)) * inner**-0.5
+    experts = np.stack([rng.permutation(num_experts)[:parts] for _ in range(tokens)])
+    weights, is_padding = 0.1 + rng.random((tokens, parts)), np.arange(tokens) % 4 == 2
+    x[is_padding], experts[is_padding], weights[is_padding] = np.nan, num_experts, 0.0
+    choices = Choices(jnp.asarray(experts, jnp.int32), jnp.asarray(weights, jnp.float32))
+    x, gate_up, down = (jnp.asarray(a, dtype) for a in (x, gate_up, down))
+    return x, DenseExperts(gate_up), DenseExperts(down), choices
+
+
+def check(y, x, gate_up, down, choices):
+    """`y` is `moe_experts` of the others, in parts or summed, up to roundings of their dtype."""
+    arrays = x, gate_up.array, down.array, choices.weights
+    *operands, weights = (np.asarray(a, np.float64) for a in arrays)
+    experts = np.asarray(choices.experts)
+    expected = parts_of(*operands, experts, weights)
+    expected = expected if y.ndim == 3 else expected.sum(axis=0)
+    assert y.shape == expected.shape and y.dtype == (jnp.float32 if y.ndim == 3 else x.dtype)
+    y, eps = np.asarray(y, np.float64), max(float(jnp.finfo(x.dtype).eps), 1e-6)
+    typical = np.sqrt(np.nanmean(expected**2))
+    np.testing.assert_allclose(y, expected, rtol=eps, atol=8 * eps * typical)
+    assert not y[..., experts[:, 0] == len(operands[1]), :].any()  # padding gets zeros

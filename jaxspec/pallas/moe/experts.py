@@ -29,40 +29,48 @@ def moe_experts(
     """What each token's experts put out, times their weights, to be summed.
 
     It is float32 `[parts, tokens, features]`, one for each of a token's experts, so the order of
-    the sum depends on the token alone. Where an expert has many tokens, the kernels make the sum,
-    in that order: `[tokens, features]` in the dtype of `x`. Padding gets zeros.
+    the sum depends on the token alone. Padding gets zeros. The kernels read only experts that were
+    chosen, and make some of the sum themselves, always in one order:
 
-    Up to 8 tokens are one tile for every expert. More are brought together by expert, in tiles of 8
-    to 128 (`work_list`). Only experts that were chosen are read.
+    * one token: as few parts as `norm_matmul` takes in one kernel;
+    * up to 8 tokens are one tile, which every expert gets whole;
+    * more are brought together by expert, in tiles of 8 to 128 (`work_list`);
+    * from tiles of 32 on each part is rounded to the dtype of `x`, and so is their sum, which is
+      `[tokens, features]`.
     """
-    why = why_not_kernel(x, gate_up, down)
-    if not dispatch.runs_kernel("moe_experts", why):
+    if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, gate_up, down)):
         return moe_experts_reference(x, gate_up, down, choices)
+    if x.shape[0] <= MAX_DIRECT:
+        return _few_tokens(x, gate_up, down, choices)
+    return _many_tokens(x, gate_up, down, choices)
+
+
+def _few_tokens(x, gate_up, down, choices):
     from jaxspec.pallas.moe import experts_kernel as kernels
 
     (tokens, parts), none = choices.experts.shape, gate_up.num_experts
-    if tokens <= MAX_DIRECT:
-        work, refs = kernels.Direct(tokens, parts, none), (choices.experts, choices.weights)
-        hidden = kernels.up_kernel(x, gate_up.array, refs, work=work)
-        if tokens > 1:
-            return kernels.down_kernel(hidden, down.array, refs, work=work)
-        sums = max(1, min(parts, MAX_SUMS // x.shape[1]))
-        return kernels.one_token_down_kernel(hidden, down.array, choices.experts, parts=sums)
-    from jaxspec.pallas.moe.dispatch_kernel import combine_kernel, dispatch_kernel
+    work, arrays = kernels.Direct(tokens, parts, none), (choices.experts, choices.weights)
+    hidden = kernels.up_kernel(x, gate_up.array, arrays, work=work)
+    if tokens > 1:
+        return kernels.down_kernel(hidden, down.array, arrays, work=work)
+    sums = max(1, min(parts, MAX_SUMS // x.shape[1]))
+    return kernels.one_token_down_kernel(hidden, down.array, choices.experts, parts=sums)
 
-    rows = tile_rows(tokens, parts, none)
-    listed = work_list(choices, none, rows)
-    tiles = listed.expert.shape[0]
-    tiled, at_place, weights = dispatch_kernel(
-        x, listed.place, choices.weights, tiles=tiles, rows=rows
-    )
-    work = kernels.Listed(tokens, parts, none, tiles, rows)
-    refs = listed.expert, listed.count, at_place, weights
-    hidden = kernels.up_kernel(tiled, gate_up.array, refs, work=work)
-    if rows <= MAX_SCATTERED:
-        return kernels.down_kernel(hidden, down.array, refs, work=work)
-    y = kernels.tiled_down_kernel(hidden, down.array, refs, work=work)
-    return combine_kernel(y, listed.place, choices.experts, none=none)
+
+def _many_tokens(x, gate_up, down, choices):
+    from jaxspec.pallas.moe import experts_kernel as kernels
+    from jaxspec.pallas.moe import tiles_kernel
+
+    (tokens, parts), none = choices.experts.shape, gate_up.num_experts
+    tiles = work_list(choices, none, tile_rows(tokens, parts, none))
+    tiled, *of_rows = tiles_kernel.to_tiles_kernel(x, tiles, choices, none=none)
+    work = kernels.Listed(tokens, parts, none, tiles.expert.shape[0], tiles.rows)
+    arrays = tiles.expert, tiles.count, *of_rows
+    hidden = kernels.up_kernel(tiled, gate_up.array, arrays, work=work)
+    if tiles.rows <= MAX_SCATTERED:
+        return kernels.down_kernel(hidden, down.array, arrays, work=work)
+    y = kernels.tiled_down_kernel(hidden, down.array, arrays, work=work)
+    return tiles_kernel.from_tiles_kernel(y, tiles, choices, none=none)
 
 
 def tile_rows(tokens: int, parts: int, num_experts: int) -> int:
@@ -78,7 +86,7 @@ def why_not_kernel(x, gate_up, down):
     """Why the kernels do not take these operands, or None."""
     if x.dtype not in DTYPES or {gate_up.dtype, down.dtype} != {x.dtype}:
         return f"{x.dtype} and {gate_up.dtype}"
-    if x.shape[1] % 256 or down.inner % 64:
+    if x.shape[1] % 128 or down.inner % 64:
         return f"experts of {x.shape[1]} x {down.inner}"
     return None
 

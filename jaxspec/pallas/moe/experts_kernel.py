@@ -123,7 +123,7 @@ class _Row(NamedTuple):
 class Direct:
     """The tiles of up to 8 tokens, which every expert gets whole.
 
-    Each choice of the table asks for a tile; the first of an expert gets it.
+    Each choice asks for a tile; the first of an expert gets it. The arrays are those of `Choices`.
     """
 
     tokens: int
@@ -136,55 +136,68 @@ class Direct:
         """Choices."""
         return self.tokens * self.parts
 
-    def expert(self, refs, tile):
-        """The tile's expert, and whether the tile is to be done."""
-        experts, _ = refs
-        expert = self._expert(experts, tile)
-        table, place = self._table(experts)
-        has_earlier = jnp.max(jnp.where((place < tile) & (table == expert), 1, 0)) > 0
-        return expert, (expert == self.none) | ~has_earlier
+    def tile(self, arrays, index) -> "_DirectTile":
+        """The tile that a choice asks for."""
+        experts, weights = arrays
+        token, size = lax.div(index, self.parts), self.tiles
+        layout = layouts.lane_layout(size)
+        return _DirectTile(
+            self,
+            index,
+            expert=experts[token, index - token * self.parts],
+            table=access.load(experts.reshape(size), layout),
+            place=plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout),
+            weights_of=weights,
+        )
 
-    def rows_of(self, refs, tile) -> list[_Row]:
-        """Where the output of each row goes."""
-        experts, _ = refs
-        expert = self._expert(experts, tile)
-        table, place = self._table(experts)
-        found = []
-        for token in range(self.tokens):
-            first = token * self.parts
-            is_mine = (table == expert) & (first <= place) & (place < first + self.parts)
-            at = jnp.max(jnp.where(is_mine, place, -1))
+
+class _DirectTile(NamedTuple):
+    """A tile of `Direct`, with all choices in the registers of every warp."""
+
+    work: Direct
+    index: Any  # of the choice that asks for it
+    expert: Any
+    table: Any  # the expert of each choice
+    place: Any  # the index of each choice
+    weights_of: Any  # the weight of each choice, in memory
+
+    @property
+    def is_asked(self):
+        """Whether it is to be done: no choice before this one asks for the same."""
+        is_same = (self.place < self.index) & (self.table == self.expert)
+        has_earlier = jnp.max(jnp.where(is_same, 1, 0)) > 0
+        return (self.expert == self.work.none) | ~has_earlier
+
+    def rows(self) -> list[_Row]:
+        """Where the output of each row goes; there is one for each token."""
+        found, parts = [], self.work.parts
+        for token in range(self.work.tokens):
+            first = token * parts
+            is_mine = (self.table == self.expert) & (first <= self.place)
+            is_mine &= self.place < first + parts
+            at = jnp.max(jnp.where(is_mine, self.place, -1))
             # Padding has an expert several times; each of its choices does its own.
-            of_own = jnp.where(lax.div(tile, self.parts) == token, tile, -1)
-            at = jnp.where(expert == self.none, of_own, at)
+            of_own = jnp.where(lax.div(self.index, parts) == token, self.index, -1)
+            at = jnp.where(self.expert == self.work.none, of_own, at)
             found.append(_Row(at >= 0, token, jnp.maximum(at - first, 0)))
         return found
 
-    def weights(self, refs, tile, shape):
+    def weights(self, shape):
         """The weight of each row, in all columns of a transposed product."""
-        _, weights = refs
         place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         of_rows = jnp.zeros(shape, jnp.float32)
-        for row in self.rows_of(refs, tile):
-            weight = weights[row.token, row.part]
+        for row in self.rows():
+            weight = self.weights_of[row.token, row.part]
             of_rows = jnp.where(place == row.token, weight, of_rows)
         return of_rows
-
-    def _expert(self, experts, tile):
-        token = lax.div(tile, self.parts)
-        return experts[token, tile - token * self.parts]
-
-    def _table(self, experts):
-        """All choices, in every warp, and the place of each."""
-        size = self.tokens * self.parts
-        layout = layouts.lane_layout(size)
-        table = access.load(experts.reshape(size), layout)
-        return table, plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """The tiles of a `WorkList`."""
+    """The tiles of a `WorkList`.
+
+    The arrays are its `expert` and `count`, then the choices and weights of `to_tiles_kernel`.
+    """
 
     tokens: int
     parts: int
@@ -192,36 +205,50 @@ class Listed:
     tiles: int
     rows: int
 
-    def expert(self, refs, tile):
-        """The tile's expert, and whether the tile is to be done."""
-        expert, *_ = refs
-        return expert[tile], expert[tile] <= self.none
+    def tile(self, arrays, index) -> "_ListedTile":
+        """A tile of the list."""
+        expert, count, choices, weights = arrays
+        return _ListedTile(self, expert[index], count, choices.at[index], weights.at[index], index)
 
-    def rows_of(self, refs, tile) -> list[_Row]:
+
+class _ListedTile(NamedTuple):
+    """A tile of `Listed`."""
+
+    work: Listed
+    expert: Any
+    count: Any  # of each tile, in memory, as the next two
+    choices: Any  # of this tile's rows
+    weights_of: Any
+    index: Any
+
+    @property
+    def is_asked(self):
+        """Whether there is work in it."""
+        return self.expert <= self.work.none
+
+    def rows(self) -> list[_Row]:
         """Where the output of each row goes."""
-        _, count, choices, _ = refs
-        held, found = count[tile], []
-        for row in range(self.rows):
+        held, found, parts = self.count[self.index], [], self.work.parts
+        for row in range(self.work.rows):
             is_real = row < held
-            choice = jnp.where(is_real, choices[tile, row], 0)
-            token = lax.div(choice, self.parts)
-            found.append(_Row(is_real, token, choice - token * self.parts))
+            choice = jnp.where(is_real, self.choices[row], 0)
+            token = lax.div(choice, parts)
+            found.append(_Row(is_real, token, choice - token * parts))
         return found
 
-    def weights(self, refs, tile, shape):
+    def weights(self, shape):
         """The weight of each row, in all columns of a transposed product."""
-        *_, weights = refs
-        of_rows = access.load(weights.at[tile], plgpu.Layout.WGMMA.reduce(0))
+        of_rows = access.load(self.weights_of, plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(of_rows, shape, (1,))
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
-def up_kernel(x, gate_up, refs, *, work, interpret=None):
+def up_kernel(x, gate_up, arrays, *, work, interpret=None):
     """`silu(gate) * up` of each tile, times the rows' weights: `[tiles, rows, inner]`.
 
     The weights come in here, before the values are rounded, so that what follows need not know
-    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `refs` are the
-    arrays of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
+    them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
+    those of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
     """
     inner = gate_up.shape[1] // 2
     columns = inner // BLOCK_N
@@ -229,16 +256,18 @@ def up_kernel(x, gate_up, refs, *, work, interpret=None):
     product = _Product.of(work.rows, 2, gate_up, blocks=1 if is_alone else 2)
 
     def body(x, gate_up, *rest, out, **ring):
-        *refs, hidden = rest
-        tile, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
-        expert, is_asked = work.expert(refs, tile)
+        *arrays, hidden = rest
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
+        tile = work.tile(arrays, index)
 
-        @pl.when(is_asked & (expert < work.none))
+        @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
-            rows = x.at[pl.ds(0, work.rows)] if len(x.shape) == 2 else x.at[tile]
-            fetch = product.fetch(rows, gate_up.at[expert], [column, column + inner], **ring)
+            # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
+            rows = x.at[pl.ds(index * 0, work.rows)] if len(x.shape) == 2 else x.at[index]
+            columns = column, column + inner
+            fetch = product.fetch(rows, gate_up.at[tile.expert], columns, **ring)
             product.start(fetch)
-            weights = work.weights(refs, tile, (BLOCK_N, work.rows))
+            weights = tile.weights((BLOCK_N, work.rows))
             # Gate and up are rounded first, as if they had been put out.
             gate, up = (
                 sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
@@ -246,7 +275,7 @@ def up_kernel(x, gate_up, refs, *, work, interpret=None):
             gated = gate / (1.0 + jnp.exp(-gate)) * up * weights
             out.T[...] = plgpu.layout_cast(gated.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, hidden.at[tile, :, pl.ds(column, BLOCK_N)])
+            plgpu.copy_smem_to_gmem(out, hidden.at[index, :, pl.ds(column, BLOCK_N)])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
@@ -260,19 +289,19 @@ def up_kernel(x, gate_up, refs, *, work, interpret=None):
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, gate_up, *refs)
+    return kernel(x, gate_up, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
-def down_kernel(hidden, down, refs, *, work, interpret=None):
+def down_kernel(hidden, down, arrays, *, work, interpret=None):
     """Float32 `[parts, tokens, features]`: each row of `hidden` times its matrix."""
     features = down.shape[1]
     product = _Product.of(work.rows, 1, down, blocks=4)
 
     def body(hidden, down, *rest, out, **ring):
-        *refs, y = rest
-        tile, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
-        expert, is_asked = work.expert(refs, tile)
+        *arrays, y = rest
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
+        tile = work.tile(arrays, index)
 
         def put_out(rows):
             plgpu.commit_smem()  # by all warps
@@ -280,19 +309,19 @@ def down_kernel(hidden, down, refs, *, work, interpret=None):
                 _put_row(out.at[i], y, row, column)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(is_asked & (expert < work.none))
+        @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
-            fetch = product.fetch(hidden.at[tile], down.at[expert], [column], **ring)
+            fetch = product.fetch(hidden.at[index], down.at[tile.expert], [column], **ring)
             product.start(fetch)
-            rows = work.rows_of(refs, tile)  # while the copies are under way
+            rows = tile.rows()  # while the copies are under way
             (sum_,) = product.run(fetch, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
             put_out(rows)
 
-        @pl.when(is_asked & (expert == work.none))
+        @pl.when(tile.is_asked & (tile.expert == work.none))
         def _():
             out[...] = jnp.zeros(out.shape, out.dtype)
-            put_out(work.rows_of(refs, tile))
+            put_out(tile.rows())
 
     kernel = plgpu.kernel(
         body,
@@ -304,7 +333,7 @@ def down_kernel(hidden, down, refs, *, work, interpret=None):
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(hidden, down, *refs)
+    return kernel(hidden, down, *arrays)
 
 
 def _put_row(values, y, row: _Row, column):
@@ -320,9 +349,9 @@ def _put_row(values, y, row: _Row, column):
 def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
     """`down_kernel` for one token, which sums its experts up: float32 `[parts, 1, features]`.
 
-    `hidden` is `[choices, 8, inner]`, of which the first row of each is real. Part `i` is the sum
-    over the choices `i`, `i + parts`, `i + 2 * parts` and so on: one product whose features are
-    those of all these experts, one after the other.
+    `hidden` is `[choices, 8, inner]`, of which the first row of each is real; `experts` are those
+    of `Choices`. Part `i` is the sum over the choices `i`, `i + parts`, `i + 2 * parts` and so on:
+    one product, whose features are those of all these experts, one after the other.
     """
     (none, features, _), count = down.shape, hidden.shape[0]
     product = _Product.of(hidden.shape[1], 1, down, blocks=1)
@@ -343,9 +372,9 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
 
         @pl.when(is_live)
         def _():
-            for j in range(min(product.stages, product.chunks)):
-                fetch(jnp.int32(j), j)
             chunks = product.chunks * lax.div(count - part + parts - 1, parts)
+            for j in range(product.stages):  # which may be those of one expert and some of the next
+                pl.when(j < chunks)(functools.partial(fetch, jnp.int32(j), j))
             (sum_,) = product.run(fetch, chunks, **ring)
             access.store(out.T, plgpu.layout_cast(sum_, plgpu.Layout.WGMMA_TRANSPOSED))
 
@@ -372,7 +401,7 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
-def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
+def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
     """The rows of all tiles, `[tiles, rows, features]` in the dtype of `hidden`."""
     features = down.shape[1]
     pieces, blocks = (4, 2) if work.rows <= 64 else (2, 1)
@@ -380,14 +409,14 @@ def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
     width, product = pieces * BLOCK_N, _Product.of(work.rows, pieces, down, blocks)
 
     def body(hidden, down, *rest, out, **ring):
-        *refs, y = rest
-        tile, block = lax.axis_index("tile"), lax.axis_index("column")
-        expert, _ = work.expert(refs, tile)
+        *arrays, y = rest
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * width
+        tile = work.tile(arrays, index)
 
-        @pl.when(expert < work.none)
+        @pl.when(tile.expert < work.none)
         def _():
-            columns = [block * width + piece * BLOCK_N for piece in range(pieces)]
-            fetch = product.fetch(hidden.at[tile], down.at[expert], columns, **ring)
+            columns = [column + piece * BLOCK_N for piece in range(pieces)]
+            fetch = product.fetch(hidden.at[index], down.at[tile.expert], columns, **ring)
             product.start(fetch)
             for piece, sum_ in enumerate(product.run(fetch, **ring)):
                 if piece:
@@ -396,12 +425,12 @@ def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
                 row = sum_.astype(out.dtype)
                 out.T[...] = plgpu.layout_cast(row, plgpu.Layout.WGMMA_TRANSPOSED)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, y.at[tile, :, pl.ds(columns[piece], BLOCK_N)])
+                plgpu.copy_smem_to_gmem(out, y.at[index, :, pl.ds(columns[piece], BLOCK_N)])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        kernel_name="moe_down",
+        kernel_name="moe_tiled_down",
         out_type=jax.ShapeDtypeStruct((work.tiles, work.rows, features), hidden.dtype),
         scratch_types=product.scratch()
         | {"out": tensor_cores.tile(work.rows, BLOCK_N, dtype=hidden.dtype)},
@@ -410,4 +439,4 @@ def tiled_down_kernel(hidden, down, refs, *, work, interpret=None):
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(hidden, down, *refs)
+    return kernel(hidden, down, *arrays)

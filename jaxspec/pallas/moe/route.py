@@ -113,7 +113,7 @@ def moe_route(
 
 def why_not_kernel(scores, rule):
     """Why `moe_route_kernel` does not take these scores, or None."""
-    if scores.dtype != jnp.float32 or rule.num_experts % 32:
+    if scores.dtype != jnp.float32 or rule.num_experts % 8:
         return f"{rule.num_experts} experts in {scores.dtype}"
     if rule.top_groups < rule.groups:
         return f"{rule.groups} groups"

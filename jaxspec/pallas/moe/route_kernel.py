@@ -31,12 +31,13 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         chosen, values = [], []
         for part in range(rule.num_chosen):
-            best = jnp.max(compared)
-            index = jnp.min(jnp.where(compared == best, place, count))
-            # Where all scores are NaN, none is the best: the last experts come, each once.
-            index = jnp.where(index < count, index, count - 1 - part)
+            best, index = _best(compared, place, part)
             is_chosen = place == index
-            values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
+            value = best
+            if bias:
+                value = jnp.sum(jnp.where(is_chosen, score, 0.0))
+                value = jnp.where(best == best, value, best)
+            values.append(value)
             compared = jnp.where(is_chosen, -jnp.inf, compared)
             chosen.append(index)
         scale = jnp.float32(rule.scale)
@@ -68,3 +69,15 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(*operands)
+
+
+def _best(compared, place, part):
+    """The largest entry and where it is; the lowest place of equals.
+
+    Where an entry is NaN, so is the largest. Then it is the place `part` from behind, so that no
+    two parts get the same.
+    """
+    count = compared.shape[0]
+    best = jnp.max(compared)
+    index = jnp.min(jnp.where(compared == best, place, count))
+    return best, jnp.where(index == count, count - 1 - part, index)

@@ -76,9 +76,9 @@ def _counted(
 ) -> tuple[Int[Array, "tokens kinds"], Int[Array, " kinds"]]:
     """What the tokens before each token have of each kind, and what all have.
 
-    A product with a triangle of ones makes the sums: a GPU takes 2 us for it, where a sort of as
-    many numbers takes 20 (`benchmarks/results/kernels_h200.json`, op moe_feed_forward). Amounts up
-    to 256 are exact in bfloat16, and sums in float32.
+    A product with a triangle of ones makes the sums: an H200 takes 3 us for 256 tokens' choices,
+    and 20 to sort them (docs/hopper.md). Amounts up to 256 are exact in bfloat16, and sums in
+    float32.
     """
     tokens, kinds = amounts.shape
     size = min(tokens, _BLOCK)

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from mixtures import RULES, choose
 
-from jaxspec.pallas.moe.route import Routing, moe_route
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe.route import Routing, moe_route, why_not_kernel
 
 TOKENS = 12
+KERNEL_RULES = {
+    "gated": Routing(32, 8, num_shared=1, gated_shared=True),
+    "not renormalised": Routing(64, 3, renormalise=False, scale=1.5),
+    "corrected": Routing(32, 4, "sigmoid", eps=0.25, scale=2.5, num_shared=2),
+}
 route = jax.jit(moe_route, static_argnames="rule")
 
 
@@ -145,3 +151,89 @@ def test_the_shared_experts_stand_behind_the_chosen_with_the_gate_as_weight():
     gate = 1 / (1 + np.exp(-scores[:, 8:9]))
     np.testing.assert_allclose(choices.weights[:, 3:], np.repeat(gate, 2, axis=1), rtol=1e-6)
     np.testing.assert_allclose(choices.weights[:, :3].sum(axis=1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES.values(), ids=KERNEL_RULES)
+def test_the_kernel_is_the_definition_without_races(interpreter, rule):
+    """Some tokens have equal scores, or the last experts as their best, and padding has NaN."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.moe.route_kernel import moe_route_kernel
+
+    scores, bias, live = operands(rule)
+    bias = bias if rule.score == "sigmoid" else None
+    scores[0], scores[1], live[:3] = 0.0, np.round(scores[1]), True
+    scores[2, : rule.num_experts] = np.arange(rule.num_experts) / 4
+    scores[~live] = np.nan
+    found = moe_route_kernel(scores, bias, live, rule, interpret=interpreter)
+    experts, weights = choose(scores, bias, live, rule)
+    chex.assert_type(found, [jnp.int32, jnp.float32])
+    np.testing.assert_array_equal(found[0], experts)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES.values(), ids=KERNEL_RULES)
+def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(interpreter, rule):
+    """All scores are NaN, the first is, or the last: other rows do not change."""
+    from jaxspec.pallas.moe.route_kernel import moe_route_kernel
+
+    scores, bias, _ = operands(rule)
+    scores, live = scores[:4], np.ones(4, bool)
+    bias = bias if rule.score == "sigmoid" else None
+    scores[0], scores[1, 0], scores[2, rule.num_experts - 1] = np.nan, np.nan, np.nan
+    experts, weights = moe_route_kernel(scores, bias, live, rule, interpret=interpreter)
+    for chosen, weight in zip(experts[:3, : rule.num_chosen], weights[:3], strict=True):
+        assert len({*chosen.tolist()}) == rule.num_chosen
+        assert all(0 <= expert < rule.num_experts for expert in chosen.tolist())
+        assert np.isnan(weight[: rule.num_chosen]).any()
+    sound = choose(scores[3:], bias, live[3:], rule)
+    np.testing.assert_array_equal(experts[3:], sound[0])
+    np.testing.assert_allclose(weights[3:], sound[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "why"),
+    [
+        (Routing(256, 8, num_shared=1, gated_shared=True), jnp.float32, None),
+        (Routing(512, 10, "sigmoid", groups=4, top_groups=4), jnp.float32, None),
+        (Routing(256, 8, "sigmoid", groups=8, top_groups=4), jnp.float32, "8 groups"),
+        (Routing(12, 8), jnp.float32, "12 experts in float32"),
+        (Routing(256, 8), jnp.bfloat16, "256 experts in bfloat16"),
+    ],
+)
+def test_the_kernel_declines_groups_and_experts_that_are_no_multiple_of_8(rule, dtype, why):
+    assert why_not_kernel(jax.ShapeDtypeStruct((4, 576), dtype), rule) == why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Routing(256, 8, num_shared=1, gated_shared=True),
+        Routing(512, 10, num_shared=1, gated_shared=True),
+        Routing(128, 8),
+        Routing(256, 8, "sigmoid", eps=1e-20, scale=2.5, num_shared=1),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_the_op_is_its_kernel_and_the_definition(rule):
+    dispatch._chosen.pop("moe_route", None)
+    rng = np.random.default_rng(0)
+    scores = np.float32(rng.normal(size=(64, rule.num_columns + 63)) * 2)
+    bias = np.float32(rng.normal(size=rule.num_experts) / 4) if rule.score == "sigmoid" else None
+    live = np.arange(64) % 5 != 3
+    scores[0], scores[1], scores[~live] = 0.0, np.round(scores[1]), np.nan
+    experts, weights = choose(scores, bias, live, rule)
+    found = route(scores, bias, live, rule=rule)
+    np.testing.assert_array_equal(found.experts, experts)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
+    assert dispatch.implementations()["moe_route"] == ("kernel",)
+    scores[2], scores[4, 7] = np.nan, np.nan
+    found = route(scores, bias, live, rule=rule)
+    for token in (2, 4):
+        chosen = found.experts[token, : rule.num_chosen].tolist()
+        assert len({*chosen}) == rule.num_chosen and set(chosen) <= {*range(rule.num_experts)}
+        assert np.isnan(found.weights[token, : rule.num_chosen]).any()
+    sound = np.isin(np.arange(64), (2, 4), invert=True)
+    np.testing.assert_array_equal(np.asarray(found.experts)[sound], experts[sound])

@@ -14,31 +14,39 @@ from jaxspec.pallas.gpu import access, device
 _COPY = 256  # elements of a copy's last axis, at most
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "rows", "interpret"))
-def dispatch_kernel(x, place, weights, *, tiles, rows, interpret=None):
-    """The rows of `x` at their places in tiles, and which choice and weight each place has.
+@functools.partial(jax.jit, static_argnames=("none", "interpret"))
+def to_tiles_kernel(x, work, choices, *, none, interpret=None):
+    """The rows of `x` at their places, and which choice and which weight each place has.
 
-    Places without a choice keep what the memory held.
+    `work` is the `WorkList` of `choices`, and `none` the expert of padding, whose rows are not
+    copied. Returns `[tiles, rows, features]`, and int32 and float32 `[tiles, rows]`; places without
+    a choice keep what the memory held. `interpret` has parameters of Mosaic's interpreter, here and
+    below.
     """
-    (tokens, features), parts = x.shape, place.shape[1]
-    pieces = features // _COPY, _COPY
+    (tokens, features), (tiles, rows) = x.shape, (work.expert.shape[0], work.rows)
+    parts, width = choices.experts.shape[1], gcd(features, _COPY)
+    pieces = features // width, width
 
-    def body(x, place, weights, tiled, choices, scales, *, row, filled):
+    def body(x, place, experts, weights, tiled, at_place, scales, *, row, filled):
         token = lax.axis_index("token")
         plgpu.copy_gmem_to_smem(x.at[token], row, filled)
+        is_live = experts[token, 0] < none
         places = [place[token, part] for part in range(parts)]
         for part, at in enumerate(places):
-            choices[at] = token * parts + part
+            at_place[at] = token * parts + part
             scales[at] = weights[token, part]
         plgpu.barrier_wait(filled)
-        for at in places:
-            plgpu.copy_smem_to_gmem(row, tiled.at[at])
-        plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(is_live)
+        def _():
+            for at in places:
+                plgpu.copy_smem_to_gmem(row, tiled.at[at])
+            plgpu.wait_smem_to_gmem(0)
 
     size = tiles * rows
     kernel = plgpu.kernel(
         body,
-        kernel_name="moe_dispatch",
+        kernel_name="moe_to_tiles",
         out_type=(
             jax.ShapeDtypeStruct((size, *pieces), x.dtype),
             jax.ShapeDtypeStruct((size,), jnp.int32),
@@ -52,18 +60,23 @@ def dispatch_kernel(x, place, weights, *, tiles, rows, interpret=None):
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    tiled, choices, scales = kernel(x.reshape(tokens, *pieces), place, weights)
+    tiled, at_place, scales = kernel(
+        x.reshape(tokens, *pieces), work.place, choices.experts, choices.weights
+    )
     return (
         tiled.reshape(tiles, rows, features),
-        choices.reshape(tiles, rows),
+        at_place.reshape(tiles, rows),
         scales.reshape(tiles, rows),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("none", "interpret"))
-def combine_kernel(tiled, place, experts, *, none, interpret=None):
-    """The sum of each token's rows, `[tokens, features]` in the dtype of `tiled`."""
-    (*_, features), (tokens, parts) = tiled.shape, place.shape
+def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
+    """The sum of each token's rows, in their order: `[tokens, features]`, in their dtype.
+
+    Padding gets zeros; `work`, `choices` and `none` are those of `to_tiles_kernel`.
+    """
+    features, (tokens, parts) = tiled.shape[-1], choices.experts.shape
     vector = gcd(features // device.THREADS, 16 // tiled.dtype.itemsize)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
 
@@ -86,11 +99,11 @@ def combine_kernel(tiled, place, experts, *, none, interpret=None):
 
     kernel = plgpu.kernel(
         body,
-        kernel_name="moe_combine",
+        kernel_name="moe_from_tiles",
         out_type=jax.ShapeDtypeStruct((tokens, features), tiled.dtype),
         grid=(tokens,),
         grid_names=("token",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiled.reshape(-1, features), place, experts)
+    return kernel(tiled.reshape(-1, features), work.place, choices.experts)

@@ -1,0 +1,74 @@
+"""The layer compiles to sm_90a machine code without spills, at the sizes of published models."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+from sm90 import array, assert_lean, compile_for
+
+from benchmarks.measure.model_shapes import SHAPES
+from jaxspec.models import parse_config
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.pallas.moe.experts import MAX_DIRECT, tile_rows
+from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
+from jaxspec.pallas.moe.work_list import max_tiles
+from jaxspec.pallas.norm.rms_norm import Norm
+from jaxspec.weight import Dense, DenseExperts
+
+OPTIMIZED = True  # as for a user
+
+ONE, FEW = ["moe_route", "up", "one_token_down"], ["moe_route", "up", "down"]
+MORE = ["moe_route", "to_tiles", "up", "down"]
+MANY = ["moe_route", "to_tiles", "up", "tiled_down", "from_tiles"]
+
+
+def places(rule, tokens):
+    """Rows of all tiles that the list may need; of one tile for each choice of few tokens."""
+    choices = tokens * rule.parts
+    if tokens <= MAX_DIRECT:
+        return MAX_DIRECT * choices
+    rows = tile_rows(tokens, rule.parts, rule.none)
+    return rows * max_tiles(choices, rule.none + 1, rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "kernels"),
+    [
+        ("qwen3.5-35b-a3b", 1, ONE),
+        ("qwen3.5-35b-a3b", 2, FEW),
+        ("qwen3.5-35b-a3b", 8, FEW),
+        ("qwen3.5-35b-a3b", 64, MORE),
+        ("qwen3.5-35b-a3b", 256, MORE),
+        ("qwen3.5-35b-a3b", 512, MANY),
+        ("qwen3.5-35b-a3b", 2048, MANY),
+        ("qwen3.5-35b-a3b", 4096, MANY),
+        ("qwen3-next-80b", 1, ONE),
+        ("qwen3-next-80b", 8, FEW),
+        ("qwen3-30b-a3b", 1, ONE),
+    ],
+)
+def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kernels):
+    """No weight is copied: they hand on the tokens in tiles, and what is between up and down."""
+    monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
+    config = parse_config(SHAPES[model].config())
+    sizes, features = config.part(MoEConfig), config.hidden_size
+    rule, width = sizes.rule, sizes.intermediate_size
+
+    def step(stream, pending, scale, router, gate_up, down, live):
+        router = Router(Dense(router), None, rule)
+        experts = DenseExperts(gate_up), DenseExperts(down)
+        return moe_feed_forward(stream, pending, Norm(scale, 1e-6), router, *experts, live)
+
+    columns = -(-rule.num_columns // BLOCK_N) * BLOCK_N
+    layer = (tokens, features), (tokens, features), (features,), (features, columns)
+    experts = (rule.none, 2 * width, features), (rule.none, features, width)
+    operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*layer, *experts)]
+    operands.append(array(tokens, dtype=jnp.bool_))
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
+    found = re.findall(names, compiled.as_text())
+    assert sorted(found) == sorted(["add_norm", *kernels])
+    tiled = features if "to_tiles" in kernels else 0
+    between = 2 * places(rule, tokens) * (tiled + width)
+    assert_lean(compiled, capfd.readouterr().out, between=between + 2**20)
