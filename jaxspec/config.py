@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jaxspec.checks import integer, shown
 
 TOKENS_PER_STEP = 512
-"""Prompt tokens of a step that are enough for a dense model to be fast, and none too many."""
+"""Prompt tokens at which a step of a dense model is fast. With more it only takes longer."""
 
 
 def check_sizes(**values: int) -> None:
@@ -113,8 +113,9 @@ class StepShapes:
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
-            # A prompt of 65 tokens should not pay for thousands.
-            between = {512} if budget >= 2048 else set[int]()
+            # 64 and the budget; with 512 and 2048 between them where that is 2048 or more, so that
+            # no prompt of middling length pays for the largest step.
+            between = {512, 2048} if budget >= 2048 else set[int]()
             prefill_tokens = sorted({min(64, budget), budget} | between)
         return StepShapes(
             max_num_seqs=max_num_seqs,

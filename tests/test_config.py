@@ -87,7 +87,17 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
     assert buckets.max_num_batched_tokens == 512
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(600, (64, 600)), (64, (64,)), (7, (7,))])
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [
+        (7, (7,)),
+        (64, (64,)),
+        (600, (64, 600)),
+        (2047, (64, 2047)),
+        (2048, (64, 512, 2048)),
+        (2049, (64, 512, 2048, 2049)),
+    ],
+)
 def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
     sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     assert StepShapes.of(**sizes_given).prefill_tokens == sizes
@@ -97,8 +107,8 @@ def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
     ("tokens_per_step", "max_model_len", "sizes"),
     [
         (512, 8192, (64, 512)),
-        (4096, 8192, (64, 512, 4096)),
-        (2560, 8192, (64, 512, 2560)),
+        (4096, 8192, (64, 512, 2048, 4096)),
+        (2560, 8192, (64, 512, 2048, 2560)),
         (4096, 500, (64, 512, 2048)),  # what 4 prompts may have, in full 64s
         (4096, 10, (64, 512)),
     ],

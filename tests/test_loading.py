@@ -10,6 +10,7 @@ from jaxspec.loading import EMBEDDED_MODEL, load, settle
 from jaxspec.models import transfer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.options import EngineConfig
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.moe.route import Routing
 
 
@@ -20,6 +21,7 @@ def test_whatever_the_device_decided_is_written_into_the_options():
     config = loaded.config
     assert config.dtype in ("float32", "bfloat16") and config.state_policy in ("snapshot", "replay")
     assert config.num_pages == loaded.runner.shapes.num_pages
+    assert config.max_num_batched_tokens == loaded.runner.shapes.max_num_batched_tokens
     assert config.speculative_config == SpeculativeConfig()
     again = load(config, progress=False)
     assert again.config == config and again.runner.shapes == loaded.runner.shapes
@@ -91,6 +93,9 @@ def test_a_step_has_as_many_prompt_tokens_as_make_experts_worth_reading(
     part = MoEConfig(Routing(experts, chosen), intermediate_size=32)
     monkeypatch.setattr(type(sparse), "experts", property(lambda _: part))
     monkeypatch.setattr(type(sparse), "max_position_embeddings", property(lambda _: 8192))
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (False, "the device is a cpu"))
+    assert sparse.tokens_per_step == 512
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
 
     def budget(**options):
         shapes = settle(EngineConfig(**options), sparse, jnp.dtype("float32")).shapes

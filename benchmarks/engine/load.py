@@ -96,7 +96,7 @@ def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
     chosen = (
         each
         for placement in placements
-        for each in (one_by_one and placement.instead or (placement,))
+        for each in (placement.instead() if one_by_one and placement.instead else (placement,))
     )
     return [Tensor(n, shape) for n, shape in {each.name: each.shape for each in chosen}.items()]
 

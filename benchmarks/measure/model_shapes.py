@@ -58,7 +58,11 @@ class ModelShape:
             fields |= self.feed_forward.fields()
         else:
             fields["intermediate_size"] = self.feed_forward
-        return fields if self.gdn is None else fields | _recurrent_fields(self.gdn)
+        if self.gdn is None:
+            return fields
+        # Qwen3-Next's config.json says nothing of its draft head.
+        head = {} if self.architecture == NEXT else {"mtp_num_hidden_layers": 1}
+        return fields | _recurrent_fields(self.gdn) | head
 
 
 def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
@@ -71,7 +75,6 @@ def _recurrent_fields(gdn: GdnShape) -> dict[str, Any]:
         "linear_value_head_dim": gdn.value_dim,
         "linear_conv_kernel_dim": 4,
         "partial_rotary_factor": 0.25,
-        "mtp_num_hidden_layers": 1,  # Qwen3-Next's own config.json does not say so
     }
 
 

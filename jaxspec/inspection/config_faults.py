@@ -63,8 +63,11 @@ class _NotingBlock(Block):
 
     def need(self, name: str, kind: Kind[_Value]) -> _Value:
         """The entry, or what stands in."""
-        stand_in = next(value for value in _STAND_INS if kind.holds(value))
-        return self._noted(name, lambda: self.plain.need(name, kind), stand_in)
+        return self._noted(name, lambda: self.plain.need(name, kind), _stand_in(kind))
+
+    def need_either(self, names: tuple[str, str], kind: Kind[_Value]) -> _Value:
+        """The entry under one of two names, or what stands in."""
+        return self._noted(names[0], lambda: self.plain.need_either(names, kind), _stand_in(kind))
 
     def block(self, name: str) -> Block:
         """The object under `name`, which notes in the same list."""
@@ -87,6 +90,10 @@ class _NotingBlock(Block):
                 self.notes.add(error)
             self.notes.fields.add(name)
             return otherwise
+
+
+def _stand_in(kind: Kind[_Value]) -> _Value:
+    return next(value for value in _STAND_INS if kind.holds(value))
 
 
 class _NotingFields(_NotingBlock, Fields):

@@ -29,7 +29,7 @@ class Inspection:
     layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by mixer + feed-forward
     experts: MoEConfig | None = None  # of layers that have them; None: a dense model
     draft_heads: tuple[str, ...] = ()  # classes of the heads whose tensors are there
-    promised_draft_layers: int = 0  # by config.json, whose word does not count where tensors are
+    promised_draft_layers: int = 0  # by config.json or the family; the tensors, if any, decide
     parameters: Parameters | None = None  # of the text model without draft heads
     draft_parameters: Parameters | None = None  # of a draft head alone
     stored_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # in files, by dtype
@@ -74,7 +74,7 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
         if found.read == CONFIG_ALONE:
             remark = ", by config.json; a checkpoint's tensors decide"
         elif found.promised_draft_layers and not found.draft_heads:
-            remark = ", though config.json promises one"
+            remark = ", though config.json or the family promises one"
         yield "draft head", (", ".join(found.draft_heads) or "none") + remark
     if found.parameters is not None:
         yield "parameters", _counted(found.parameters)

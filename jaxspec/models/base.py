@@ -18,6 +18,7 @@ from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
+from jaxspec.pallas import dispatch
 from jaxspec.weight import Weight
 
 __all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "Selection"]
@@ -120,18 +121,18 @@ class Model(nnx.Module, abc.ABC):
     @property
     def experts(self) -> MoEConfig | None:
         """The sizes of its mixture of experts, a part of its configuration; None: it is dense."""
-        return next((part for part in self.config.parts if isinstance(part, MoEConfig)), None)
+        return self.config.find_part(MoEConfig)
 
     @property
     def tokens_per_step(self) -> int:
-        """Prompt tokens at which a step is fast, and beyond which it is only longer.
+        """Prompt tokens at which a step is fast here, and beyond which it only takes longer.
 
         A dense model's weights all serve every token: from a few hundred on it computes. A step
         with many tokens reads every expert, each of which serves its share of them. A GPU
         multiplies some 180 rows while it reads bfloat16 weights, and the other layers compute as
-        well, so about 128 rows an expert balance the two.
+        well, so about 128 rows an expert balance the two. That holds for the kernels alone.
         """
-        if self.experts is None:
+        if self.experts is None or dispatch.kernels_here()[1] is not None:
             return TOKENS_PER_STEP
         routing = self.experts.routing
         rows = 128 * routing.num_experts / routing.num_chosen

@@ -44,8 +44,12 @@ class ModelConfig:
     tie_word_embeddings: bool | None  # None: config.json does not say
     gated_attention: bool = False  # each query head comes with a gate of its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
-    num_draft_layers: int = 0  # by config.json, which may promise layers that a checkpoint lacks
+    num_draft_layers: int = 0  # that config.json or the family promises; a checkpoint may lack them
     parts: tuple[Any, ...] = ()
+
+    def find_part(self, kind: type[_Part]) -> _Part | None:
+        """The one of `parts` that is a `kind`; None where there is none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def part(self, kind: type[_Part]) -> _Part:
         """The one of `parts` that is a `kind`.
@@ -53,9 +57,9 @@ class ModelConfig:
         Raises:
             ValueError: the family did not read such a part.
         """
-        for part in self.parts:
-            if isinstance(part, kind):
-                return part
+        part = self.find_part(kind)
+        if part is not None:
+            return part
         raise ValueError(
             f"A layer needs the sizes of {kind.__name__}, but {self.architecture} was read without "
             "them. Let the family's parse_config put them in `parts`."

@@ -20,9 +20,7 @@ _OPTIONS = {
     "mtp_use_dedicated_embeddings": (False,),
 }
 _DRAFT_LAYERS = whole(0, 1)  # the head has one, so far in all checkpoints
-_VISION_LANGUAGE = (
-    "model.language_model."  # the text model's prefix in a vision-language checkpoint
-)
+_VISION_LANGUAGE = "model.language_model."  # the text model's names in such a checkpoint
 
 
 class GatedHybrid(Model):
@@ -64,22 +62,25 @@ def hybrid_config(
     parts: tuple[Any, ...] = (),
     *,
     by_key_head: bool = False,
+    published_draft_layers: int = 0,
 ) -> ModelConfig:
     """The common fields, those of Gated DeltaNet, and whether there is a draft head.
 
     `feed_forward_types` and `parts` are the family's; `by_key_head` is `GatedDeltaNetConfig`'s.
+    `published_draft_layers`: those of the family's checkpoints, where config.json does not say.
 
     Raises:
         ValueError: a field is missing, malformed or not implemented.
     """
     fields.refuse_all_but(_OPTIONS)
     config = fields.common(fields.layer_types(), feed_forward_types, default_partial_rotary=0.25)
+    draft_layers = fields.find("mtp_num_hidden_layers", _DRAFT_LAYERS)
     if config.num_linear_attention_layers:
         parts = (GatedDeltaNetConfig.read(fields, by_key_head=by_key_head), *parts)
     return dataclasses.replace(
         config,
         gated_attention=True,
         zero_centred_norms=True,
-        num_draft_layers=fields.find("mtp_num_hidden_layers", _DRAFT_LAYERS) or 0,
+        num_draft_layers=published_draft_layers if draft_layers is None else draft_layers,
         parts=parts,
     )

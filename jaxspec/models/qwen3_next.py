@@ -8,7 +8,7 @@ from jaxspec.models.layers.moe import MoEConfig
 
 
 class Qwen3Next(GatedHybrid):
-    """A Qwen3-Next checkpoint. Its config.json is silent about the draft head."""
+    """A Qwen3-Next checkpoint. It has a draft head, of which its config.json says nothing."""
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
@@ -19,4 +19,10 @@ class Qwen3Next(GatedHybrid):
         """
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=True)
-        return hybrid_config(fields, fields.feed_forward_types(), (experts,), by_key_head=True)
+        return hybrid_config(
+            fields,
+            fields.feed_forward_types(),
+            (experts,),
+            by_key_head=True,
+            published_draft_layers=1,
+        )

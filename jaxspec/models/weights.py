@@ -1,5 +1,6 @@
 """A checkpoint's tensors to the parameters of a model, compared one by one before any is read."""
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -17,6 +18,10 @@ from jaxspec.models.safetensors_file import DTYPES
 from jaxspec.models.transfer import to_device
 
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
+# A config.json of a kilobyte may ask for tens of millions of tensors. No published model has a
+# fifth of the first, and whichever of the second are there tell how a checkpoint is spelled.
+_MANY = 200_000  # tensors that are compared one by one, even if the checkpoint has fewer
+_LOOKED_FOR = 64  # tensors of another spelling
 
 
 def read_weights(
@@ -49,13 +54,29 @@ def read_weights(
 
 
 def _as_published(
-    placements: Iterable[Placement], published: Collection[str]
+    placements: Iterable[Placement], published: Collection[str], checkpoint: Checkpoint
 ) -> Iterator[Placement]:
     """The placements of the spelling that the checkpoint has, where there is a choice."""
+    count, most = 0, max(_MANY, len(published))
     for placement in placements:
-        others = placement.instead
-        is_other = placement.name not in published and any(p.name in published for p in others)
-        yield from others if is_other else (placement,)
+        if placement.name in published or not _is_spelled_otherwise(placement, published):
+            yield placement
+            continue
+        assert placement.instead is not None
+        for other in placement.instead():
+            count += 1
+            if count > most:
+                asked, held = f"more than {most:,} tensors", f"{len(published):,}"
+                raise _misfit(checkpoint, f"It asks for {asked}, and there are {held}.")
+            yield other
+
+
+def _is_spelled_otherwise(placement: Placement, published: Collection[str]) -> bool:
+    """Whether the checkpoint has some of the first tensors that may come instead."""
+    if placement.instead is None:
+        return False
+    first = itertools.islice(placement.instead(), _LOOKED_FOR)
+    return any(other.name in published for other in first)
 
 
 def compared(
@@ -76,7 +97,7 @@ def compared(
             published.setdefault(canonical, []).append(name)
     _check_layers(config, published, checkpoint)
     model = undefined(family, config, dtype, frozenset(published))
-    placements = list(_as_published(model.checkpoint(), published))
+    placements = list(_as_published(model.checkpoint(), published, checkpoint))
     _check(placements, published, checkpoint)
     return model, placements, published
 
@@ -118,12 +139,14 @@ def _check(
     placements: Sequence[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> None:
     wanted = {placement.name: placement.shape for placement in placements}
+    unexpected = published.keys() - wanted.keys()
+    twice = dict(_in_both_spellings(placements, published, unexpected))
     problems = {
         "Missing": sorted(wanted.keys() - published.keys()),
         "Unexpected": sorted(
-            name for c in published.keys() - wanted.keys() for name in published[c]
+            name for canonical in unexpected - twice.keys() for name in published[canonical]
         ),
-        "Twice": [],
+        "Twice": [f"{name} ({stack} has it, too)" for name, stack in twice.items()],
         "Wrong shape": [],
         _WRONG_DTYPE: [],
     }
@@ -149,11 +172,28 @@ def _check(
         raise _misfit(checkpoint, " ".join([*found, *_other_spelling(missing)]))
 
 
+def _in_both_spellings(
+    placements: Iterable[Placement], published: Collection[str], unexpected: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Unexpected tensors whose values another has as well, and the last word of its name."""
+    if not unexpected:
+        return
+    pairs = (
+        (other.name, placement.name.rpartition(".")[2])
+        for placement in placements
+        if placement.instead is not None and placement.name in published
+        for other in placement.instead()
+    )
+    for name, stack in itertools.islice(pairs, _MANY):
+        if name in unexpected:
+            yield name, stack
+
+
 def _other_spelling(missing: Iterable[Placement]) -> Iterator[str]:
     """A sentence on the first missing tensor that can also be spelled in another way."""
     for placement in missing:
-        if placement.instead:
-            first, *others = placement.instead
+        if placement.instead is not None:
+            first, *others = placement.instead()
             more = f" and {len(others):,} more" if others else ""
             yield f"{placement.name} may also come as {first.name}{more}."
             return

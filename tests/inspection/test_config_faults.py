@@ -21,6 +21,7 @@ FAULTS = {
     "mtp_num_hidden_layers": 7,
     "linear_conv_kernel_dim": None,
 }
+# `num_experts` is read first, so a fault of it must not end the reading.
 FAULTS_OF_EXPERTS = {
     "num_experts": "many",
     "num_experts_per_tok": None,
@@ -66,6 +67,14 @@ def test_each_of_many_is_found_with_the_message_that_it_has_alone(fixture, fault
         fault for name, value in faults.items() for fault in faults_of(fixture, **{name: value})
     }
     assert set(faults_of(fixture, **faults)) == alone and len(alone) == len(faults)
+
+
+def test_a_fault_under_the_other_name_of_a_field_hides_no_later_one():
+    both, width = faults_of("qwen3_5_moe", num_local_experts=7, moe_intermediate_size=0)
+    assert "`num_experts` and `num_local_experts` mean the same" in both
+    assert "`moe_intermediate_size`" in width
+    other, width = faults_of("qwen3_5_moe", num_local_experts="many", moe_intermediate_size=0)
+    assert "`num_local_experts`" in other and "`moe_intermediate_size`" in width
 
 
 def test_options_in_nested_blocks_are_found():

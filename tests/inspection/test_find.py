@@ -8,8 +8,10 @@ import pytest
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
 
+import jaxspec
 from jaxspec.inspection.find import find
 from jaxspec.models import load_model
+from jaxspec.models.layers import moe
 from jaxspec.options import EngineConfig
 
 FLOAT32 = jnp.dtype("float32")
@@ -33,6 +35,21 @@ def test_a_whole_checkpoint_is_compared_by_its_headers():
     held = load_file(FIXTURES / "qwen3_5_vl" / "model.safetensors")  # with its vision tower
     assert sum(found.stored_bytes.values()) == sum(tensor.nbytes for tensor in held.values())
     assert found.stored_bytes.keys() == {"BF16", "F32"}
+
+
+def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_layers(
+    copy, monkeypatch
+):
+    """12 million here: no placement of a single expert is made."""
+    made = []
+    monkeypatch.setattr(moe, "Placement", lambda name, *_, **__: made.append(name))
+    config = {"num_hidden_layers": 1000, "layer_types": None, "num_experts": 4096}
+    path = copy("qwen3_5_moe", **config) / "config.json"
+    found = found_in(path)
+    assert found.refused == [] and len(found.model.trunk.layers) == 1000
+    placements = sum(1 for _ in found.model.checkpoint())
+    assert len(made) < placements < 30_000
+    assert sum(".experts." in name for name in made) == 2 * 1001
 
 
 @pytest.mark.parametrize("name", ["config.json", "mine.json", None])
@@ -61,6 +78,26 @@ def test_a_head_is_there_where_its_tensors_are(copy):
     (folder / "config.json").write_text((FIXTURES / "qwen3_5" / "config.json").read_text())
     found = found_in(folder)
     assert found.refused == [] and not found.model.has_draft_head
+
+
+def test_a_family_that_is_published_with_a_head_has_one_until_tensors_tell():
+    """Qwen3-Next's config.json says nothing of it."""
+    path = FIXTURES / "qwen3_next_raw" / "config.json"
+    assert "mtp" not in path.read_text()
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    for options in ({}, {"load_format": "dummy"}, {"speculative_config": drafts}):
+        found = jaxspec.inspect(path.parent if "load_format" in options else path, **options)
+        assert (found.read, found.refused) == ("config.json alone", ())
+        assert found.draft_heads == ("MTPHead",) and found.num_drafts > 0
+        assert found.draft_parameters is not None
+
+
+def test_without_its_tensors_a_head_of_the_family_is_absent(copy):
+    folder = copy("qwen3_next", mtp_num_hidden_layers=None)
+    change(folder, lambda held: [held.pop(name) for name in [*held] if name.startswith("mtp.")])
+    found = jaxspec.inspect(folder)
+    assert (found.refused, found.draft_heads, found.promised_draft_layers) == ((), (), 1)
+    assert found.num_drafts == 0
 
 
 def unlink(folder):

@@ -41,8 +41,8 @@ PROMPTS = prompts(6)
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 HYBRIDS = pytest.mark.parametrize(
     ("fixture", "states"),
-    [("qwen3_5", SNAPSHOT), ("qwen3_5", REPLAY), ("qwen3_5_moe", SNAPSHOT)],
-    ids=["snapshot", "replay", "experts"],
+    [(name, policy) for name in ("qwen3_5", "qwen3_5_moe") for policy in (SNAPSHOT, REPLAY)],
+    ids=["snapshot", "replay", "experts", "experts replayed"],
 )
 MIXED = (0.8, 0.5, 0.5)
 SOME_IDS = tuple(np.random.default_rng(2).permutation(264)[:64].tolist())

@@ -15,6 +15,9 @@ def test_another_familys_config_has_no_parts_of_a_recurrent_layer(fixture_folder
     assert config.rope.rotary_dim == config.head_dim
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM was read without .* parse_config"):
         config.part(GatedDeltaNetConfig)
+    assert config.find_part(GatedDeltaNetConfig) is None
+    hybrid = parse_config(json.loads((fixture_folder("qwen3_5") / "config.json").read_text()))
+    assert hybrid.find_part(GatedDeltaNetConfig) is hybrid.part(GatedDeltaNetConfig)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,20 @@ import numpy as np
 import pytest
 
 from jaxspec.models import load_model
+from jaxspec.pallas import dispatch
+
+FIXTURES = ["qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_5_moe_wide", "qwen3_next"]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_tied", "qwen3_5_moe", "qwen3_next"])
+@pytest.fixture(scope="module", params=FIXTURES)
 def loaded(request, fixture_folder, reference):
     return load_model(fixture_folder(request.param), jnp.float32), reference(request.param)
+
+
+def assert_near(logits, expected):
+    """As near as bfloat16 comes."""
+    assert np.abs(logits - expected).mean() <= 0.15
+    assert (logits.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
 
 
 def assert_close(actual, expected, tolerance):
@@ -19,7 +28,9 @@ def assert_close(actual, expected, tolerance):
 def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
     model, expected = loaded
     ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    for chunk in (1, 7, 64, len(ids)):
+    # What is wide is slow, and gets single tokens where it decodes.
+    chunks = (1, 7, 64, len(ids)) if model.config.hidden_size < 128 else (7, len(ids))
+    for chunk in chunks:
         hidden, logits = single_request(model).prefill(ids, chunk)
         assert_close(logits, expected["logits_full"], 5e-4)
         assert_close(hidden, expected["hidden_final"], 5e-4)
@@ -96,13 +107,34 @@ def test_the_draft_head_does_the_same_for_a_selected_token(loaded, single_reques
         assert_close(of_last, of_all, 1e-5)
 
 
-@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("fixture", ["qwen3_5", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_next"])
 def test_bfloat16_weights_stay_near_the_reference(
     fixture_folder, reference, single_request, fixture
 ):
     model, expected = load_model(fixture_folder(fixture), jnp.bfloat16), reference(fixture)
     ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
     _, logits = single_request(model).prefill(ids)
-    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
-    agree = logits.argmax(-1) == expected["logits_full"].argmax(-1)
-    assert agree.mean() >= 0.9
+    assert_near(logits, expected["logits_full"])
+
+
+@pytest.mark.gpu
+def test_kernels_of_experts_stay_near_the_reference(fixture_folder, reference, single_request):
+    """In bfloat16, on sizes that they take: a prompt, verification of it, and the draft head."""
+    model = load_model(fixture_folder("qwen3_5_moe_wide"), jnp.bfloat16)
+    expected, dtype = reference("qwen3_5_moe_wide"), jnp.dtype("bfloat16")
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    ids = np.concatenate([prompt, greedy])
+    with dispatch.choices() as chosen:
+        hidden, logits = single_request(model, dtype).prefill(ids)
+        assert_near(logits, expected["logits_full"])
+        for count in (1, 4):
+            request = single_request(model, dtype)
+            logits = [request.prefill(prompt)[1][-1:]]
+            for at in range(0, len(greedy) - 1, count):
+                logits.append(request.step(greedy[at : at + count], prefill=False)[1])
+            assert_near(np.concatenate(logits)[: len(greedy)], expected["logits_decode"])
+        head = single_request(model, dtype)
+        _, logits = head.draft(ids[1:], hidden[:-1], 0, prefill=True)
+        assert_near(logits, expected["mtp_logits_tf"])
+    experts = {(op, how) for op, how, _ in chosen if op.startswith("moe_")}
+    assert experts == {("moe_route", "kernel"), ("moe_experts", "kernel")}

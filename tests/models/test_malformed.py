@@ -357,7 +357,8 @@ def test_a_stack_beside_single_experts_is_refused_and_in_place_of_them_taken(cor
         for i in range(count)
     }
     with corpus.changed(more=packed(single)):
-        corpus.check("both", f"Unexpected (8): {min(single)}")
+        name = min(single).replace("language_model.", "")
+        corpus.check("both", f"Twice (8): {name} (down_proj has it, too), ")
     rest = {name: held for name, held in corpus.tensors.items() if name != stack}
     with corpus.changed(weights=packed(rest), more=packed(single)):
         corpus.check("each by itself", SAME)

@@ -28,6 +28,14 @@ def test_loaded_weights_reproduce_the_reference_logits(fixture_folder, reference
         np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
 
 
+def test_bfloat16_weights_stay_near_the_reference(fixture_folder, reference, single_request):
+    model, expected = load_model(fixture_folder("qwen3_moe"), jnp.bfloat16), reference("qwen3_moe")
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    _, logits = single_request(model).prefill(ids)
+    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
+    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
+
+
 @pytest.mark.parametrize("changes", [{"norm_topk_prob": False}, {"num_experts_per_tok": 1}])
 def test_other_rules_of_routing_are_as_the_oracle_has_them(
     tmp_path, fixture_folder, reference, single_request, changes

@@ -19,6 +19,11 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model, weights
 from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.layers import moe
+from jaxspec.models.layers.parameters import Placement
+
+WEIGHTS = "model.safetensors"
+STACKS = ("gate_up_proj", "down_proj")
 
 
 @pytest.fixture
@@ -143,6 +148,55 @@ def test_layers_are_counted_before_any_is_built(folder, monkeypatch):
     with pytest.raises(
         ValueError, match="It asks for 1000 layers, and the tensors are of 4. Check"
     ):
+        load_model(folder, jnp.float32)
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """The placements of single experts and of their stacks, one by one as they are made."""
+    made = []
+
+    def make(name, *args, **kwargs):
+        made.append(name)
+        return Placement(name, *args, **kwargs)
+
+    monkeypatch.setattr(moe, "Placement", make)
+    return made
+
+
+def test_a_checkpoint_costs_no_more_than_its_tensors_whatever_its_config_json_asks(
+    tmp_path, fixture_folder, placed
+):
+    """For 1.2 million tensors here, in less than a kilobyte."""
+    folder = shutil.copytree(fixture_folder("qwen3_5_moe"), tmp_path / "model")
+    edit_config(folder, num_hidden_layers=100, layer_types=None, num_experts=4096)
+    with pytest.raises(ValueError, match="asks for 100 layers, and the tensors are of 4. Check"):
+        load_model(folder, jnp.float32)
+    layers, one = [f"model.layers.{i}." for i in range(100)], np.ones(1, np.float32)
+    save_file({layer + "input_layernorm.weight": one for layer in layers}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=r"Missing .*: lm_head.weight, .* Wrong shape \(100\)"):
+        load_model(folder, jnp.float32)
+    expert = "mlp.experts.7.up_proj.weight"
+    save_file({layer + expert: one for layer in layers}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match="asks for more than 200,000 tensors, and there are 100. "):
+        load_model(folder, jnp.float32)
+    stacks = {f"{layer}mlp.experts.{name}": one for layer in layers for name in STACKS}
+    save_file(stacks | {layers[0] + expert: one}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=rf"Twice \(1\): {layers[0] + expert} \(gate_up_proj has"):
+        load_model(folder, jnp.float32)
+    assert len(placed) < 500_000
+
+
+def test_other_experts_than_the_first_tell_the_spelling(tmp_path, fixture_folder):
+    folder = shutil.copytree(fixture_folder("qwen3_5_moe"), tmp_path / "model")
+    lost = "model.layers.0.mlp.experts.0."
+    edit(folder, lambda held: [held.pop(name) for name in [*held] if name.startswith(lost)])
+    with pytest.raises(ValueError, match=rf"Missing \(3\): {lost}down_proj.weight, {lost}gate_p"):
         load_model(folder, jnp.float32)
 
 

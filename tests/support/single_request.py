@@ -15,7 +15,7 @@ from jaxspec.regions import DecodeRegion, PrefillRegion
 BUCKET = 96  # tokens of the prefill region
 ROWS, WIDTH = 2, 4  # of the decode rectangle
 SIZES = PoolSizes(num_pages=16, page_size=8, num_slots=3, width=WIDTH)
-OPTIONS = CacheOptions(*[jnp.dtype("float32")] * 3, Snapshot())
+FLOAT32 = jnp.dtype("float32")
 GARBAGE = 10**6  # what padding's indices hold
 
 
@@ -47,9 +47,11 @@ def _int32(*values):
 class SingleRequest:
     """A request in slot 2, row 1 of the rectangle; row 0 and the rest of a chunk are padding."""
 
-    def __init__(self, model):
+    def __init__(self, model, dtype=FLOAT32):
+        """`dtype`: of what is cached, but for recurrent states."""
         self.graph, self.params = nnx.split(model)
-        self.pools = allocate(model.cache_specs(OPTIONS), SIZES)
+        options = CacheOptions(dtype, dtype, FLOAT32, Snapshot())
+        self.pools = allocate(model.cache_specs(options), SIZES)
         self.pages = np.zeros((SIZES.num_slots, 14), np.int32)
         self.pages[2] = np.random.default_rng(0).permutation(np.arange(1, 15))
         self.width, self.num_computed, self.state_offset = WIDTH, 0, 0
@@ -120,7 +122,7 @@ class SingleRequest:
         self.num_computed = position
         inputs, place = self._inputs(0, count, prefill=prefill)
         tokens = np.zeros(len(inputs.tokens), np.int32)
-        states = np.zeros((len(tokens), hidden.shape[1]), np.float32)
+        states = np.zeros((len(tokens), hidden.shape[1]), hidden.dtype)
         tokens[place], states[place] = next_tokens, hidden
         if only_last:
             width, self.width, self.num_computed = self.width, 1, position + count - 1

@@ -120,16 +120,17 @@ class MoE(nnx.Module):
         `matrices`: the names of these, and the rows of an expert that each is.
         """
         count, (outer, inner) = self.rule.num_experts, param.shape[1:]
-        one_by_one = tuple(
-            Placement(
-                f"{prefix}{expert}.{matrix}.weight",
-                (rows.stop - rows.start, inner),
-                param,
-                index=(expert, rows),
-            )
-            for expert in range(count)
-            for matrix, rows in matrices.items()
-        )
+
+        def one_by_one() -> Iterator[Placement]:
+            for expert in range(count):
+                for matrix, rows in matrices.items():
+                    yield Placement(
+                        f"{prefix}{expert}.{matrix}.weight",
+                        (rows.stop - rows.start, inner),
+                        param,
+                        index=(expert, rows),
+                    )
+
         shape = count, outer, inner
         return Placement(prefix + name, shape, param, index=slice(count), instead=one_by_one)
 

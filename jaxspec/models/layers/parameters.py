@@ -1,7 +1,7 @@
 """Parameters of layers, and how published tensors map onto them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ class Placement:
     A tensor may have several placements, of a part each, and a parameter several that do not
     overlap; zeros stay where it has none. All placements of a parameter are transposed, or none is;
     then only axes of size 1 may come and go. A checkpoint that lacks the tensor may have the same
-    values in others: those that `instead` places.
+    values in others: `instead` gives their placements, one for each tensor. It is called only where
+    it is needed, because there may be thousands.
     """
 
     name: str  # in the checkpoint
@@ -25,7 +26,7 @@ class Placement:
     transpose: bool = False  # published [out, in], kept [in, out]
     index: Any = ...  # integers, slices, `...`, as NumPy takes them
     part: Any = ...  # of the tensor, as `index`; for an axis, an array of places >= 0, too
-    instead: tuple["Placement", ...] = ()
+    instead: Callable[[], Iterator["Placement"]] | None = None  # None: there is one spelling
 
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind

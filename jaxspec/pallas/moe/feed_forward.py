@@ -41,25 +41,29 @@ def moe_feed_forward(
     Raises:
         ValueError: the experts' weights do not fit the stream, each other or the router.
     """
-    check(stream, router, gate_up, down)
+    _check(stream, router, gate_up, down)
     stream, normed = add_norm(stream, pending, norm)
     scores = matmul(normed, router.weight, jnp.float32)
     choices = moe_route(scores, router.bias, live, router.rule)
     return stream, moe_experts(normed, gate_up, down, choices)
 
 
-def check(stream: Stream, router: Router, gate_up: DenseExperts, down: DenseExperts) -> None:
+def _check(stream: Stream, router: Router, gate_up: DenseExperts, down: DenseExperts) -> None:
     """ValueError where the operands of a layer do not fit together."""
-    held, features = router.rule.none, stream.shape[1]
+    rule, features = router.rule, stream.shape[1]
+    held = rule.none
     wanted = (held, 2 * down.inner, features), (held, features, down.inner)
     if (gate_up.array.shape, down.array.shape) != wanted:
         raise ValueError(
-            f"The weights of {held} experts for {features} features must be {list(wanted[0])} and "
+            f"The weights of {rule.num_experts} experts that compete and {rule.num_shared} slices "
+            f"of shared ones for {features} features must be {list(wanted[0])} and "
             f"{list(wanted[1])}, got {list(gate_up.array.shape)} and {list(down.array.shape)}. "
-            "Stack the experts that compete, then those that are shared."
+            "Stack the experts that compete, then the slices."
         )
-    if (router.weight.inner, router.weight.outer >= router.rule.num_columns) != (features, True):
+    if (router.weight.inner, router.weight.outer >= rule.num_columns) != (features, True):
+        gate = " and the gate of the shared ones" if rule.gated_shared else ""
         raise ValueError(
-            f"A router of {held} experts must be {features} x {router.rule.num_columns} or wider, "
+            f"A router of {rule.num_experts} experts{gate} must be {features} x "
+            f"{rule.num_columns} or wider, "
             f"got {router.weight.inner} x {router.weight.outer}."
         )

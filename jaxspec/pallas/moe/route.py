@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec import checks
 from jaxspec.pallas import dispatch
 
 
@@ -30,6 +31,39 @@ class Routing:
     top_groups: int = 1  # groups that a token may choose from: those with the best two in sum
     num_shared: int = 0  # experts behind those that compete; every token has them
     gated_shared: bool = False  # the column behind the experts' scores gates the shared ones
+
+    def __post_init__(self) -> None:
+        """Check the sizes, and that groups are even and hold as many experts as are chosen.
+
+        Raises:
+            ValueError: they are not.
+        """
+        for name in ("num_experts", "num_chosen", "groups", "top_groups"):
+            checks.integer(name, getattr(self, name), 1)
+        checks.integer("num_shared", self.num_shared, 0)
+        each, rest = divmod(self.num_experts, self.groups)
+        if rest:
+            raise ValueError(
+                f"Groups must have as many experts each, but {self.num_experts} experts do not "
+                f"make {self.groups} equal groups. Let `groups` divide `num_experts`."
+            )
+        if self.top_groups > self.groups:
+            raise ValueError(
+                f"A token must choose from at most all groups, {self.groups} here, got top_groups "
+                f"{self.top_groups}. Lower it."
+            )
+        if self.top_groups < self.groups and each < 2:
+            raise ValueError(
+                f"Groups are compared by their best two experts, but {self.groups} groups of "
+                f"{self.num_experts} experts have one each. Take fewer groups, or all of them "
+                "(`top_groups`)."
+            )
+        if self.num_chosen > each * self.top_groups:
+            raise ValueError(
+                f"A token must choose at most the {each * self.top_groups} experts of its "
+                f"{self.top_groups} groups, got num_chosen {self.num_chosen}. Lower it, or take "
+                "more groups (`top_groups`)."
+            )
 
     @property
     def num_columns(self) -> int:
@@ -65,9 +99,10 @@ def moe_route(
 
     `scores` are float32: a column for each expert that competes, then the gate of the shared ones
     if there is one; columns behind those are padding. `bias` (float32) is added to the scores that
-    are compared, and not to the weights. Tokens that are not `live` choose no expert, so they cost
-    no bytes. Of equal scores the lower expert wins. Rows are independent; one with NaN gets some
-    experts, and NaN weights.
+    are compared, and not to the weights. Tokens that are not `live` choose no expert, so that the
+    layer's kernels read no weights for them. Of equal scores the lower expert wins. Rows are
+    independent. A live row with a NaN among the scores of those that compete gets some experts, and
+    NaN as the weight of each of the chosen.
     """
     if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule)):
         from jaxspec.pallas.moe.route_kernel import moe_route_kernel
@@ -96,13 +131,13 @@ def moe_route_reference(scores, bias, live, rule):
         compared = jnp.where(_in_top_groups(compared, rule), compared, -jnp.inf)
     _, experts = lax.top_k(compared, rule.num_chosen)
     weights = jnp.take_along_axis(score, experts, axis=1)
-    weights = jnp.where(has_nan, jnp.nan, weights)  # the expert with NaN may not be chosen
     if rule.renormalise:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + rule.eps)
-    weights = weights * rule.scale
+    weights = jnp.where(has_nan, jnp.nan, weights * rule.scale)
     if rule.num_shared:
-        gate = jax.nn.sigmoid(scores[:, rule.num_experts].astype(jnp.float32))
-        gate = gate if rule.gated_shared else jnp.ones_like(gate)
+        gate = jnp.ones(scores.shape[0], jnp.float32)
+        if rule.gated_shared:
+            gate = jax.nn.sigmoid(scores[:, rule.num_experts].astype(jnp.float32))
         shared = rule.num_experts + jnp.arange(rule.num_shared, dtype=jnp.int32)[None, :]
         of_all = scores.shape[0], rule.num_shared
         experts = jnp.concatenate([experts, jnp.broadcast_to(shared, of_all)], axis=1)

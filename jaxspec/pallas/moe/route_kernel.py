@@ -28,21 +28,19 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         else:
             score = 1.0 / (1.0 + jnp.exp(-logits))
         compared = score + access.load(bias[0], layout) if bias else score
+        total = jnp.sum(compared)  # NaN if one of them is
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         chosen, values = [], []
         for part in range(rule.num_chosen):
             best, index = _best(compared, place, part)
             is_chosen = place == index
-            value = best
-            if bias:
-                value = jnp.sum(jnp.where(is_chosen, score, 0.0))
-                value = jnp.where(best == best, value, best)
-            values.append(value)
+            values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
             compared = jnp.where(is_chosen, -jnp.inf, compared)
             chosen.append(index)
         scale = jnp.float32(rule.scale)
         if rule.renormalise:
             scale = scale / (sum(values) + rule.eps)
+        scale = jnp.where(total == total, scale, jnp.nan)
         for part, (index, value) in enumerate(zip(chosen, values, strict=True)):
             experts[token, part] = jnp.where(is_live, index, rule.none)
             weights[token, part] = jnp.where(is_live, value * scale, 0.0)

@@ -118,7 +118,7 @@ def test_experts_of_other_shapes_are_refused():
         (gate_up, DenseExperts(down.array[:9])),
         (gate_up, DenseExperts(jnp.swapaxes(down.array, 1, 2))),
     ):
-        with pytest.raises(ValueError, match=r"The weights of 10 experts for 32 features must be"):
+        with pytest.raises(ValueError, match="of 8 experts that compete and 2 slices of shared "):
             moe_feed_forward(tokens(2), None, norm, router, *wrong, live)
 
 
@@ -127,7 +127,9 @@ def test_a_router_of_another_shape_is_refused():
     columns = router.weight.array
     for wrong in (columns[:, :8], columns[:-1]):
         router = Router(Dense(wrong), None, RULE)
-        with pytest.raises(ValueError, match=r"A router of 10 experts must be 32 x 9 or wider"):
+        with pytest.raises(
+            ValueError, match=r"of 8 experts and the gate .* must be 32 x 9 or wider"
+        ):
             moe_feed_forward(tokens(2), None, norm, router, *experts, jnp.ones(2, bool))
 
 

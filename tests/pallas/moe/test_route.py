@@ -73,14 +73,16 @@ def test_a_row_depends_on_no_other_and_nan_stays_in_it(rule):
     live[:] = True
     others = operands(rule, seed=1)[0]
     others[3] = scores[3]
-    others[5], others[6, 1] = np.nan, np.nan
+    others[5] = np.nan
+    others[7, 2] = np.nan  # one expert's score alone
     one, other = (route(s, bias, live, rule=rule) for s in (scores, others))
     np.testing.assert_array_equal(one.experts[3], other.experts[3])
     np.testing.assert_array_equal(one.weights[3], other.weights[3])
     experts, weights = np.asarray(other.experts), np.asarray(other.weights)
     assert ((experts >= 0) & (experts < rule.none)).all()
-    is_nan = np.isnan(weights[:, : rule.num_chosen]).any(axis=1)
-    assert is_nan.tolist() == [row in (5, 6) for row in range(TOKENS)]
+    is_nan = np.isnan(weights[:, : rule.num_chosen])
+    assert is_nan.all(axis=1).tolist() == [row in (5, 7) for row in range(TOKENS)]
+    assert is_nan.any(axis=1).tolist() == is_nan.all(axis=1).tolist()
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -91,6 +93,36 @@ def test_columns_of_padding_are_not_read(rule):
     same = functools.partial(route, bias=bias, live=live, rule=rule)
     chex.assert_trees_all_equal(same(scores), same(others))
     chex.assert_trees_all_equal(same(scores), same(scores[:, : rule.num_columns]))
+
+
+def test_without_a_gate_no_column_is_read_for_the_shared_experts():
+    scores, bias, live = operands(RULES["shared"], columns=8)
+    traced = jax.make_jaxpr(functools.partial(route, rule=RULES["shared"]))(scores, None, live)
+    assert "logistic" not in str(traced)
+    assert (np.asarray(route(scores, None, live, rule=RULES["shared"]).weights)[live, 2] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"num_experts": 0, "num_chosen": 1}, "num_experts must be"),
+        ({"num_experts": 8, "num_chosen": 0}, "num_chosen must be"),
+        ({"num_experts": 8, "num_chosen": 1, "groups": 0}, "groups must be"),
+        ({"num_experts": 8, "num_chosen": 1, "top_groups": -1}, "top_groups must be"),
+        ({"num_experts": 8, "num_chosen": 1, "num_shared": -1}, "num_shared must be"),
+        ({"num_experts": 8, "num_chosen": 1, "groups": 3}, "8 experts do not make 3 equal groups"),
+        ({"num_experts": 8, "num_chosen": 1, "top_groups": 2}, "at most all groups, 1 here, got"),
+        ({"num_experts": 8, "num_chosen": 1, "groups": 8}, "8 groups of 8 experts have one each"),
+        ({"num_experts": 8, "num_chosen": 9}, "at most the 8 experts of its 1 groups"),
+        (
+            {"num_experts": 8, "num_chosen": 5, "groups": 4, "top_groups": 2},
+            "at most the 4 experts of its 2 groups, got num_chosen 5",
+        ),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(sizes, rule):
+    with pytest.raises(ValueError, match=rule):
+        Routing(**sizes)
 
 
 def test_a_correction_decides_who_is_chosen_and_no_weight():
@@ -154,7 +186,7 @@ def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(inter
     for chosen, weight in zip(experts[:3, : rule.num_chosen], weights[:3], strict=True):
         assert len({*chosen.tolist()}) == rule.num_chosen
         assert all(0 <= expert < rule.num_experts for expert in chosen.tolist())
-        assert np.isnan(weight[: rule.num_chosen]).any()
+        assert np.isnan(weight[: rule.num_chosen]).all()
     sound = choose(scores[3:], bias, live[3:], rule)
     np.testing.assert_array_equal(experts[3:], sound[0])
     np.testing.assert_allclose(weights[3:], sound[1], rtol=1e-5)
@@ -202,6 +234,6 @@ def test_on_a_gpu_the_op_is_its_kernel_and_the_definition(rule):
     for token in (2, 4):
         chosen = found.experts[token, : rule.num_chosen].tolist()
         assert len({*chosen}) == rule.num_chosen and set(chosen) <= {*range(rule.num_experts)}
-        assert np.isnan(found.weights[token, : rule.num_chosen]).any()
+        assert np.isnan(found.weights[token, : rule.num_chosen]).all()
     sound = np.isin(np.arange(64), (2, 4), invert=True)
     np.testing.assert_array_equal(np.asarray(found.experts)[sound], experts[sound])
