@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu import device
 from jaxspec.pallas.matmul import gemm, products, skinny_gemm
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.add_norm import add_norm, add_norm_reference
@@ -14,6 +15,9 @@ from jaxspec.weight import Weight
 # Rows that one kernel takes: with more it is faster to norm once, in a kernel of its own (measured
 # in `benchmarks/results/kernels_h200.json`, ops norm_matmul and add_norm).
 _MAX_FUSED_ROWS = 2
+# Columns of a weight for few rows: those of one wave of blocks. XLA multiplies with more columns in
+# less time (the same results, gate_up of the 2B).
+_MAX_COLUMNS = device.MULTIPROCESSORS * products.BLOCK_N
 # Partial sums of a row that this kernel takes, all parts together; a thread has them in registers.
 MAX_SUMS = 8192
 
@@ -28,7 +32,8 @@ def norm_matmul(
 
     It is one kernel for 1 or 2 rows of 1024 or 2048 features in 16 bits; each block norms all rows.
     For more rows, or more than `MAX_SUMS` sums a row, it is `add_norm` and a product. That product
-    is `skinny_gemm`'s for up to 8 rows, `gemm`'s for up to 256, and otherwise XLA's.
+    is `skinny_gemm`'s for up to 8 rows, `gemm`'s for up to 256, and otherwise XLA's. For up to 8
+    rows and more columns than one wave of blocks has, 8,448, it is XLA's too.
 
     Raises:
         ValueError: `weight` is not for the features of the stream.
@@ -71,4 +76,6 @@ def why_not_skinny(stream, pending, norm, weight):
         return f"{stream.dtype} and {pending.dtype}"
     if norm.weight.dtype != stream.dtype:
         return f"{stream.dtype} with a norm in {norm.weight.dtype}"
+    if weight.outer > _MAX_COLUMNS:
+        return f"{weight.outer} columns"
     return skinny_gemm.why_not_kernel(stream, weight, stream.shape[1])

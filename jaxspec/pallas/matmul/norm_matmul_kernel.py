@@ -28,11 +28,9 @@ def norm_matmul_kernel(stream, pending, norm, weight, *, interpret=None):
     `interpret`: parameters of Mosaic's interpreter.
     """
     (tokens, features), outer = stream.shape, weight.shape[1]
-    # One block a multiprocessor: two would have little room each for the weight under way.
-    pieces = 1 if pl.cdiv(outer, BLOCK_N) <= device.MULTIPROCESSORS else 2
-    blocks = pl.cdiv(outer, pieces * BLOCK_N)
+    blocks = pl.cdiv(outer, BLOCK_N)
     reserved = 2 * (MAX_ROWS + 1) * features + 2048
-    tiling = SkinnyTiling.of(weight, features, blocks, reserved, pieces)
+    tiling = SkinnyTiling.of(weight, features, blocks, reserved)
     scratch = tiling.scratch()
     scratch["rows"] = plgpu.SMEM((MAX_ROWS + 1, features), stream.dtype)
     scratch["out"] = plgpu.SMEM((MAX_ROWS, BLOCK_N), stream.dtype)
@@ -82,7 +80,7 @@ class _Refs(NamedTuple):
 def _block(tiling, norm, refs):
     """Make a block's columns of `y`; the first block also writes the sum."""
     block = lax.axis_index("block")
-    column = block * tiling.pieces * BLOCK_N
+    column = block * BLOCK_N
     weights = WeightStream(refs.weight, 0, column, refs.ring, refs.filled)
     tiling.start(weights)
 
@@ -94,8 +92,8 @@ def _block(tiling, norm, refs):
     _norm(tiling.layout(), norm, refs)
     plgpu.commit_smem()
 
-    for piece, sums in enumerate(tiling.run(refs.tile, weights)):
-        put_out(sums, refs.out, refs.y.at[:, pl.ds(column + piece * BLOCK_N, BLOCK_N)])
+    product = tiling.run(refs.tile, weights)
+    put_out(product, refs.out, refs.y.at[:, pl.ds(column, BLOCK_N)])
 
 
 def _store_totals(refs, block):

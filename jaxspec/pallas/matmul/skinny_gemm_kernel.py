@@ -31,37 +31,36 @@ class WeightStream(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SkinnyTiling:
-    """The product of one block: `inner` rows of the weight and `pieces * BLOCK_N` columns."""
+    """The product of one block: `inner` rows of the weight and `BLOCK_N` columns."""
 
     inner: int
     dtype: Any
-    pieces: int
     swizzled: int  # columns of a swizzled tile in shared memory; they divide the weight's columns
     stages: int  # chunks in the ring, of `chunk` rows of the weight each
 
     @staticmethod
-    def of(weight: Any, inner: int, blocks: int, reserved: int, pieces: int = 1) -> "SkinnyTiling":
+    def of(weight: Any, inner: int, blocks: int, reserved: int) -> "SkinnyTiling":
         """The tiling with the largest ring that fits beside the rows and the `reserved` bytes."""
         room = device.room(blocks) - 2 * inner * MAX_ROWS - reserved
-        ringless = SkinnyTiling(inner, weight.dtype, pieces, gcd(weight.shape[1], BLOCK_N), 0)
+        ringless = SkinnyTiling(inner, weight.dtype, gcd(weight.shape[1], BLOCK_N), 0)
         chunk = ringless.chunk
-        stages = min(inner // chunk, room // (2 * pieces * chunk * BLOCK_N))
+        stages = min(inner // chunk, room // (2 * chunk * BLOCK_N))
         return dataclasses.replace(ringless, stages=stages)
 
     @property
     def chunk(self) -> int:
         """Rows of the weight that are copied at once."""
-        return gcd(self.inner, 128 // self.pieces)
+        return gcd(self.inner, 128)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory for the ring and for the operand's rows, as tensor cores read them."""
         tiling = plgpu.TilingTransform((8, self.swizzled))
         swizzled = tiling, plgpu.SwizzleTransform(2 * self.swizzled)
-        ring = self.stages, self.pieces, self.chunk, BLOCK_N
+        ring = self.stages, self.chunk, BLOCK_N
         return {
             "ring": plgpu.SMEM(ring, self.dtype, transforms=swizzled),
             "tile": plgpu.SMEM((MAX_ROWS, self.inner), self.dtype, transforms=swizzled),
-            "filled": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
+            "filled": plgpu.Barrier(num_barriers=self.stages),
         }
 
     def layout(self):
@@ -81,30 +80,29 @@ class SkinnyTiling:
         """Start the copy of chunk `j`; columns beyond the weight's last arrive as zeros."""
         rows = pl.ds(stream.first_row + j * self.chunk, self.chunk)
         stage = j % self.stages
-        for piece in range(self.pieces):
-            part = stream.weight.at[rows, pl.ds(stream.first_column + piece * BLOCK_N, BLOCK_N)]
-            plgpu.copy_gmem_to_smem(part, stream.ring.at[stage, piece], stream.filled.at[stage])
+        part = stream.weight.at[rows, pl.ds(stream.first_column, BLOCK_N)]
+        plgpu.copy_gmem_to_smem(part, stream.ring.at[stage], stream.filled.at[stage])
 
     def run(self, tile, stream: WeightStream):
-        """The transposed product of each piece with `tile`: float32 `[BLOCK_N, MAX_ROWS]`."""
+        """The transposed product with `tile`: float32 `[BLOCK_N, MAX_ROWS]`."""
         chunks = self.inner // self.chunk
 
-        def all_chunks(*sums):
+        def all_chunks(sum_):
             for j in range(chunks):
                 stage = j % self.stages
                 plgpu.barrier_wait(stream.filled.at[stage])
                 rows = tile.at[:, pl.ds(j * self.chunk, self.chunk)].transpose((1, 0))
-                for piece, sum_ in enumerate(sums):
-                    plgpu.wgmma(sum_, stream.ring.at[stage, piece].transpose((1, 0)), rows)
+                plgpu.wgmma(sum_, stream.ring.at[stage].transpose((1, 0)), rows)
                 refill = j - 1 + self.stages
                 if j > 0 and refill < chunks:
-                    plgpu.wgmma_wait(self.pieces)
+                    plgpu.wgmma_wait(1)
                     plgpu.commit_smem()  # no warp reads the chunk before this one any more
                     self._fetch(stream, refill)
-            return [sum_[...] for sum_ in sums]
+            return sum_[...]
 
-        sums = [plgpu.WGMMAAccumulatorRef((BLOCK_N, MAX_ROWS), jnp.float32)] * self.pieces
-        return pl.run_scoped(all_chunks, *sums)
+        return pl.run_scoped(
+            all_chunks, plgpu.WGMMAAccumulatorRef((BLOCK_N, MAX_ROWS), jnp.float32)
+        )
 
 
 def put_out(product, tile, out):

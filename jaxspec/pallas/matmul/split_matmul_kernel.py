@@ -133,7 +133,7 @@ def _weights(tiling, refs):
 def _multiply_tile(tiling, weights, refs):
     """Multiply `tile` and write the product."""
     columns = pl.ds(lax.axis_index("column") * BLOCK_N, BLOCK_N)
-    (sums,) = tiling.run(refs.tile, weights)
+    sums = tiling.run(refs.tile, weights)
     put_out(sums, refs.out, refs.y.at[lax.axis_index("part"), :, columns])
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul.norm_matmul import norm_matmul, norm_matmul_reference
+from jaxspec.pallas.matmul.norm_matmul import norm_matmul, norm_matmul_reference, why_not_skinny
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense
 
@@ -111,8 +111,10 @@ def interpreted(parameters):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", range(1, 9))
-@pytest.mark.parametrize("product", ["in_proj", "gate_up"])
-@pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
+@pytest.mark.parametrize(
+    ("model", "product"),
+    [("qwen3.5-0.8b", "in_proj"), ("qwen3.5-0.8b", "gate_up"), ("qwen3.5-2b", "in_proj")],
+)
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(model, product, tokens):
     dispatch._chosen.pop("norm_matmul", None)
     shape, features = GDN["qwen3.5-0.8b"], HIDDEN[model]
@@ -138,6 +140,14 @@ def test_on_a_gpu_nine_rows_run_the_reference():
     check(*operands(9, 1024, 64, jnp.bfloat16, 3), norm_matmul)
     why = "XLA: not 16 to 256 rows, in steps of 8"
     assert dispatch.implementations()["norm_matmul"] == (why,)
+
+
+@pytest.mark.parametrize(("columns", "why"), [(8448, None), (8512, "8512 columns")])
+def test_few_rows_of_more_columns_than_one_wave_of_blocks_are_xla_s(columns, why):
+    shapes = (1, 2048), (4, 1, 2048), (2048,), (2048, columns)
+    dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16
+    stream, pending, scale, weight = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    assert why_not_skinny(stream, pending, Norm(scale, EPS), Dense(weight)) == why
 
 
 @pytest.mark.gpu
