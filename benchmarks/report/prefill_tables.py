@@ -1,4 +1,4 @@
-"""Tables of what `prefill.py` and `startup.py` measure."""
+"""Tables of what `prefill.py`, `startup.py` and `load.py` measure."""
 
 from typing import Any
 
@@ -46,6 +46,20 @@ def prompts_beside_rows(figures: Figures) -> str:
     return markdown(head, lines)
 
 
+def loading(figures: Figures) -> str:
+    """A checkpoint's way to the device."""
+    sizes = f"{figures['layers']} layers, {figures['gigabytes']:.1f} GB"
+    line = [f"{_size(figures)}, {sizes}"]
+    speeds = "dd_gigabytes_per_second", "gigabytes_per_second"
+    line += [f"{figures[name]:.1f}" for name in speeds]
+    line += [f"{100 * figures[name]:.0f}%" for name in ("of_dd", "again_of_dd")]
+    held = "host_peak_gigabytes", "host_peak_allowed_gigabytes", "device_excess_gigabytes"
+    line += [f"{figures[name]:.2f}" for name in held]
+    head = ["`dd`: GB a second", "loading: GB a second", "of `dd`", "the second time"]
+    head += ["GB held on the host", "that may be held", "GB on the device besides the weights"]
+    return markdown(["checkpoint", *head, "commit"], [[*line, figures["commit"]]])
+
+
 def start_up(figures: Figures) -> str:
     """Seconds of each start, whole and by part."""
     parts = ["import", "device", "load", "compile", "generate"]
@@ -67,4 +81,8 @@ def _measured(figures: Figures) -> list[Figures]:
 def _model(case: Figures) -> str:
     """A shape and what is unusual about how it ran: "9B, drafts 3"."""
     unusual = [f"{name} {case[name]}" for name, usual in USUAL.items() if case[name] != usual]
-    return ", ".join([case["shape"].removeprefix("qwen3.5-").upper(), *unusual])
+    return ", ".join([_size(case), *unusual])
+
+
+def _size(case: Figures) -> str:
+    return case["shape"].removeprefix("qwen3.5-").upper()

@@ -248,6 +248,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "traffic": (against_peer.traffic, "traffic_h200.json"),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
+    "loading": (prefill_tables.loading, "load_h200.json"),
     "start-up": (prefill_tables.start_up, "startup_h200.json"),
     "kernels": (kernels, "kernels_h200.json"),
 }
