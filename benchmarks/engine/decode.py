@@ -56,7 +56,7 @@ def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
     chunk = min(case.rows * case.prompt, args.prefill_tokens)
     longest = case.prompt + max(case.tokens + 1, steady_tokens(case, args.steps))
     # With drafts rows end one by one, and a step computes the smallest bucket that holds the rest.
-    count = 8 if case.rows >= 32 else 4 if case.rows >= 4 else 1
+    count = args.row_sizes or (8 if case.rows >= 32 else 4 if case.rows >= 4 else 1)
     ends = [case.rows * i // count for i in range(1, count)] if case.drafts else []
     return dummy_llm.make_llm(
         case,
@@ -224,6 +224,11 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="of a step, at most")
     parser.add_argument(
         "--steps", type=int, default=24, help="of a round for the gap, at least 3 dispatches"
+    )
+    parser.add_argument(
+        "--row-sizes",
+        type=int,
+        help="numbers of rows that get compiled where there are drafts (default 1 to 8, by rows)",
     )
     parser.add_argument("--profile", action="store_true", help="the kernels' times, too")
     parser.add_argument("--copy-tb-per-s", type=float, help="default: measured first")
