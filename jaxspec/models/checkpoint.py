@@ -13,7 +13,7 @@ from jaxspec.files import read_json
 from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX = "model.safetensors.index.json"
-_BESIDE_THEINDEX = re.compile(r"[^/\\\0]+\.safetensors")
+_BESIDE_THE_INDEX = re.compile(r"[^/\\\0]+\.safetensors")
 _NAMED = 4  # tensors or files of a kind that an error names
 _NAME_CHARACTERS = 100
 
@@ -124,7 +124,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
             "again."
         )
     for name, file in index.items():
-        if not isinstance(file, str) or not _BESIDE_THEINDEX.fullmatch(file):
+        if not isinstance(file, str) or not _BESIDE_THE_INDEX.fullmatch(file):
             raise ValueError(
                 f"{path} must name .safetensors files that lie beside it, and puts {shown(name)} "
                 f"in {shown(file)}. Download it again."

@@ -40,12 +40,7 @@ def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
 def test_decoding_and_verification_reproduce_the_reference_logits(loaded, single_request, count):
     model, expected = loaded
     prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
-    request = single_request(model)
-    _, first = request.prefill(prompt)
-    logits = [first[-1:]]
-    for at in range(0, len(greedy) - 1, count):
-        logits.append(request.step(greedy[at : at + count], prefill=False)[1])
-    logits = np.concatenate(logits)[: len(greedy)]
+    logits = single_request(model).decode(prompt, greedy, count)
     assert_close(logits, expected["logits_decode"], 2e-4)
     np.testing.assert_array_equal(logits.argmax(-1), greedy)
 
@@ -128,11 +123,8 @@ def test_kernels_of_experts_stay_near_the_reference(fixture_folder, reference, s
         hidden, logits = single_request(model, dtype).prefill(ids)
         assert_near(logits, expected["logits_full"])
         for count in (1, 4):
-            request = single_request(model, dtype)
-            logits = [request.prefill(prompt)[1][-1:]]
-            for at in range(0, len(greedy) - 1, count):
-                logits.append(request.step(greedy[at : at + count], prefill=False)[1])
-            assert_near(np.concatenate(logits)[: len(greedy)], expected["logits_decode"])
+            logits = single_request(model, dtype).decode(prompt, greedy, count)
+            assert_near(logits, expected["logits_decode"])
         head = single_request(model, dtype)
         _, logits = head.draft(ids[1:], hidden[:-1], 0, prefill=True)
         assert_near(logits, expected["mtp_logits_tf"])

@@ -20,11 +20,7 @@ def test_loaded_weights_reproduce_the_reference_logits(fixture_folder, reference
         _, logits = single_request(model).prefill(ids, chunk)
         np.testing.assert_allclose(logits, expected["logits_full"], rtol=0, atol=5e-4)
     for count in (1, 4):
-        request = single_request(model)
-        logits = [request.prefill(prompt)[1][-1:]]
-        for at in range(0, len(greedy) - 1, count):
-            logits.append(request.step(greedy[at : at + count], prefill=False)[1])
-        logits = np.concatenate(logits)[: len(greedy)]
+        logits = single_request(model).decode(prompt, greedy, count)
         np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
 
 

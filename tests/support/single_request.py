@@ -116,6 +116,13 @@ class SingleRequest:
         ]
         return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
+    def decode(self, prompt, greedy, count):
+        """Scores of each token of `greedy`: after the prompt, then `count` tokens at a time."""
+        logits = [self.prefill(prompt)[1][-1:]]
+        for at in range(0, len(greedy) - 1, count):
+            logits.append(self.step(greedy[at : at + count], prefill=False)[1])
+        return np.concatenate(logits)[: len(greedy)]
+
     def draft(self, next_tokens, hidden, position, *, prefill, only_last=False):
         """The draft head's hidden states and logits for tokens from `position` on, or the last."""
         count, selection = len(next_tokens), None

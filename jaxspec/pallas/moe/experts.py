@@ -32,7 +32,7 @@ def moe_experts(
     the sum depends on the token alone. Padding gets zeros. The kernels read only experts that were
     chosen, and make some of the sum themselves, always in one order:
 
-    * one token: as few parts as `norm_matmul` takes in one kernel;
+    * one token: no more parts than `norm_matmul` takes in one kernel;
     * up to 8 tokens are one tile, which every expert gets whole;
     * more are brought together by expert, in tiles of 8 to 128 (`work_list`);
     * from tiles of 32 on each part is rounded to the dtype of `x`, and so is their sum, which is

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mixtures import check, drawn, drawn_tokens
+from races import assert_no_races
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
@@ -21,12 +22,6 @@ from jaxspec.pallas.moe.route import Choices
 from jaxspec.pallas.moe.work_list import work_list
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.weight import DenseExperts
-
-
-def assert_no_races():
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
-    assert not get_races().races_found
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mixtures import NAN_ROW, drawn
+from races import assert_no_races
 
 from jaxspec.pallas.moe.work_list import work_list
 
@@ -14,12 +15,6 @@ def tokens_and_tiles(tokens, features, rows, dtype):
     """The tokens, which experts they chose, and the tiles."""
     x, _, _, choices = drawn(tokens, PARTS, EXPERTS, features, 8, dtype)
     return x, choices, work_list(choices, EXPERTS, rows)
-
-
-def assert_no_races():
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-
-    assert not get_races().races_found
 
 
 @pytest.mark.parametrize(
