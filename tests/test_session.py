@@ -257,8 +257,9 @@ def test_an_interrupt_at_any_time_leaves_no_lock_held_and_nothing_running():
     interrupts = []  # with their frames, as a notebook keeps them
     for seed in range(300):
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 6e-3))
         try:
+            # It is set in here, for on a busy machine its time is over before the call returns.
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 6e-3))
             texts = run(session, [make_sample(seed, 3)])
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert texts == [letters(seed, 3)]
