@@ -58,6 +58,8 @@ class StepTimes:
     """
 
     program: Program
+    num_decodes: int  # rows that decode, of as many as the program has room for
+    num_prompt_tokens: int  # likewise
     plan_start: float
     dispatch_start: float
     dispatch_end: float
@@ -145,5 +147,6 @@ class Engine:
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
             times = (*launch, started, waited, collected, pending.done_time())
-            self.trace.append(StepTimes(step.plan.program, *times))
+            sizes = (step.plan.program, len(step.decodes), step.num_prompt_tokens)
+            self.trace.append(StepTimes(*sizes, *times))
         return progress

@@ -459,6 +459,10 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
     assert ends == sorted(ends)
     for step in steps:
         assert step.dispatch_start < step.device_end < step.collect_end + 0.1
+        assert step.num_decodes <= step.program.decode_rows
+        assert step.num_prompt_tokens <= step.program.prefill_tokens
+    lengths = [len(drafted.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    assert sum(step.num_prompt_tokens for step in steps) == sum(lengths)
     with drafted.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
         drafted.trace().__enter__()
     drafted.generate(PROMPTS, GREEDY)

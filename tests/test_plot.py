@@ -39,6 +39,8 @@ def step(start, device_end, *, prompt_tokens=0, dispatch=0.002):
     planned, end = start + 0.001, device_end if device_end is not None else start + 0.02
     return StepTimes(
         program=Program(4, prompt_tokens, GREEDY),
+        num_decodes=4,
+        num_prompt_tokens=prompt_tokens,
         plan_start=start,
         dispatch_start=planned,
         dispatch_end=planned + dispatch,

@@ -80,8 +80,11 @@ def step_bytes(
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     ring_dtype: str | None = None,
+    prompt_tokens: int = 0,
 ) -> dict[str, float]:
     """Bytes that a step of `rows` requests of `context` tokens must move, by what they are.
+
+    Beside them it may read `prompt_tokens` of prompts, which it writes keys and values of.
 
     Convolutions count as engines write them that shift a window; our ring moves two inputs a
     channel less, half a percent of the 9B's floor at 64 rows. `draft_vocab`: tokens that a draft
@@ -97,10 +100,11 @@ def step_bytes(
         window = 2 * (sizes.conv_kernel - 1) + drafts  # read, and written whole
         io = size * (sizes.conv_dim * (width + window) + 2 * sizes.values * width)
         state = _state_bytes(sizes, width, emitted, states, ring_dtype)
+    attention = config.num_full_attention_layers
     recurrent = rows * config.num_linear_attention_layers
     return {
-        "weights": size * forward_size(config, rows * width),
-        "kv": config.num_full_attention_layers * rows * (context + width) * kv_token,
+        "weights": size * forward_size(config, rows * width + prompt_tokens),
+        "kv": attention * kv_token * (rows * (context + width) + prompt_tokens),
         "io": recurrent * io,
         "states": recurrent * state,
         "drafts": drafts * (size * head + rows * context * kv_token),
@@ -128,8 +132,17 @@ def _state_bytes(
 
 
 def step_seconds(
-    moved: dict[str, float], config: ModelConfig, tokens: int, bytes_per_second: float
+    moved: dict[str, float],
+    config: ModelConfig,
+    tokens: int,
+    bytes_per_second: float,
+    prompt_tokens: int = 0,
 ) -> float:
-    """The floor of a step that moves `moved` and verifies `tokens` tokens in all rows together."""
-    flops = 2 * forward_size(config, 1) * tokens  # a token has no use for others' experts
+    """The floor of a step that moves `moved` and verifies `tokens` tokens in all rows together.
+
+    Tokens of prompts have no logits; attention among them is left out.
+    """
+    weights = forward_size(config, 1)  # a token has no use for others' experts
+    without_logits = weights - config.hidden_size * config.vocab_size
+    flops = 2 * (weights * tokens + without_logits * prompt_tokens)
     return max(sum(moved.values()) / bytes_per_second, flops / MATMUL_FLOPS)

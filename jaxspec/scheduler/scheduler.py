@@ -282,7 +282,8 @@ class Scheduler:
     def _dispatch(self, step: NextStep) -> ScheduledStep:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
-        shape = self.shapes.round_up(len(step.decodes), sum(n for _, n in step.prefills))
+        num_prompt_tokens = sum(length for _, length in step.prefills)
+        shape = self.shapes.round_up(len(step.decodes), num_prompt_tokens)
         plan = self._plan(Program(*shape, sampler, step.num_steps), step)
         decodes, prefills = [], []
         for request in step.decodes:
@@ -294,7 +295,7 @@ class Scheduler:
             request.num_computed += length
             ends_prompt = int(not request.is_prefilling)
             prefills.append(self._launch(request, ends_prompt, ends_prompt))
-        return ScheduledStep(plan, decodes=tuple(decodes), prefills=tuple(prefills))
+        return ScheduledStep(plan, tuple(decodes), tuple(prefills), num_prompt_tokens)
 
     def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
         """Pack a plan of every running request; from then on the device knows its row and pages."""

@@ -325,6 +325,19 @@ def test_the_floor_of_a_9b_step(
     assert 1000 * floor.step_seconds({}, config, 256, 4.3e12) == pytest.approx(5.14, abs=0.005)
 
 
+def test_the_floor_of_prompts_beside_rows(floor, config_of):
+    """A prompt of 8,192 tokens is arithmetic, without the output head; its keys are written."""
+    config = config_of("qwen3.5-9b")
+    sizes = {"rows": 64, "context": 512, "drafts": 0, "emitted": 1.0, "states": StateConfig()}
+    alone, beside = (floor.step_bytes(config, **sizes, prompt_tokens=n) for n in (0, 8192))
+    kv_token = 8 * 2 * 4 * 256 * 2  # attention layers, keys and values, heads, their size, bytes
+    assert beside == alone | {"kv": alone["kv"] + 8192 * kv_token}
+    trunk = floor.forward_size(config, 1) - 4096 * 248320
+    flops = 2 * (trunk * 8192 + floor.forward_size(config, 1) * 64)
+    seconds = floor.step_seconds(beside, config, 64, 4.3e12, prompt_tokens=8192)
+    assert seconds == pytest.approx(flops / floor.MATMUL_FLOPS)
+
+
 def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypatch):
     """Once each, at 48 of the shared one's columns among two of the others' 32."""
     moe = importlib.import_module("benchmarks.kernels.cases.moe")

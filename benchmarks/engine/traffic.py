@@ -1,0 +1,362 @@
+"""How fast requests are served as they come, with no option but the number of rows.
+
+    python -m benchmarks.engine.traffic --shape qwen3.5-9b [--lengths trace 8192x1024] [--json FILE]
+
+Requests with random ids and a fixed number of greedy tokens (`workload.py`) go to a model with
+random weights, whose drafts stand at given rates. They come in one of two ways:
+
+* closed: so many are there at a time, and where one ends the next one comes ("all": at once).
+* open: they arrive at random (Poisson), at a share of the requests a second that "all" were served.
+
+Seconds go from the first arrival to the last token. A request's time to its first token counts from
+its arrival, and its time per token goes from the first token to the last; a gap is what a row waits
+between two portions. Where all requests are equal and at once, `ms_per_token` is the time of all
+less that for one token of each, over the tokens between. Figures are those of the repeat in the
+middle.
+
+One more run is traced, and tells the share of the time by kind of step, and what was computed:
+
+* computed: what programs had room for; planned: what they were given.
+* real rows: those verified with drafts, of requests that had not ended; without drafts, tokens
+  after the first. The host learns late that a request has ended, and plans rows for it meanwhile.
+* floor: the seconds of the same steps with real prompt tokens and planned rows alone, each by
+  `floor.py`.
+
+A process makes one engine. A line is printed for each case, and a FILE keeps other cases.
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.engine import dummy_llm, workload
+from benchmarks.engine.decode import copy_bandwidth
+from benchmarks.engine.dummy_llm import RATES, Figures
+from benchmarks.measure import floor, record
+from benchmarks.measure.model_shapes import SHAPES
+from jaxspec import LLM, RequestMetrics
+from jaxspec.config import StateConfig
+from jaxspec.engine import StepTimes
+from jaxspec.models import dtype_of, parse_config
+from jaxspec.outputs import Sample
+from jaxspec.pallas import dispatch
+from jaxspec.request import Finish
+
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a result is of."""
+
+    shape: str
+    rows: int
+    drafts: int
+    draft_vocab: int | None
+    rates: list[float]
+    options: dict[str, Any]  # of the LLM, given by hand
+    lengths: str
+    requests: int
+    at_once: int | None = None  # closed
+    share: float | None = None  # open
+
+    @property
+    def is_equal_and_at_once(self) -> bool:
+        return self.lengths != "trace" and self.at_once == self.requests
+
+
+@dataclasses.dataclass
+class Served:
+    """One run of all requests."""
+
+    begin: float
+    samples: list[Sample]
+    gaps: list[float]  # seconds between two portions of a row
+
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        return [sample.request.metrics for sample in self.samples]
+
+    @property
+    def seconds(self) -> float:
+        return RequestMetrics.total(self.metrics).last_token_time - self.begin
+
+
+class Work(NamedTuple):
+    """What is asked for."""
+
+    prompts: dummy_llm.Prompts
+    tokens: list[int]
+
+    def one_token_each(self) -> "Work":
+        return Work(self.prompts, [1] * len(self.tokens))
+
+
+def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) -> LLM:
+    """An engine that the options by hand, and no others, tune."""
+    speculation = {
+        "num_speculative_tokens": args.drafts,
+        "draft_vocab": args.draft_vocab,
+        "synthetic_acceptance_rates": args.rates[: args.drafts],
+    }
+    longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
+    sizes = {"max_num_seqs": args.rows, "max_model_len": max(longest, args.max_model_len)}
+    return LLM(
+        folder,
+        load_format="dummy",
+        speculative_config=speculation if args.drafts else None,
+        compilation_cache=args.compilation_cache,
+        show_progress=False,
+        **sizes | options,
+    )
+
+
+def work_of(case: Case) -> Work:
+    requests = workload.lengths(case.lengths, case.requests)
+    ids = workload.prompts(requests, SHAPES[case.shape].vocab)
+    return Work([{"prompt_token_ids": each} for each in ids], [tokens for _, tokens in requests])
+
+
+def serve(
+    llm: LLM, work: Work, *, at_once: int | None = None, arrivals: Sequence[float] | None = None
+) -> Served:
+    """Send each request when it is due, and step until all have ended.
+
+    `arrivals`: seconds from the first one; None: a request comes when fewer than `at_once` run.
+
+    Raises:
+        RuntimeError: a request ended early.
+    """
+    params = [dummy_llm.greedy(tokens) for tokens in work.tokens]
+    samples = [sample for (sample,) in llm._prepare(work.prompts, params)]
+    session, coming = llm.session, collections.deque(enumerate(samples))
+    last, gaps, running = dict[Sample, float](), list[float](), 0
+    begin = time.monotonic()
+    while coming or session.has_work:
+        while coming:
+            index, sample = coming[0]
+            due = begin + arrivals[index] if arrivals else time.monotonic()
+            if time.monotonic() < due or (at_once is not None and running == at_once):
+                break
+            coming.popleft()
+            sample.request.metrics.arrival_time = due
+            session.add([sample])
+            running += 1
+        if not session.has_work:
+            time.sleep(max(0.0, due - time.monotonic()))
+            continue
+        for sample in session.step():
+            now = time.monotonic()
+            if sample in last:
+                gaps.append(now - last[sample])
+            last[sample] = now
+            running -= bool(sample.request.finish)
+    if any(sample.request.finish != Finish.LENGTH for sample in samples):
+        raise RuntimeError(f"A row ended early: {[sample.request.finish for sample in samples]}.")
+    return Served(begin, samples, gaps)
+
+
+def speed(served: Served) -> Figures:
+    """Tokens and requests a second; times to the first token, a token, and between portions."""
+    prompt = sum(len(sample.request.prompt) for sample in served.samples)
+    output = sum(metrics.num_tokens for metrics in served.metrics)
+    times = {
+        "ttft": [metrics.ttft for metrics in served.metrics],
+        "tpot": [metrics.tpot for metrics in served.metrics if metrics.tpot is not None],
+        "gap": served.gaps,
+    }
+    return {
+        "seconds": served.seconds,
+        "requests_per_second": len(served.samples) / served.seconds,
+        "output_tokens_per_second": output / served.seconds,
+        "total_tokens_per_second": (prompt + output) / served.seconds,
+        "tokens_per_verify": RequestMetrics.total(served.metrics).mean_acceptance_length,
+        **{f"{name}_ms": 1000 * float(np.mean(x)) for name, x in times.items() if x},
+        **{f"{name}_ms_p99": 1000 * float(np.percentile(x, 99)) for name, x in times.items() if x},
+    }
+
+
+def kind_of(step: StepTimes) -> str:
+    """A word for what a dispatch does."""
+    if not step.num_decodes and not step.num_prompt_tokens:
+        return "copies"
+    if not step.num_prompt_tokens:
+        return "decode"
+    return "prompts and decode" if step.num_decodes else "prompts"
+
+
+def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """What the device did from the first dispatch to the end of the last, by kind of step."""
+    begin = free = steps[0].dispatch_start
+    seconds = collections.Counter[str]()
+    for step in steps:
+        started = max(free, step.dispatch_start)
+        seconds["idle"] += started - free
+        seconds[kind_of(step)] += step.device_end - started
+        free = step.device_end
+    return {kind: part / (free - begin) for kind, part in seconds.items()}
+
+
+def amounts(case: Case, served: Served, steps: Sequence[StepTimes]) -> Figures:
+    """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
+    decodes = [(step, step.program.num_steps) for step in steps]
+    verifies = sum(metrics.num_drafts for metrics in served.metrics)
+    tokens = sum(metrics.num_tokens - 1 for metrics in served.metrics)
+    return {
+        "steps": sum(count for _, count in decodes),
+        "dispatches": len(steps),
+        "rows_computed": sum(step.program.decode_rows * count for step, count in decodes),
+        "rows_planned": sum(step.num_decodes * count for step, count in decodes),
+        "rows_real": verifies if case.drafts else tokens,
+        "prompt_tokens_computed": sum(step.program.prefill_tokens for step in steps),
+        "prompt_tokens_real": sum(len(sample.request.prompt) for sample in served.samples),
+    }
+
+
+def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: float) -> float:
+    """The least that the same steps take without padding, at the mean length of a row."""
+    config = parse_config(SHAPES[case.shape].config())
+    lengths = [len(p["prompt_token_ids"]) + n / 2 for p, n in zip(*work, strict=True)]
+    option, kernels = case.options.get, dispatch.kernels_here()[1] is None
+    states = StateConfig.resolve(
+        option("state_policy", "auto"), option("state_dtype", "float32"), has_kernels=kernels
+    )
+    seconds = 0.0
+    for step in steps:
+        rows, prompt_tokens = step.num_decodes, step.num_prompt_tokens
+        moved = floor.step_bytes(
+            config,
+            rows=rows,
+            context=round(np.average(lengths, weights=work.tokens)),
+            drafts=case.drafts,
+            draft_vocab=case.draft_vocab,
+            emitted=1 + sum(case.rates[: case.drafts]),
+            states=states,
+            dtype=dtype_of(option("dtype", "auto")).name,
+            kv_dtype=option("kv_dtype"),
+            prompt_tokens=prompt_tokens,
+        )
+        verified = rows * (1 + case.drafts)
+        each = floor.step_seconds(moved, config, verified, copy, prompt_tokens)
+        seconds += each * step.program.num_steps
+    return seconds
+
+
+def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) -> Figures:
+    """All figures of one case; `served_all`: requests a second when all are there at once."""
+    work = work_of(case)
+    rate = case.share and case.share * served_all
+    arrivals = workload.poisson(case.requests, rate) if rate else None
+
+    def run(work: Work) -> Served:
+        return serve(llm, work, at_once=case.at_once, arrivals=arrivals)
+
+    run(work.one_token_each())  # finds all warm
+    runs = sorted((run(work) for _ in range(repeats)), key=lambda served: served.seconds)
+    figures = speed(runs[len(runs) // 2])
+    for name, served in (("least", runs[-1]), ("most", runs[0])):
+        key = "output_tokens_per_second"
+        figures[f"{key}_{name}"] = speed(served)[key]
+    if rate:
+        figures["arrivals_per_second"] = rate
+    if case.is_equal_and_at_once and work.tokens[0] > 1:
+        first = run(work.one_token_each()).seconds
+        figures["ms_per_token"] = 1000 * (figures["seconds"] - first) / (work.tokens[0] - 1)
+    preemptions = llm.metrics()["num_preemptions"]
+    with llm.trace() as steps:
+        traced = run(work)
+    figures["preemptions"] = llm.metrics()["num_preemptions"] - preemptions
+    least = floor_seconds(case, work, steps, copy)
+    return {
+        **figures,
+        "shares_of_time": shares_of_time(steps),
+        **amounts(case, traced, steps),
+        "floor_seconds": least,
+        "of_floor": least / figures["seconds"],
+        "copy_tb_per_s": copy / 1e12,
+    }
+
+
+def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
+    """For each lengths the closed loads, with all at once first, then the open ones."""
+    same = ("shape", "rows", "drafts", "draft_vocab", "rates")
+    model = {name: getattr(args, name) for name in same} | {"options": options}
+    cases = []
+    for name in args.lengths:
+        count = args.requests or (len(workload.lengths(name)) if name == "trace" else args.rows)
+        loads = [{"requests": count, "at_once": count}] if ALL in args.at_once else []
+        loads += [
+            {"requests": args.requests or max(4, 2 * at_once), "at_once": at_once}
+            for at_once in args.at_once
+            if at_once != ALL
+        ]
+        loads += [{"requests": count, "share": share} for share in args.shares]
+        cases += [Case(**model, lengths=name, **load) for load in loads]
+    return cases
+
+
+def by_hand(word: str) -> tuple[str, Any]:
+    """An option of the LLM from "name=value"."""
+    name, _, value = word.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def closed(word: str) -> int | str:
+    return ALL if word == ALL else int(word)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = record.parser(__doc__)
+    add = options.add_argument
+    add("--shape", choices=SHAPES, default="qwen3.5-9b")
+    add("--rows", type=int, default=64, help="that run at once (default 64)")
+    add("--max-model-len", type=int, default=4096, help="at least (default 4096)")
+    add("--drafts", type=int, default=3, choices=range(len(RATES) + 1))
+    add("--draft-vocab", type=int, metavar="N", help="default: the model's")
+    add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
+    add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")
+    add("--requests", type=int, help="default: the trace's, as many as rows, or 2 a place")
+    add("--at-once", type=closed, nargs="*", default=[ALL], metavar="N", help="default: all")
+    add("--shares", type=float, nargs="*", default=[], metavar="X", help='of the speed of "all"')
+    add("--options", type=by_hand, nargs="*", default=[], metavar="NAME=VALUE", help="by hand")
+    add("--repeats", type=int, default=3)
+    add("--copy-tb-per-s", type=float, help="default: measured first")
+    add("--compilation-cache", type=Path, metavar="FOLDER")
+    return options
+
+
+def main() -> None:
+    options = parser()
+    args = options.parse_args()
+    if args.shares and ALL not in args.at_once:
+        options.error(f"--shares are of the speed with --at-once {ALL}, which is left out.")
+    tuned = dict(args.options)
+    copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
+    commit = record.machine()["commit"]
+    with dummy_llm.model_folder(args.shape) as folder:
+        llm, setting_up = dummy_llm.started(lambda: make_llm(args, folder, tuned))
+    del setting_up["compile_seconds_by_program"]
+    served_all = math.nan
+    for case in cases_of(args, tuned):
+        figures = measure(llm, case, args.repeats, copy, served_all)
+        if case.at_once == case.requests:
+            served_all = figures["requests_per_second"]
+        about = json.loads(json.dumps(dataclasses.asdict(case)))
+        figures |= {**setting_up, "commit": commit}
+        dummy_llm.keep(args.json, about, figures, dispatch.implementations())
+
+
+if __name__ == "__main__":
+    main()
