@@ -13,7 +13,8 @@ start is a process of its own, and all share one folder of compiled programs:
 The seconds of a start are those of its parts, one after the other: `import` (Python itself
 included), `device` (until JAX has it), `load` (weights and caches), `compile` (all programs, side
 by side) and `generate` (a prompt's first token). `trace` and `lower` lie within these: there JAX
-writes programs out for XLA, in one thread of Python; those on disk are read (`program_cache.py`).
+writes programs out for XLA, in this process. Those on disk are read (`program_cache.py`), and other
+processes may have put them there meanwhile (`trace_processes.py`).
 """
 
 import argparse

@@ -1,8 +1,10 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +15,14 @@ from flax import nnx
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model
-from jaxspec.plan import Program, StepPlan, output_layout, plan_layout
+from jaxspec.plan import MOVES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
 from jaxspec.runner.output import PendingOutput
-from jaxspec.runner.programs.program_cache import kept
+from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
+from jaxspec.runner.trace_worker import Recipe, TraceRequest
 from jaxspec.sampling import Verifier
 
 
@@ -47,6 +50,7 @@ class ModelRunner:
             model, proposer, dtype=dtype, kv_dtype=kv_dtype or dtype, states=states
         )
         self._weights = tuple(leaves)
+        self._recipe = Recipe.of(model, dtype)
         self._tables = proposer.init_tables(model) if proposer else ()
         self.shapes = shapes
         self._config = StepConfig(
@@ -124,12 +128,29 @@ class ModelRunner:
         self._steps.clear()
         self._programs.clear()
 
+    def trace_ahead(self, programs: Sequence[Program]) -> Generator[Program]:
+        """The programs, in the order in which each can be lowered at once.
+
+        Processes of their own trace those that no file holds, where that is quicker. What such a
+        process fails to trace, `lower` traces.
+        """
+        places = {program: self._file(program) for program in programs if program != MOVES}
+        files = {p: file for p, file in places.items() if file and not program_cache.is_there(file)}
+        count = trace_processes.num_processes(len(files))
+        requests = {program: self._request(program) for program in files} if count else {}
+        with trace_processes.answering(requests, count) as answers:
+            yield from (program for program in programs if program not in requests)
+            for program, content in answers:
+                if content is not None:
+                    program_cache.keep(files[program], content)
+                yield program
+
     def lower(self, program: Program) -> jax.stages.Lowered:
         """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
 
         Lowering neither copies nor donates them.
         """
-        args = self._weights, self._tables, self.state, self._empty_plan(program)
+        args = self._args(program)
         return self._step(program, args).lower(*args)
 
     def warm_up(self, program: Program) -> None:
@@ -151,12 +172,26 @@ class ModelRunner:
         """Bytes on the device, by what holds them."""
         return self._holdings.bytes(self.shapes)
 
+    def _args(self, program: Program) -> tuple[Any, ...]:
+        return self._weights, self._tables, self.state, self._empty_plan(program)
+
+    def _file(self, program: Program) -> Path | None:
+        """Where the program is kept on disk."""
+        step = jitted_step(self._config, program)
+        return program_cache.place(step, self._args(program), (self._config, program))
+
+    def _request(self, program: Program) -> bytes:
+        _, *others = self._args(program)
+        return pickle.dumps(TraceRequest.of(self._recipe, self._config, program, tuple(others)))
+
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
             step, depends = jitted_step(self._config, program), (self._config, program)
             results = jax.tree.structure((self.state, 0))
-            self._steps[program] = kept(step, args, results, donated=2, closed_over=depends)
+            self._steps[program] = program_cache.kept(
+                step, args, results, donated=2, closed_over=depends
+            )
         return self._steps[program]
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:

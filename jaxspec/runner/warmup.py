@@ -1,11 +1,10 @@
 """Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
 
-import functools
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax.stages
 from tqdm import tqdm
@@ -14,14 +13,6 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, Program
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import Sampler, closed_under_join
-
-
-class CompileJob(NamedTuple):
-    """A program to compile, and to run once it is."""
-
-    label: str
-    lower: Callable[[], jax.stages.Lowered]
-    run: Callable[[], None]
 
 
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
@@ -53,54 +44,49 @@ def warm_up(
 
     Returns the seconds that each took by its label. Some are compiled at the same time.
     """
-    jobs = _jobs(runner, samplers)
-    if not jobs:
+    missing = [p for p in programs(runner.shapes, samplers) if not runner.is_warm(p)]
+    if not missing:
         return {}
     # The label comes last: a narrow terminal cuts it off.
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
     cores = max(1, (os.cpu_count() or 1) - 1)  # besides the one that lowers
-    pool = ThreadPoolExecutor(min(len(jobs), cores), "jaxspec-compile")
+    pool = ThreadPoolExecutor(min(len(missing), cores), "jaxspec-compile")
     try:
         with tqdm(
-            total=len(jobs), desc="compiling", bar_format=layout, leave=False, disable=not progress
+            total=len(missing),
+            desc="compiling",
+            bar_format=layout,
+            leave=False,
+            disable=not progress,
         ) as bar:
-            seconds = _compile(jobs, pool, bar)
+            seconds = _compile(runner, missing, pool, bar)
     finally:
         pool.shutdown(cancel_futures=True)
     # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    guard(lambda: _run(jobs))
+    guard(lambda: _run(runner, missing))
     return seconds
 
 
-def _run(jobs: Iterable[CompileJob]) -> None:
-    for job in jobs:
-        job.run()
+def _run(runner: ModelRunner, compiled: Iterable[Program]) -> None:
+    for program in compiled:
+        runner.warm_up(program)
 
 
-def _jobs(runner: ModelRunner, samplers: Iterable[Sampler]) -> list[CompileJob]:
-    missing = [p for p in programs(runner.shapes, samplers) if not runner.is_warm(p)]
-    return [
-        CompileJob(
-            _label(program),
-            functools.partial(runner.lower, program),
-            functools.partial(runner.warm_up, program),
-        )
-        for program in missing
-    ]
-
-
-def _compile(jobs: list[CompileJob], pool: ThreadPoolExecutor, bar: tqdm) -> dict[str, float]:
+def _compile(
+    runner: ModelRunner, missing: Sequence[Program], pool: ThreadPoolExecutor, bar: tqdm
+) -> dict[str, float]:
     """Lower one after the other, which is Python, while XLA compiles what is lowered."""
-    compiling: dict[str, Future[float]] = {}
-    for job in jobs:
-        bar.set_postfix_str(job.label)
-        start = time.perf_counter()
-        lowered = job.lower()
-        compiling[job.label] = pool.submit(_timed, lowered, time.perf_counter() - start)
+    compiling: dict[Program, Future[float]] = {}
+    with contextlib.closing(runner.trace_ahead(missing)) as traced:
+        for program in traced:
+            bar.set_postfix_str(_label(program))
+            start = time.perf_counter()
+            lowered = runner.lower(program)
+            compiling[program] = pool.submit(_timed, lowered, time.perf_counter() - start)
     seconds = {}
-    for label, future in compiling.items():
-        bar.set_postfix_str(label)
-        seconds[label] = future.result()
+    for program in missing:
+        bar.set_postfix_str(_label(program))
+        seconds[_label(program)] = compiling[program].result()
         bar.update()
     return seconds
 

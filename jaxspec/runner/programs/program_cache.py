@@ -1,7 +1,8 @@
 """Keeps programs on disk as JAX writes them for XLA, so a later process neither traces nor lowers.
 
-XLA's own cache, beside which they lie, spares XLA's work alone. The process that traces a program
-lowers it from the kept bytes, as every later one does: XLA then finds what it compiled of them.
+XLA's own cache, beside which they lie, spares XLA's work alone. The process that first runs a
+program lowers it from the kept bytes, as every later one does: XLA then finds what it compiled of
+them. So another process may trace it before; `place` says where `kept` looks for it.
 
 A file is a digest of the rest; a line with the choices that `pallas.dispatch` made when the program
 was traced; and what `jax.export` makes of it. Its name holds a key of all that tracing reads. The
@@ -51,18 +52,17 @@ def kept(
     It is `function` itself where programs are not kept, no key would tell it from others, or JAX
     does not export it.
     """
-    folder = _folder()
-    key = _key(args, closed_over) if folder else None
-    if folder is None or key is None:
+    file = place(function, args, closed_over)
+    if file is None:
         return function
-    name = f"{function.__name__}-{key}"
+    name = file.name
     if name not in _calls:
         try:
-            file = own_folder(folder) / name
+            file = own_folder(file.parent) / name
             content = _read(file)
             if content is None:
-                content = _traced(function, args)
-                _write(file, content)
+                content = traced(function, args, platform())
+                keep(file, content)
             call = _jitted(content, function.__name__, results, donated)
         except Exception as error:  # JAX exports less than it compiles: no `jax.debug.print`
             _log.info("a program is not kept: %r", error)
@@ -71,6 +71,21 @@ def kept(
             del _calls[next(iter(_calls))]
         _calls[name] = call
     return _calls[name]
+
+
+def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None:
+    """The file that `kept` looks for, given the same; None: the program would not be kept."""
+    folder = _folder()
+    key = _key(args, closed_over) if folder else None
+    return folder / f"{function.__name__}-{key}" if folder and key else None
+
+
+def is_there(file: Path) -> bool:
+    """Whether `kept` would find the program, and need not trace it."""
+    try:
+        return file.name in _calls or _read(own_folder(file.parent) / file.name) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def _folder() -> Path | None:
@@ -85,22 +100,29 @@ def _folder() -> Path | None:
 # What is kept.
 
 
-def _traced(function: Any, args: tuple[Any, ...]) -> bytes:
-    leaves, tree = jax.tree.flatten(args)
+def traced(function: Any, args: tuple[Any, ...], platform: str) -> bytes:
+    """What is kept of the jitted `function`. Only the shapes and dtypes of `args` are looked at."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
 
     def flat(*leaves: Any) -> list[Any]:
         # Not the jitted function: what JAX remembers of it, nobody would hear `dispatch` choose.
         return jax.tree.leaves(function.__wrapped__(*jax.tree.unflatten(tree, leaves)))
 
     with dispatch.choices() as chosen:
-        exported = export.export(jax.jit(flat), platforms=[_platform()])(*leaves)
+        exported = export.export(jax.jit(flat), platforms=[platform])(*leaves)
     return json.dumps(chosen).encode() + b"\n" + exported.serialize()
 
 
-def _platform() -> str:
+def described(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An array without its values and its place."""
+    kind = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def platform() -> str:
     """The default device's, as lowering calls it: "cuda" is among several that are a "gpu"."""
-    platform = device.default_device().platform
-    return export.default_export_platform() if platform == jax.default_backend() else platform
+    name = device.default_device().platform
+    return export.default_export_platform() if name == jax.default_backend() else name
 
 
 def _jitted(content: bytes, name: str, results: Any, donated: int) -> jax.stages.Wrapped:
@@ -135,11 +157,15 @@ def _read(path: Path) -> bytes | None:
     return content if hashlib.sha256(content).digest() == digest else None
 
 
-def _write(path: Path, content: bytes) -> None:
-    """In one piece, and not if the sources have changed meanwhile: who knows which were traced."""
+def keep(path: Path, content: bytes) -> None:
+    """Write what `traced` gave, in one piece.
+
+    Not if the sources have changed meanwhile: who knows which were traced.
+    """
     if _sources() != _SOURCES:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
+        path = own_folder(path.parent) / path.name
         write_own(path, hashlib.sha256(content).digest() + content)
         _make_room(path.parent)
 
@@ -167,6 +193,30 @@ def _sources() -> str:
 _SOURCES = _sources()  # at import: those that this process runs
 _VERSIONS = {module.__name__: module.__version__ for module in (flax, jax, jaxlib, np)}
 _COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules whose code sources and versions tell
+
+
+def settings() -> dict[str, Any]:
+    """JAX's settings in plain values, as a `with` around this may have set them.
+
+    Left out are those that say where programs run, and where and when XLA's are kept.
+    """
+    values = {name: getattr(jax.config, name, x) for name, x in jax.config.values.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if "cache" not in name
+        and name not in ("jax_platforms", "jax_default_device")
+        and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
+def identity(closed_over: Any) -> str | None:
+    """The same in every process that would trace the same of `closed_over`; None: who knows."""
+    try:
+        words = repr(_plain((_SOURCES, _VERSIONS, closed_over)))
+    except _UnknownError:
+        return None
+    return hashlib.sha256(words.encode()).hexdigest()
 
 
 def _key(args: tuple[Any, ...], closed_over: Any) -> str | None:

@@ -87,7 +87,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.runner.programs import program_cache
 jax.config.update("jax_disable_most_optimizations", json.loads(sys.argv[2]))
 program_cache._folder = lambda: Path(sys.argv[1])
-program_cache._traced = None
+program_cache.traced = None
 print(json.dumps([here.run(), dispatch.implementations()]))
 """
 

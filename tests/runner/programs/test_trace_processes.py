@@ -1,0 +1,91 @@
+"""Processes that trace: each request gets its answer or None, and none outlives its block."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxspec.pallas import dispatch
+from jaxspec.runner.programs import trace_processes
+from jaxspec.runner.programs.trace_processes import answering, num_processes
+
+ECHO = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])"
+FAIL = "import sys; sys.stdin.read(); sys.exit('no such model')"
+SLEEP = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """Sets what the processes run; all that were started."""
+    started = []
+
+    def run(code):
+        def start():
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            started.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
+            return started[-1]
+
+        monkeypatch.setattr(trace_processes, "_started", start)
+        return started
+
+    return run
+
+
+def test_each_request_gets_its_answer(worker):
+    started = worker(ECHO)
+    requests = {name: name.encode() * 100_000 for name in ("ab", "cd", "ef")}
+    with answering(requests, 2) as answers:
+        assert dict(answers) == {name: request[::-1] for name, request in requests.items()}
+    assert [process.returncode for process in started] == [0] * 3
+
+
+def test_none_is_asked_for_nothing(worker):
+    started = worker(ECHO)
+    with answering({}, 0) as answers:
+        assert list(answers) == [] == started
+
+
+def test_a_process_that_fails_gives_none_and_a_line_in_the_log(worker, caplog):
+    caplog.set_level(logging.INFO, trace_processes.__name__)
+    worker(FAIL)
+    with answering({1: b"x"}, 1) as answers:
+        assert list(answers) == [(1, None)]
+    assert "ended with 1: no such model" in caplog.text
+
+
+def test_a_process_that_cannot_be_started_gives_none(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, trace_processes.__name__)
+    monkeypatch.setattr(trace_processes.sys, "executable", os.devnull)
+    with answering({1: b"x"}, 1) as answers:
+        assert list(answers) == [(1, None)]
+    assert "no process traces a program" in caplog.text
+
+
+def test_an_interrupt_ends_those_that_run_and_starts_no_more(worker):
+    started = worker(SLEEP)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), answering(dict.fromkeys(range(5), b""), 2):
+        while len(started) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert time.monotonic() - begin < 60
+    assert len(started) == 2 and all(process.returncode for process in started)
+
+
+@pytest.mark.parametrize(
+    ("cores", "programs", "processes"),
+    [(None, 9, 0), (1, 9, 0), (2, 9, 0), (3, 9, 2), (16, 9, 8), (16, 3, 3), (16, 1, 0), (16, 0, 0)],
+)
+def test_as_many_processes_as_programs_and_free_cores(cores, programs, processes, monkeypatch):
+    monkeypatch.setattr(trace_processes.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    assert num_processes(programs) == processes
+
+
+def test_no_process_where_no_kernel_makes_tracing_slow(monkeypatch):
+    monkeypatch.setattr(trace_processes.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (False, "this is a test"))
+    assert num_processes(9) == 0

@@ -1,0 +1,143 @@
+"""A program that another process traced is the one that this process would have made."""
+
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from harness import FIXTURES, REPLAY, Harness, model, prompts
+from jax import export
+
+from jaxspec import device
+from jaxspec.plan import MOVES, Program
+from jaxspec.runner import trace_worker
+from jaxspec.runner.programs import program_cache, trace_processes
+from jaxspec.runner.trace_worker import Recipe
+from jaxspec.sampler import GREEDY
+
+DECODE = Program(4, 0, GREEDY)
+H200 = device.StandIn("gpu", "NVIDIA H200", "9.0")
+
+
+@pytest.fixture(autouse=True)
+def no_stand_in(monkeypatch):
+    """What a worker sets for good is undone."""
+    monkeypatch.setattr(device, "_stand_in", None)
+
+
+def request_for(runner, program=DECODE):
+    return pickle.loads(runner._request(program))
+
+
+@pytest.mark.parametrize(
+    "fixture", sorted(path.parent.name for path in FIXTURES.glob("qwen*/*.safetensors"))
+)
+def test_a_recipe_makes_the_model_again(fixture):
+    recipe = Recipe.of(model(fixture), jnp.dtype("float32"))
+    again, here = (nnx.split(each) for each in (recipe.model(), model(fixture)))
+    assert again[0] == here[0]
+    shapes = [
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)]
+        for _, weights in (again, here)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def program_of(content):
+    """The choices and the instructions, without the lines of source that they come from."""
+    chosen, _, program = content.partition(b"\n")
+    text = export.deserialize(bytearray(program)).mlir_module()
+    return chosen, re.sub(r"#loc\d* = .*\n|#loc\d*", "", text)
+
+
+def test_a_worker_keeps_what_this_process_would():
+    runner = Harness("qwen3_5", drafts=2, samplers=()).runner
+    there = trace_worker.trace(request_for(runner))
+    step = trace_worker.jitted_step(runner._config, DECODE)
+    here = program_cache.traced(step, runner._args(DECODE), program_cache.platform())
+    assert program_of(there) == program_of(here)
+
+
+def test_a_worker_refuses_to_make_another_program():
+    request = request_for(Harness("qwen3_5", samplers=()).runner)
+    with pytest.raises(ValueError, match="would make another of it"):
+        trace_worker.trace(request._replace(program=Program(4, 64, GREEDY)))
+
+
+def test_a_worker_takes_over_how_jax_is_set():
+    request = request_for(Harness("qwen3_5", samplers=()).runner)
+    before = jax.config.jax_default_prng_impl
+    settings = request.settings | {"jax_default_prng_impl": "rbg"}
+    try:
+        trace_worker.trace(request._replace(settings=settings))
+        assert jax.config.jax_default_prng_impl == "rbg" != before
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
+    assert not [name for name in settings if "cache" in name]
+
+
+def run(**options):
+    engine = Harness("qwen3_5", drafts=1, states=REPLAY, steps_per_dispatch=2, **options)
+    for prompt in prompts(2):
+        engine.add(prompt)
+    engine.run()
+    return engine.runner, [list(request.output) for request in engine.requests]
+
+
+def test_programs_traced_by_processes_give_the_same_tokens(monkeypatch, tmp_path):
+    """Nothing but the copies, which have no kernel, is traced in this process."""
+    _, tokens = run()
+    traced = []
+
+    def note(step, args, platform):
+        traced.append(step.__name__)
+        return real(step, args, platform)
+
+    real = program_cache.traced
+    monkeypatch.setattr(program_cache, "traced", note)
+    monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
+    monkeypatch.setattr(program_cache, "_calls", {})
+    monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
+    runner, again = run()
+    assert again == tokens
+    assert traced == ["moves"]
+    assert len(list((tmp_path / "programs").iterdir())) == 4
+    compiled = runner.lower(DECODE).compile()
+    state = jax.tree.leaves(runner.state)
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in state)
+    asked = []
+    monkeypatch.setattr(trace_processes, "num_processes", lambda count: asked.append(count) or 0)
+    monkeypatch.setattr(program_cache, "_calls", {})
+    assert run()[1] == tokens and asked == [0]
+
+
+def test_programs_that_processes_fail_to_trace_are_traced_here(monkeypatch, tmp_path):
+    _, tokens = run()
+    monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
+    monkeypatch.setattr(program_cache, "_calls", {})
+    monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
+    monkeypatch.setattr(trace_processes, "_WORKER", "raise SystemExit(1)")
+    assert run()[1] == tokens
+
+
+def test_the_copies_are_never_asked_for(monkeypatch, tmp_path):
+    runner = Harness("qwen3_5", samplers=()).runner
+    monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
+    asked = []
+    monkeypatch.setattr(trace_processes, "num_processes", lambda count: asked.append(count) or 0)
+    assert list(runner.trace_ahead([DECODE, MOVES])) == [DECODE, MOVES]
+    assert asked == [1]
+
+
+@pytest.mark.mosaic
+def test_a_process_without_a_gpu_traces_kernels_for_one():
+    """It is a process of its own: the stand-in would not leave this one's caches."""
+    runner = Harness("qwen3_5", drafts=2, samplers=(), states=REPLAY).runner
+    request = request_for(runner)._replace(target=H200, platform="cuda")
+    with trace_processes.answering({DECODE: pickle.dumps(request)}, 1) as answers:
+        ((_, content),) = answers
+    chosen, program = program_of(content)
+    assert b'["slot_mapping", "kernel"' in chosen
+    assert program.count("mosaic_gpu") > 0
