@@ -19,7 +19,7 @@ from jaxspec.pallas import dispatch
 _log = logging.getLogger(__name__)
 _Key = TypeVar("_Key", bound=Hashable)
 
-MAX_PROCESSES = 8  # each takes about 0.7 GB
+MAX_PROCESSES = 8  # each takes about 0.5 GB
 _WORKER = (
     "import sys; sys.path[:] = sys.argv[1:]; from jaxspec.runner.trace_worker import main; main()"
 )
