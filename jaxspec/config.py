@@ -104,19 +104,20 @@ class StepShapes:
         )
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
-        budget = max_num_batched_tokens
-        if budget is None:
+        if max_num_batched_tokens is not None:
+            budget = largest = max_num_batched_tokens
+        else:
             # No more than the prompts that a step can advance may have.
             longest = -(-min(max_prefill_seqs, max_num_seqs) * max_model_len // 64) * 64
-            verify = -(-max_num_seqs * (1 + num_drafts) // 32) * 64  # twice one of all rows
-            budget = max(TOKENS_PER_STEP, min(tokens_per_step, longest), verify)
+            largest = max(TOKENS_PER_STEP, min(tokens_per_step, longest))
+            budget = largest + max_num_seqs * (1 + num_drafts)  # whatever is verified beside it
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
-            # 64 and the budget; with 512 and 2048 between them where that is 2048 or more, so that
-            # no prompt of middling length pays for the largest step.
-            between = {512, 2048} if budget >= 2048 else set[int]()
-            prefill_tokens = sorted({min(64, budget), budget} | between)
+            # 64 and the most; with 512 and 2048 between them where that is 2048 or more, so that no
+            # prompt of middling length pays for the largest step.
+            between = {512, 2048} if largest >= 2048 else set[int]()
+            prefill_tokens = sorted({min(64, largest), largest} | between)
         return StepShapes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -177,6 +178,20 @@ class StepShapes:
     def num_steps(self, prefill_tokens: int) -> list[int]:
         """For how many steps programs with so many prompt tokens are compiled, ascending."""
         return sorted({1, self.steps_per_dispatch if prefill_tokens == 0 else 1})
+
+    def well_filled(self, num_prompt_tokens: int) -> int:
+        """How many of so many prompt tokens to compute in a step, if another one follows anyway.
+
+        All, if three quarters of the size that holds them are theirs. Else they fill the size
+        below, unless that would make more than four steps of them:
+
+            with sizes of 64 and 512:   64 of 100,   300 of 300,   400 of 400
+        """
+        above = next(n for n in self.prefill_tokens if n >= num_prompt_tokens)
+        below = max((n for n in self.prefill_tokens if n <= num_prompt_tokens), default=0)
+        if 4 * num_prompt_tokens >= 3 * above or 4 * below < num_prompt_tokens:
+            return num_prompt_tokens
+        return below
 
     def round_up(self, num_decode: int, num_prefill_tokens: int) -> tuple[int, int]:
         """The smallest compiled shape that holds a step."""

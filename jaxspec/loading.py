@@ -124,6 +124,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         state_policy=settled.states.policy,
         num_pages=runner.shapes.num_pages,
         max_num_batched_tokens=runner.shapes.max_num_batched_tokens,
+        prefill_buckets=runner.shapes.prefill_tokens,
         speculative_config=settled.speculation,
     )
     return Loaded(folder, model.config, settled.proposer, runner, resolved)

@@ -104,8 +104,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "verified and prefilled tokens of a step together",
-        none="512; where kernels run, up to 4096 for a mixture of experts, but no more than "
-        "max_prefill_seqs prompts can have; at least twice a verify of all rows",
+        none="a verify of all rows, and 512 tokens of prompts; where kernels run, up to 4096 of "
+        "them for a mixture of experts, but no more than max_prefill_seqs prompts can have",
     )
     long_prefill_token_threshold: int | None = option(
         None, "most prompt tokens of one request in a step", none="no such limit"
@@ -119,8 +119,8 @@ class EngineConfig:
     prefill_buckets: Sequence[int] | None = option(
         None,
         "numbers of prompt tokens that get compiled, ascending",
-        none="64 and max_num_batched_tokens; with 512 and 2048 between them if that is 2048 or "
-        "more",
+        none="64 and as many as a step may have; with 512 and 2048 between them if that is 2048 "
+        "or more",
     )
     seed: int = option(0, "seed of requests that bring none", least=None)
     compilation_cache: str | Path | None = option(

@@ -84,7 +84,7 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
     buckets = StepShapes.of(**DEFAULTS | {"max_num_seqs": max_num_seqs})
     assert buckets.decode_rows == sizes
     assert buckets.num_pages == 7 * max_num_seqs + 1
-    assert buckets.max_num_batched_tokens == 512
+    assert buckets.max_num_batched_tokens == 512 + 4 * max_num_seqs
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
         (2049, (64, 512, 2048, 2049)),
     ],
 )
-def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
+def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
     sizes_given = DEFAULTS | {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     assert StepShapes.of(**sizes_given).prefill_tokens == sizes
 
@@ -116,15 +116,36 @@ def test_default_prefill_buckets_end_in_the_budget(budget, sizes):
 def test_a_model_has_its_own_default_of_tokens_a_step(tokens_per_step, max_model_len, sizes):
     own = {"tokens_per_step": tokens_per_step, "max_model_len": max_model_len}
     shapes = StepShapes.of(**DEFAULTS | own)
-    assert (shapes.prefill_tokens, shapes.max_num_batched_tokens) == (sizes, sizes[-1])
+    verify = 8 * 4  # of all rows, beside which there is room for the prompts
+    assert (shapes.prefill_tokens, shapes.max_num_batched_tokens) == (sizes, sizes[-1] + verify)
     alone = StepShapes.of(**DEFAULTS | own | {"max_prefill_seqs": 1})
-    assert alone.max_num_batched_tokens == max(
-        512, min(tokens_per_step, -(-max_model_len // 64) * 64)
-    )
+    longest = max(512, min(tokens_per_step, -(-max_model_len // 64) * 64))
+    assert alone.prefill_tokens[-1] == longest == alone.max_num_batched_tokens - verify
     given = StepShapes.of(**DEFAULTS | own | {"max_num_batched_tokens": 300})
     assert given.prefill_tokens == (64, 300)
     many = {"max_num_seqs": 1000, "max_num_batched_tokens": None}
-    assert StepShapes.of(**DEFAULTS | own | many).max_num_batched_tokens == 8000
+    assert StepShapes.of(**DEFAULTS | own | many).prefill_tokens == sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "due", "computed"),
+    [
+        ((64, 512), 0, 0),
+        ((64, 512), 1, 1),  # there is no smaller size
+        ((64, 512), 64, 64),
+        ((64, 512), 65, 64),
+        ((64, 512), 256, 64),  # four steps
+        ((64, 512), 257, 257),  # would be five
+        ((64, 512), 512, 512),
+        ((64, 256, 1024), 191, 64),
+        ((64, 256, 1024), 192, 192),  # three quarters
+        ((64, 256, 1024), 767, 256),
+        ((64, 256, 1024), 768, 768),
+    ],
+)
+def test_a_size_is_filled_by_three_quarters_or_the_one_below_is_filled(sizes, due, computed):
+    buckets = StepShapes.of(**DEFAULTS | {"prefill_tokens": sizes})
+    assert buckets.well_filled(due) == computed
 
 
 def test_what_is_given_is_no_default():
@@ -132,7 +153,7 @@ def test_what_is_given_is_no_default():
     buckets = StepShapes.of(**DEFAULTS | given)
     assert (buckets.decode_rows, buckets.prefill_tokens, buckets.num_pages) == ((2, 8), (16,), 9)
     many = StepShapes.of(**DEFAULTS | {"max_num_seqs": 100})
-    assert many.max_num_batched_tokens == 2 * 100 * 4 + 32  # in full 64s
+    assert many.max_num_batched_tokens == 512 + 100 * 4
     for name, option in (("decode_rows", "decode_buckets"), ("prefill_tokens", "prefill_buckets")):
         with pytest.raises(ValueError, match=f"{option} must ascend"):
             StepShapes.of(**DEFAULTS | {name: []})

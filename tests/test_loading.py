@@ -99,7 +99,7 @@ def test_a_step_has_as_many_prompt_tokens_as_make_experts_worth_reading(
 
     def budget(**options):
         shapes = settle(EngineConfig(**options), sparse, jnp.dtype("float32")).shapes
-        return shapes.max_num_batched_tokens
+        return shapes.prefill_tokens[-1]
 
     assert sparse.tokens_per_step == tokens == budget()
     assert budget(max_num_batched_tokens=100) == 100

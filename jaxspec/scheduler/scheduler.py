@@ -5,6 +5,7 @@ upper bound, every draft in flight accepted, and learns some dispatches late wha
 The bound sizes page reservations and dispatches: positions, counts and slots are the device's own.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -141,12 +142,30 @@ class Scheduler:
     # Which rows get tokens.
 
     def _prompt_budget(self) -> int:
-        """Prompt tokens a step has room for beside the rows that decode."""
+        """Prompt tokens of the next step: no more than there is room for beside rows that decode.
+
+        While rows decode, more steps come anyway. Then tokens wait for the next one that would
+        make this one compute a much larger size, which would be mostly padding.
+        """
         if not self.waiting and not any(request.is_prefilling for request in self.running):
             return 0
         num_decodes = sum(map(self._takes_decode_row, self.running))
         left = self.shapes.max_num_batched_tokens - num_decodes * self.shapes.width
-        return min(self.shapes.prefill_tokens[-1], left)
+        left = min(self.shapes.prefill_tokens[-1], left)
+        if num_decodes == 0:
+            return left
+        # At least 1, so that the step counts as one that prompts wait for.
+        return max(1, self.shapes.well_filled(min(left, sum(self._due_chunks()))))
+
+    def _due_chunks(self) -> list[int]:
+        """The prompt tokens of each request that a step could compute, if there are pages."""
+        running = [r for r in self.running if r.is_prefilling and not self._takes_decode_row(r)]
+        lengths = [self._followers.prefill_end(r) - r.num_computed for r in running]
+        num_new = min(len(self._free_slots), self.shapes.max_new_rows)
+        new = (r for r in self.waiting if not self._followers.waits(r, self.running))
+        lengths += [len(request.tokens) for request in itertools.islice(new, num_new)]
+        longest = self.shapes.long_prefill_token_threshold or max(lengths, default=0)
+        return [min(n, longest) for n in lengths if n > 0][: self.shapes.max_prefill_seqs]
 
     def _num_steps(self, budget: int) -> int:
         """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
