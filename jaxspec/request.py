@@ -147,6 +147,17 @@ class Request:
         return self.num_computed < self.prefill_len
 
     @property
+    def takes_decode_row(self) -> bool:
+        """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
+
+        One last prompt token over a context is a decode row without drafts: the same kernel then
+        serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
+        """
+        if self.is_prefilling:
+            return 0 < self.num_computed == self.prefill_len - 1
+        return len(self.tokens) + self.in_flight < self.max_len
+
+    @property
     def tokens_bound(self) -> int:
         """Most tokens it can have when the steps in flight are done: every draft accepted."""
         return min(len(self.tokens) + self.in_flight_bound, self.max_len)

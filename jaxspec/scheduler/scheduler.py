@@ -5,7 +5,6 @@ upper bound, every draft in flight accepted, and learns some dispatches late wha
 The bound sizes page reservations and dispatches: positions, counts and slots are the device's own.
 """
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from jaxspec.sampler import join
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.prompt_budget import prompt_budget
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
 
 
@@ -104,7 +104,8 @@ class Scheduler:
         forked = self._fork() if self._followers else None
         if forked is not None:
             return forked
-        budget = self._prompt_budget()
+        num_free = min(len(self._free_slots), self.shapes.max_new_rows)
+        budget = prompt_budget(self.shapes, self.running, self.waiting, self._followers, num_free)
         step = NextStep(budget, self._num_steps(budget))
         index = 0
         while index < len(self.running):  # victims leave from the end
@@ -141,32 +142,6 @@ class Scheduler:
 
     # Which rows get tokens.
 
-    def _prompt_budget(self) -> int:
-        """Prompt tokens of the next step: no more than there is room for beside rows that decode.
-
-        While rows decode, more steps come anyway. Then tokens wait for the next one that would
-        make this one compute a much larger size, which would be mostly padding.
-        """
-        if not self.waiting and not any(request.is_prefilling for request in self.running):
-            return 0
-        num_decodes = sum(map(self._takes_decode_row, self.running))
-        left = self.shapes.max_num_batched_tokens - num_decodes * self.shapes.width
-        left = min(self.shapes.prefill_tokens[-1], left)
-        if num_decodes == 0:
-            return left
-        # At least 1, so that the step counts as one that prompts wait for.
-        return max(1, self.shapes.well_filled(min(left, sum(self._due_chunks()))))
-
-    def _due_chunks(self) -> list[int]:
-        """The prompt tokens of each request that a step could compute, if there are pages."""
-        running = [r for r in self.running if r.is_prefilling and not self._takes_decode_row(r)]
-        lengths = [self._followers.prefill_end(r) - r.num_computed for r in running]
-        num_new = min(len(self._free_slots), self.shapes.max_new_rows)
-        new = (r for r in self.waiting if not self._followers.waits(r, self.running))
-        lengths += [len(request.tokens) for request in itertools.islice(new, num_new)]
-        longest = self.shapes.long_prefill_token_threshold or max(lengths, default=0)
-        return [min(n, longest) for n in lengths if n > 0][: self.shapes.max_prefill_seqs]
-
     def _num_steps(self, budget: int) -> int:
         """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
         all even if every draft is accepted, and there are pages for them without a preemption.
@@ -182,18 +157,8 @@ class Scheduler:
         held = sum(len(request.pages) for request in self.running)
         return several if pages - held <= self.pages.num_free else 1
 
-    def _takes_decode_row(self, request: Request) -> bool:
-        """Whether a row of the decode rectangle is due: at one token a step it is not over yet.
-
-        One last prompt token over a context is a decode row without drafts: the same kernel then
-        serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
-        """
-        if request.is_prefilling:
-            return 0 < request.num_computed == request.prefill_len - 1
-        return len(request.tokens) + request.in_flight < request.max_len
-
     def _advance(self, request: Request, step: NextStep) -> None:
-        if self._takes_decode_row(request):
+        if request.takes_decode_row:
             upto = self.shapes.reach(request.tokens_bound, step.num_steps)
             if self._reserve(request, upto, step):
                 step.decodes.append(request)

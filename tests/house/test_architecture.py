@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Longer than the budget, and why it stays whole. This list may only shrink.
-LONG_FILES = {"scheduler/scheduler.py": 330}
+LONG_FILES = {"scheduler/scheduler.py": 310}
 KERNEL = re.compile(r"_kernel|_block|_tiles|/gpu/")  # files that import Pallas
 # Tested through others: no logic of their own, or only seen whole. This list may only shrink.
 TESTED_ELSEWHERE = {
