@@ -14,7 +14,7 @@ class StandIn(NamedTuple):
 
     @staticmethod
     def of(there: Any) -> "StandIn":
-        """That of a device of this process."""
+        """What stands in for a device of this process."""
         capability = getattr(there, "compute_capability", None)
         return StandIn(there.platform, there.device_kind, capability)
 
@@ -23,7 +23,7 @@ _stand_in: StandIn | None = None
 
 
 def default_device() -> Any:
-    """The device that programs run on by default; or what stands in for it."""
+    """The device that programs run on by default, or what stands in for it where none runs."""
     if _stand_in is not None:
         return _stand_in
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

@@ -59,7 +59,7 @@ class StepTimes:
 
     program: Program
     num_decodes: int  # rows that decode, of as many as the program has room for
-    num_prompt_tokens: int  # likewise
+    num_prompt_tokens: int  # that are read, of as many as the program has room for
     plan_start: float
     dispatch_start: float
     dispatch_end: float

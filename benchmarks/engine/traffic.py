@@ -10,17 +10,17 @@ random weights, whose drafts stand at given rates. They come in one of two ways:
 
 Seconds go from the first arrival to the last token. A request's time to its first token counts from
 its arrival, and its time per token goes from the first token to the last; a gap is what a row waits
-between two portions. Where all requests are equal and at once, `ms_per_token` is the time of all
-less that for one token of each, over the tokens between. Figures are those of the repeat in the
-middle.
+between two portions. Where all requests are equal and run at once, `ms_per_token` is the time of
+all less that for one token of each, over the tokens between. Figures are those of the repeat in
+the middle.
 
 One more run is traced, and tells the share of the time by kind of step, and what was computed:
 
 * computed: what programs had room for; planned: what they were given.
-* real rows: those verified with drafts, of requests that had not ended; without drafts, tokens
-  after the first. The host learns late that a request has ended, and plans rows for it meanwhile.
+* real rows: those whose requests had not ended. The host learns late that one has, and plans rows
+  for it meanwhile.
 * floor: the seconds of the same steps with real prompt tokens and planned rows alone, each by
-  `floor.py`.
+  `floor.py`; and its share of the seconds that the traced run took.
 
 A process makes one engine. A line is printed for each case, and a FILE keeps other cases.
 """
@@ -70,8 +70,10 @@ class Case:
     share: float | None = None  # open
 
     @property
-    def is_equal_and_at_once(self) -> bool:
-        return self.lengths != "trace" and self.at_once == self.requests
+    def is_one_batch(self) -> bool:
+        """Whether all requests are equal and run at once."""
+        is_at_once = self.requests == self.at_once and self.requests <= self.rows
+        return self.lengths != "trace" and is_at_once
 
 
 @dataclasses.dataclass
@@ -206,17 +208,17 @@ def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
     return {kind: part / (free - begin) for kind, part in seconds.items()}
 
 
-def amounts(case: Case, served: Served, steps: Sequence[StepTimes]) -> Figures:
+def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
     """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
     decodes = [(step, step.program.num_steps) for step in steps]
-    verifies = sum(metrics.num_drafts for metrics in served.metrics)
-    tokens = sum(metrics.num_tokens - 1 for metrics in served.metrics)
+    # A verify gives one token more than drafts that stand; the first token is the prompt's.
+    emitting = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
     return {
         "steps": sum(count for _, count in decodes),
         "dispatches": len(steps),
         "rows_computed": sum(step.program.decode_rows * count for step, count in decodes),
         "rows_planned": sum(step.num_decodes * count for step, count in decodes),
-        "rows_real": verifies if case.drafts else tokens,
+        "rows_real": emitting,
         "prompt_tokens_computed": sum(step.program.prefill_tokens for step in steps),
         "prompt_tokens_real": sum(len(sample.request.prompt) for sample in served.samples),
     }
@@ -260,7 +262,7 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
     def run(work: Work) -> Served:
         return serve(llm, work, at_once=case.at_once, arrivals=arrivals)
 
-    run(work.one_token_each())  # finds all warm
+    serve(llm, work.one_token_each(), at_once=case.requests)  # finds all warm
     runs = sorted((run(work) for _ in range(repeats)), key=lambda served: served.seconds)
     figures = speed(runs[len(runs) // 2])
     for name, served in (("least", runs[-1]), ("most", runs[0])):
@@ -268,8 +270,9 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
         figures[f"{key}_{name}"] = speed(served)[key]
     if rate:
         figures["arrivals_per_second"] = rate
-    if case.is_equal_and_at_once and work.tokens[0] > 1:
-        first = run(work.one_token_each()).seconds
+    if case.is_one_batch and work.tokens[0] > 1:
+        firsts = [run(work.one_token_each()).seconds for _ in range(repeats)]
+        first = sorted(firsts)[repeats // 2]
         figures["ms_per_token"] = 1000 * (figures["seconds"] - first) / (work.tokens[0] - 1)
     preemptions = llm.metrics()["num_preemptions"]
     with llm.trace() as steps:
@@ -279,17 +282,19 @@ def measure(llm: LLM, case: Case, repeats: int, copy: float, served_all: float) 
     return {
         **figures,
         "shares_of_time": shares_of_time(steps),
-        **amounts(case, traced, steps),
+        **amounts(traced, steps),
+        "traced_seconds": traced.seconds,
         "floor_seconds": least,
-        "of_floor": least / figures["seconds"],
+        "of_floor": least / traced.seconds,
         "copy_tb_per_s": copy / 1e12,
     }
 
 
 def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
     """For each lengths the closed loads, with all at once first, then the open ones."""
-    same = ("shape", "rows", "drafts", "draft_vocab", "rates")
-    model = {name: getattr(args, name) for name in same} | {"options": options}
+    same = ("shape", "rows", "drafts", "draft_vocab")
+    model = {name: getattr(args, name) for name in same}
+    model |= {"rates": args.rates[: args.drafts], "options": options}
     cases = []
     for name in args.lengths:
         count = args.requests or (len(workload.lengths(name)) if name == "trace" else args.rows)
@@ -337,11 +342,32 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def refusal(args: argparse.Namespace) -> str | None:
+    """Why the options don't go together, if they don't."""
+    if args.shares and ALL not in args.at_once:
+        return f"--shares are of the speed with --at-once {ALL}, which is left out."
+    counts = [args.rows, args.repeats, *(n for n in args.at_once if n != ALL)]
+    if min(counts) < 1 or min(args.shares, default=1) <= 0:
+        return "--rows, --repeats, --at-once and --shares must be positive."
+    if args.requests is not None and args.requests < max([1, *counts[2:]]):
+        return f"--requests must be at least as many as --at-once, got {args.requests}."
+    if "max_num_seqs" in dict(args.options):
+        return "max_num_seqs is --rows."
+    if args.json and args.json.exists() and "results" not in json.loads(args.json.read_text()):
+        return f"{args.json} holds no results of this script; name another file."
+    try:
+        for case in cases_of(args, {}):
+            workload.lengths(case.lengths, case.requests)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def main() -> None:
     options = parser()
     args = options.parse_args()
-    if args.shares and ALL not in args.at_once:
-        options.error(f"--shares are of the speed with --at-once {ALL}, which is left out.")
+    if why := refusal(args):
+        options.error(why)
     tuned = dict(args.options)
     copy = 1e12 * args.copy_tb_per_s if args.copy_tb_per_s else copy_bandwidth()
     commit = record.machine()["commit"]
@@ -353,7 +379,7 @@ def main() -> None:
         figures = measure(llm, case, args.repeats, copy, served_all)
         if case.at_once == case.requests:
             served_all = figures["requests_per_second"]
-        about = json.loads(json.dumps(dataclasses.asdict(case)))
+        about = json.loads(json.dumps(dataclasses.asdict(case)))  # with lists, as a file has them
         figures |= {**setting_up, "commit": commit}
         dummy_llm.keep(args.json, about, figures, dispatch.implementations())
 

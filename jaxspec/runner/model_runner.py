@@ -1,6 +1,7 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
 from jaxspec.runner.trace_worker import Recipe, TraceRequest
 from jaxspec.sampling import Verifier
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -64,6 +67,8 @@ class ModelRunner:
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
+        self._depends = program_cache.words(self._config) or self._config  # all programs do
+        self._places: dict[Program, Path | None] = {}  # on disk
         self._state: EngineState | None = self._new_state()
         self._steps: dict[Program, jax.stages.Wrapped] = {}
         self._programs: dict[Program, jax.stages.Compiled] = {}
@@ -134,15 +139,16 @@ class ModelRunner:
         Processes of their own trace those that no file holds, where that is quicker. What such a
         process fails to trace, `lower` traces.
         """
-        places = {program: self._file(program) for program in programs if program != MOVES}
+        places = {program: self._place(program) for program in programs if program != MOVES}
         files = {p: file for p, file in places.items() if file and not program_cache.is_there(file)}
         count = trace_processes.num_processes(len(files))
         requests = {program: self._request(program) for program in files} if count else {}
-        with trace_processes.answering(requests, count) as answers:
-            yield from (program for program in programs if program not in requests)
+        asked = {program: request for program, request in requests.items() if request is not None}
+        with trace_processes.answering(asked, count) as answers:
+            yield from (program for program in programs if program not in asked)
             for program, content in answers:
                 if content is not None:
-                    program_cache.keep(files[program], content)
+                    program_cache.hand_over(files[program], content)
                 yield program
 
     def lower(self, program: Program) -> jax.stages.Lowered:
@@ -175,23 +181,28 @@ class ModelRunner:
     def _args(self, program: Program) -> tuple[Any, ...]:
         return self._weights, self._tables, self.state, self._empty_plan(program)
 
-    def _file(self, program: Program) -> Path | None:
+    def _place(self, program: Program) -> Path | None:
         """Where the program is kept on disk."""
-        step = jitted_step(self._config, program)
-        return program_cache.place(step, self._args(program), (self._config, program))
+        if program not in self._places:
+            step, args = jitted_step(self._config, program), self._args(program)
+            self._places[program] = program_cache.place(step, args, (self._depends, program))
+        return self._places[program]
 
-    def _request(self, program: Program) -> bytes:
-        _, *others = self._args(program)
-        return pickle.dumps(TraceRequest.of(self._recipe, self._config, program, tuple(others)))
+    def _request(self, program: Program) -> bytes | None:
+        """What another process traces it from; None: it can't be told."""
+        args, depends = self._args(program), (self._depends, program)
+        try:
+            return pickle.dumps(TraceRequest.of(self._recipe, self._config, program, args, depends))
+        except Exception as error:  # a proposer of the user's, say, that can't be pickled
+            _log.info("no other process traces a program: %r", error)
+            return None
 
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
-            step, depends = jitted_step(self._config, program), (self._config, program)
-            results = jax.tree.structure((self.state, 0))
-            self._steps[program] = program_cache.kept(
-                step, args, results, donated=2, closed_over=depends
-            )
+            step, results = jitted_step(self._config, program), jax.tree.structure((self.state, 0))
+            place = self._place(program)
+            self._steps[program] = program_cache.kept(place, step, args, results, donated=2)
         return self._steps[program]
 
     def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:

@@ -46,26 +46,31 @@ class TraceRequest(NamedTuple):
     recipe: Recipe
     config: StepConfig  # without the model and its weights, which can't be pickled
     program: Program
-    others: tuple[Any, ...]  # the step's arguments after the weights, as shapes and dtypes
+    arguments: tuple[Any, ...]  # of the step, behind the weights, as shapes and dtypes
     target: device.StandIn
     platform: str  # as lowering calls it
     settings: dict[str, Any]  # of JAX
-    identity: str | None  # `program_cache.identity` of the program
+    fingerprint: str | None  # of the program, by `program_cache.fingerprint`
 
     @staticmethod
     def of(
-        recipe: Recipe, config: StepConfig, program: Program, others: tuple[Any, ...]
+        recipe: Recipe,
+        config: StepConfig,
+        program: Program,
+        args: tuple[Any, ...],
+        closed_over: Any,
     ) -> "TraceRequest":
-        """The request for a program of this process; `others` are arrays."""
+        """The request for a program that this process would call with the arrays `args`."""
+        _, *others = args
         return TraceRequest(
             recipe=recipe,
             config=dataclasses.replace(config, model=None, weights=None),
             program=program,
-            others=jax.tree.map(program_cache.described, others),
+            arguments=jax.tree.map(program_cache.described, tuple(others)),
             target=device.StandIn.of(device.default_device()),
             platform=program_cache.platform(),
             settings=program_cache.settings(),
-            identity=program_cache.identity((config, program)),
+            fingerprint=program_cache.fingerprint(args, closed_over),
         )
 
 
@@ -82,19 +87,18 @@ def trace(request: TraceRequest) -> bytes:
     graph, weights = nnx.split(request.recipe.model())
     leaves, tree = jax.tree.flatten(weights)
     config = dataclasses.replace(request.config, model=graph, weights=tree)
-    if program_cache.identity((config, request.program)) != request.identity:
+    args = tuple(leaves), *request.arguments
+    depends = program_cache.words(config), request.program
+    if program_cache.fingerprint(args, depends) != request.fingerprint:
         raise ValueError(
             "A process must trace the program that it was asked for, and would make another of it."
         )
-    args = tuple(leaves), *request.others
     return program_cache.traced(jitted_step(config, request.program), args, request.platform)
 
 
-def main() -> None:
-    """Answer one request, and leave the GPU alone."""
+def main(answer: int) -> None:
+    """Answer one request on the file descriptor `answer`, and leave the GPU alone."""
     jax.config.update("jax_platforms", "cpu")
-    # What libraries print must not get into the answer.
-    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with answer:
-        answer.write(trace(pickle.load(sys.stdin.buffer)))
+    jax.config.update("jax_platform_name", "")
+    with os.fdopen(answer, "wb") as file:
+        file.write(trace(pickle.load(sys.stdin.buffer)))

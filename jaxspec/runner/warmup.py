@@ -77,6 +77,7 @@ def _compile(
 ) -> dict[str, float]:
     """Lower one after the other, which is Python, while XLA compiles what is lowered."""
     compiling: dict[Program, Future[float]] = {}
+    bar.set_postfix_str("tracing")
     with contextlib.closing(runner.trace_ahead(missing)) as traced:
         for program in traced:
             bar.set_postfix_str(_label(program))

@@ -34,7 +34,7 @@ class ScheduledStep:
     plan: StepPlan
     decodes: tuple[Entry, ...]  # their output rows come first
     prefills: tuple[Entry, ...]  # theirs follow all rows that the program decodes
-    num_prompt_tokens: int = 0  # of all prefills; the program may have room for more
+    num_prompt_tokens: int  # of all prefills; the program may have room for more
 
     @property
     def rows(self) -> list[tuple[int, Entry]]:

@@ -194,7 +194,7 @@ class Scheduler:
                 forks.append(fork(leader, child, self.pages, self.shapes.page_size))
             if not (followers and self._free_slots and step.num_new == self.shapes.max_new_rows):
                 self._followers.dismiss(leader)
-        return ScheduledStep(self._plan(MOVES, step, forks), (), ()) if forks else None
+        return ScheduledStep(self._plan(MOVES, step, forks), (), (), 0) if forks else None
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows

@@ -3,14 +3,17 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxspec.engine import StepTimes
 from jaxspec.plan import MOVES, Program
+from jaxspec.request import Finish, Request
 from jaxspec.sampler import GREEDY
 
+ROOT = Path(__file__).parents[2]
 traffic = importlib.import_module("benchmarks.engine.traffic")
 workload = importlib.import_module("benchmarks.engine.workload")
 
@@ -45,7 +48,8 @@ def test_arrivals_are_poisson():
     arrivals = workload.poisson(4000, 50.0)
     assert arrivals[0] == 0 and arrivals == workload.poisson(4000, 50.0)
     gaps = np.diff(arrivals)
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05) == pytest.approx(gaps.std(), rel=0.1)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)
 
 
 def step(program, decodes, prompt, start, end):
@@ -67,17 +71,12 @@ def test_the_device_is_idle_where_nothing_is_dispatched():
     }
 
 
-@pytest.fixture
-def asked(monkeypatch):
+def asked(words):
     """The cases of a command line."""
-
-    def cases(words):
-        return traffic.cases_of(traffic.parser().parse_args(words.split()), {})
-
-    return cases
+    return traffic.cases_of(traffic.parser().parse_args(words.split()), {})
 
 
-def test_cases_are_each_lengths_under_each_load(asked):
+def test_cases_are_each_lengths_under_each_load():
     cases = asked("--rows 8 --lengths trace 64x32 --at-once all 1 4 --shares 0.5")
     loads = [(case.lengths, case.requests, case.at_once, case.share) for case in cases]
     assert loads == [
@@ -90,14 +89,131 @@ def test_cases_are_each_lengths_under_each_load(asked):
         ("64x32", 8, 4, None),
         ("64x32", 8, None, 0.5),
     ]
-    assert [case.is_equal_and_at_once for case in cases] == [i == 4 for i in range(8)]
+    assert [case.is_one_batch for case in cases] == [i == 4 for i in range(8)]
+    (waves,) = asked("--rows 4 --requests 8 --lengths 64x32")
+    assert not waves.is_one_batch
 
 
-def test_a_share_needs_the_speed_that_it_is_of(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["traffic.py", "--at-once", "1", "--shares", "0.5"])
+def test_rates_of_drafts_that_there_are_not_are_no_part_of_a_case():
+    assert asked("--drafts 0")[0].rates == []
+    assert asked("--drafts 2 --rates 0.7 0.48 0.34")[0].rates == [0.7, 0.48]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--at-once 1 --shares 0.5", "--shares are of the speed with --at-once all"),
+        ("--at-once 0", "must be positive"),
+        ("--repeats 0", "must be positive"),
+        ("--shares 0", "must be positive"),
+        ("--at-once 8 --requests 4", "must be at least as many as --at-once, got 4"),
+        ("--at-once 200", "has 256 requests, and 400 were asked for"),
+        ("--lengths foo", 'as "8192x1024"'),
+        ("--options max_num_seqs=8", "max_num_seqs is --rows"),
+        ("--json benchmarks/results/traffic_h200.json", "holds no results of this script"),
+    ],
+)
+def test_what_could_not_be_measured_is_refused_at_once(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["traffic.py", *words.split()])
     with pytest.raises(SystemExit):
         traffic.main()
-    assert "--shares are of the speed with --at-once all" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+class FakeSample:
+    def __init__(self, request):
+        self.request = request
+
+
+class FakeLLM:
+    """Gives each request one token a step of a second, to as many requests as there are rows."""
+
+    def __init__(self, monkeypatch, rows, most=None):
+        self.now, self.rows, self.most = 100.0, rows, most
+        self.session = self
+        self.there, self.num_there = [], []
+        monkeypatch.setattr(traffic.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(traffic.time, "sleep", self.sleep)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def _prepare(self, prompts, params):
+        requests = [
+            Request(tuple(prompt["prompt_token_ids"]), each, 0)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        return [[FakeSample(request)] for request in requests]
+
+    def add(self, samples):
+        self.there += samples
+
+    @property
+    def has_work(self):
+        return bool(self.there)
+
+    def step(self):
+        self.num_there.append(len(self.there))
+        self.now += 1
+        moved = self.there[: self.rows]
+        for sample in moved:
+            request = sample.request
+            request.tokens.append(7)
+            request.metrics.record_tokens(1, self.now)
+            if request.num_output == min(request.params.max_tokens, self.most or 99):
+                request.finish = Finish.ABORT if self.most else Finish.LENGTH
+                self.there = [other for other in self.there if other is not sample]
+        return moved
+
+
+def work(*tokens):
+    return traffic.Work([{"prompt_token_ids": [1] * 10} for _ in tokens], list(tokens))
+
+
+def test_a_closed_loop_has_so_many_requests_at_a_time(monkeypatch):
+    """Two places and one row: 3 tokens, then 2, then 1. The third comes when the first ends."""
+    llm = FakeLLM(monkeypatch, rows=1)
+    served = traffic.serve(llm, work(3, 2, 1), at_once=2)
+    assert llm.num_there == [2, 2, 2, 2, 2, 1]
+    assert [metrics.ttft for metrics in served.metrics] == [1, 4, 3]
+    assert served.seconds == 6 and sorted(served.gaps) == [1, 1, 1]
+    figures = traffic.speed(served)
+    assert figures["output_tokens_per_second"] == 1 and figures["total_tokens_per_second"] == 6
+    assert figures["requests_per_second"] == 0.5
+    assert (figures["tpot_ms"], figures["gap_ms_p99"]) == (1000, 1000)
+    assert figures["ttft_ms"] == pytest.approx(8000 / 3)
+
+
+def test_time_to_the_first_token_counts_from_when_a_request_was_due(monkeypatch):
+    """The second comes within a step and waits for its end; the third finds nobody there."""
+    llm = FakeLLM(monkeypatch, rows=2)
+    served = traffic.serve(llm, work(1, 1, 1), arrivals=[0, 0.25, 5])
+    assert [metrics.ttft for metrics in served.metrics] == [1, 1.75, 1]
+    assert served.seconds == 6 and served.gaps == []
+    assert "tpot_ms" not in traffic.speed(served)
+
+
+def test_a_request_that_ends_early_is_no_measurement(monkeypatch):
+    with pytest.raises(RuntimeError, match="ended early"):
+        traffic.serve(FakeLLM(monkeypatch, rows=1, most=2), work(3), at_once=1)
+
+
+def test_amounts_tell_room_from_plans_and_plans_from_need(monkeypatch):
+    """A prompt of 10 in a program of 64; then 2 rows of 4, twice 8 steps, for 3 verifies."""
+    served = traffic.serve(FakeLLM(monkeypatch, rows=1), work(6), at_once=1)
+    served.metrics[0].num_accepted_tokens = 2  # so that 3 verifies gave 5 tokens
+    decode = step(Program(4, 0, GREEDY, num_steps=8), 2, 0, 1.0, 2.0)
+    steps = [step(Program(1, 64, GREEDY), 0, 10, 0.0, 1.0), decode, decode]
+    assert traffic.amounts(served, steps) == {
+        "steps": 17,
+        "dispatches": 3,
+        "rows_computed": 1 + 2 * 32,
+        "rows_planned": 2 * 16,
+        "rows_real": 3,
+        "prompt_tokens_computed": 64,
+        "prompt_tokens_real": 10,
+    }
 
 
 def test_options_by_hand_are_of_their_own_types():
@@ -123,7 +239,7 @@ def test_traffic_measures_a_tiny_model(monkeypatch, tmp_path):
     results = json.loads(file.read_text())["results"]
     at_once, alone, arriving = results
     assert [x["at_once"] for x in results] == [5, 1, None]
-    assert "ms_per_token" in at_once and "ms_per_token" not in alone
+    assert not [x for x in results if "ms_per_token" in x]  # five requests, and two rows
     assert arriving["arrivals_per_second"] == pytest.approx(
         0.5 * at_once["requests_per_second"], rel=1e-3
     )
@@ -136,7 +252,7 @@ def test_traffic_measures_a_tiny_model(monkeypatch, tmp_path):
         assert sum(result["shares_of_time"].values()) == pytest.approx(1, abs=1e-3)
         assert 0 < result["tpot_ms"] <= result["tpot_ms_p99"]
         assert result["of_floor"] == pytest.approx(
-            result["floor_seconds"] / result["seconds"], rel=1e-3
+            result["floor_seconds"] / result["traced_seconds"], rel=1e-3
         )
         assert result["preemptions"] == 0
     assert alone["prompt_tokens_computed"] == 5 * 16  # no two prompts share a step

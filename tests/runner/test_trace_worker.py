@@ -32,7 +32,7 @@ def request_for(runner, program=DECODE):
 
 
 @pytest.mark.parametrize(
-    "fixture", sorted(path.parent.name for path in FIXTURES.glob("qwen*/*.safetensors"))
+    "fixture", sorted({path.parent.name for path in FIXTURES.glob("qwen*/model*.safetensors")})
 )
 def test_a_recipe_makes_the_model_again(fixture):
     recipe = Recipe.of(model(fixture), jnp.dtype("float32"))
@@ -45,6 +45,19 @@ def test_a_recipe_makes_the_model_again(fixture):
     assert shapes[0] == shapes[1]
 
 
+def traced_there(runner, **changes):
+    """By a process of its own."""
+    request = pickle.dumps(request_for(runner)._replace(**changes))
+    with trace_processes.answering({DECODE: request}, 1) as answers:
+        ((_, content),) = answers
+    return content
+
+
+def traced_here(runner):
+    step = trace_worker.jitted_step(runner._config, DECODE)
+    return program_cache.traced(step, runner._args(DECODE), program_cache.platform())
+
+
 def program_of(content):
     """The choices and the instructions, without the lines of source that they come from."""
     chosen, _, program = content.partition(b"\n")
@@ -54,16 +67,29 @@ def program_of(content):
 
 def test_a_worker_keeps_what_this_process_would():
     runner = Harness("qwen3_5", drafts=2, samplers=()).runner
-    there = trace_worker.trace(request_for(runner))
-    step = trace_worker.jitted_step(runner._config, DECODE)
-    here = program_cache.traced(step, runner._args(DECODE), program_cache.platform())
+    there, here = traced_there(runner), traced_here(runner)
     assert program_of(there) == program_of(here)
 
 
+@pytest.mark.gpu
+def test_kernels_traced_without_a_gpu_are_those_traced_with_one():
+    runner = Harness("qwen3_5", drafts=2, samplers=(), states=REPLAY).runner
+    there, here = program_of(traced_there(runner)), program_of(traced_here(runner))
+    assert there == here and "mosaic_gpu" in there[1]
+
+
 def test_a_worker_refuses_to_make_another_program():
-    request = request_for(Harness("qwen3_5", samplers=()).runner)
-    with pytest.raises(ValueError, match="would make another of it"):
-        trace_worker.trace(request._replace(program=Program(4, 64, GREEDY)))
+    request = request_for(Harness("qwen3_5", drafts=2, samplers=()).runner)
+    fewer = request_for(Harness("qwen3_5", drafts=1, samplers=()).runner)
+    others = [
+        {"program": Program(4, 64, GREEDY)},
+        {"config": fewer.config},
+        {"arguments": fewer.arguments},
+        {"recipe": request.recipe._replace(dtype=jnp.dtype("bfloat16"))},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="would make another of it"):
+            trace_worker.trace(request._replace(**other))
 
 
 def test_a_worker_takes_over_how_jax_is_set():
@@ -75,7 +101,16 @@ def test_a_worker_takes_over_how_jax_is_set():
         assert jax.config.jax_default_prng_impl == "rbg" != before
     finally:
         jax.config.update("jax_default_prng_impl", before)
-    assert not [name for name in settings if "cache" in name]
+    assert not [name for name in settings if "cache" in name or "platform" in name]
+
+
+def test_what_cannot_be_pickled_is_traced_here(monkeypatch, tmp_path):
+    runner = Harness("qwen3_5", samplers=()).runner
+    monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
+    monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
+    monkeypatch.setattr(runner, "_recipe", lambda: "a function of this test's")
+    monkeypatch.setattr(trace_processes, "_started", lambda: pytest.fail("a process was started"))
+    assert list(runner.trace_ahead([DECODE])) == [DECODE]
 
 
 def run(**options):
@@ -86,6 +121,7 @@ def run(**options):
     return engine.runner, [list(request.output) for request in engine.requests]
 
 
+@pytest.mark.soak
 def test_programs_traced_by_processes_give_the_same_tokens(monkeypatch, tmp_path):
     """Nothing but the copies, which have no kernel, is traced in this process."""
     _, tokens = run()
@@ -133,11 +169,7 @@ def test_the_copies_are_never_asked_for(monkeypatch, tmp_path):
 
 @pytest.mark.mosaic
 def test_a_process_without_a_gpu_traces_kernels_for_one():
-    """It is a process of its own: the stand-in would not leave this one's caches."""
     runner = Harness("qwen3_5", drafts=2, samplers=(), states=REPLAY).runner
-    request = request_for(runner)._replace(target=H200, platform="cuda")
-    with trace_processes.answering({DECODE: pickle.dumps(request)}, 1) as answers:
-        ((_, content),) = answers
-    chosen, program = program_of(content)
+    chosen, program = program_of(traced_there(runner, target=H200, platform="cuda"))
     assert b'["slot_mapping", "kernel"' in chosen
     assert program.count("mosaic_gpu") > 0

@@ -35,46 +35,40 @@ _log = logging.getLogger(__name__)
 _MAX_BYTES = 2**28  # of all files; a program of Qwen3.5-9B has 1.5 MB
 _MAX_CALLS = 128  # that this process keeps, as many as `jitted_step`
 _calls: dict[str, jax.stages.Wrapped] = {}  # by file name: engines of equal shape share them
+_handed: dict[str, bytes] = {}  # by file name: what other processes traced, until it is called
 
 
 def kept(
-    function: Any,
-    args: tuple[Any, ...],
-    results: Any,
-    *,
-    donated: int,
-    closed_over: Any,
+    file: Path | None, function: Any, args: tuple[Any, ...], results: Any, *, donated: int
 ) -> jax.stages.Wrapped:
     """What does to such `args` what the jitted `function` does, from disk if it is there.
 
-    `results`: the PyTreeDef of what it returns. `donated`: the number of its donated argument.
-    `closed_over`: all that `function` depends on, but for `args` and this package's sources.
-    It is `function` itself where programs are not kept, no key would tell it from others, or JAX
-    does not export it.
+    `file`: its `place`. `results`: the PyTreeDef of what it returns. `donated`: the number of its
+    donated argument. It is `function` itself where it has no place, or JAX does not export it.
     """
-    file = place(function, args, closed_over)
     if file is None:
         return function
-    name = file.name
-    if name not in _calls:
+    if file.name not in _calls:
         try:
-            file = own_folder(file.parent) / name
-            content = _read(file)
-            if content is None:
+            call = _found(file, function, args, results, donated)
+            if call is None:
                 content = traced(function, args, platform())
                 keep(file, content)
-            call = _jitted(content, function.__name__, results, donated)
+                call = _jitted(content, function, args, results, donated)
         except Exception as error:  # JAX exports less than it compiles: no `jax.debug.print`
             _log.info("a program is not kept: %r", error)
             return function
         if len(_calls) == _MAX_CALLS:
             del _calls[next(iter(_calls))]
-        _calls[name] = call
-    return _calls[name]
+        _calls[file.name] = call
+    return _calls[file.name]
 
 
 def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None:
-    """The file that `kept` looks for, given the same; None: the program would not be kept."""
+    """The file of a program; None: programs are not kept, or no key would tell it from others.
+
+    `closed_over`: all that `function` depends on, but for `args` and this package's sources.
+    """
     folder = _folder()
     key = _key(args, closed_over) if folder else None
     return folder / f"{function.__name__}-{key}" if folder and key else None
@@ -86,6 +80,26 @@ def is_there(file: Path) -> bool:
         return file.name in _calls or _read(own_folder(file.parent) / file.name) is not None
     except (OSError, ValueError):
         return False
+
+
+def hand_over(file: Path, content: bytes) -> None:
+    """Have `kept` find what another process traced, whether or not it can be written."""
+    _handed[file.name] = content
+    keep(file, content)
+
+
+def _found(
+    file: Path, function: Any, args: tuple[Any, ...], results: Any, donated: int
+) -> jax.stages.Wrapped | None:
+    """The program that another process traced; None: there is none, or none that can be used."""
+    content = _handed.pop(file.name, None) or _read(own_folder(file.parent) / file.name)
+    if content is None:
+        return None
+    try:
+        return _jitted(content, function, args, results, donated)
+    except Exception as error:
+        _log.info("a program is traced anew: %r", error)
+        return None
 
 
 def _folder() -> Path | None:
@@ -125,7 +139,9 @@ def platform() -> str:
     return export.default_export_platform() if name == jax.default_backend() else name
 
 
-def _jitted(content: bytes, name: str, results: Any, donated: int) -> jax.stages.Wrapped:
+def _jitted(
+    content: bytes, function: Any, args: tuple[Any, ...], results: Any, donated: int
+) -> jax.stages.Wrapped:
     chosen, _, program = content.partition(b"\n")
     for op, what, level in json.loads(chosen):
         dispatch.note(op, what, level)
@@ -133,11 +149,14 @@ def _jitted(content: bytes, name: str, results: Any, donated: int) -> jax.stages
             # Which tracing it imports: it tells XLA, in the environment, where Mosaic's runtime is.
             import_module("jax.experimental.pallas.mosaic_gpu")
     exported = export.deserialize(bytearray(program))
+    expected = [(leaf.shape, leaf.dtype) for leaf in map(described, jax.tree.leaves(args))]
+    if [(kind.shape, kind.dtype) for kind in exported.in_avals] != expected:
+        raise ValueError("it takes other arguments")
 
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(results, exported.call(*jax.tree.leaves(args)))
 
-    call.__name__ = name  # which profiles and compilation logs show
+    call.__name__ = function.__name__  # which profiles and compilation logs show
     return jax.jit(call, donate_argnums=donated)
 
 
@@ -195,6 +214,15 @@ _VERSIONS = {module.__name__: module.__version__ for module in (flax, jax, jaxli
 _COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules whose code sources and versions tell
 
 
+_PLACES = (
+    "jax_backend_target",
+    "jax_default_device",
+    "jax_platform_name",
+    "jax_platforms",
+    "jax_xla_backend",
+)
+
+
 def settings() -> dict[str, Any]:
     """JAX's settings in plain values, as a `with` around this may have set them.
 
@@ -205,18 +233,27 @@ def settings() -> dict[str, Any]:
         name: value
         for name, value in values.items()
         if "cache" not in name
-        and name not in ("jax_platforms", "jax_default_device")
+        and name not in _PLACES
         and (value is None or isinstance(value, bool | int | float | str))
     }
 
 
-def identity(closed_over: Any) -> str | None:
-    """The same in every process that would trace the same of `closed_over`; None: who knows."""
+def words(x: Any) -> str | None:
+    """`x` as the same text in every process; None: another process could not tell what it is."""
     try:
-        words = repr(_plain((_SOURCES, _VERSIONS, closed_over)))
-    except _UnknownError:
+        return repr(_plain(x))
+    except _UnknownError as unknown:
+        _log.info("a program is not kept: another process would not know %r", *unknown.args)
         return None
-    return hashlib.sha256(words.encode()).hexdigest()
+
+
+def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
+    """As the key, but the same for a process with other devices; None: who knows."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
+    operands = tree, [(str(leaf.shape), str(leaf.dtype), leaf.weak_type) for leaf in leaves]
+    mesh = repr(jax.sharding.get_abstract_mesh())
+    text = words((mesh, _SOURCES, _VERSIONS, operands, closed_over))
+    return text and hashlib.sha256(text.encode()).hexdigest()
 
 
 def _key(args: tuple[Any, ...], closed_over: Any) -> str | None:
@@ -231,12 +268,8 @@ def _key(args: tuple[Any, ...], closed_over: Any) -> str | None:
     around = config, repr(jax.sharding.get_abstract_mesh()), _SOURCES, _VERSIONS
     runtime = here.platform, here.device_kind, here.client.platform_version
     operands = tree, [_operand(leaf) for leaf in leaves]
-    try:
-        words = repr(_plain((around, runtime, operands, closed_over)))
-    except _UnknownError as unknown:
-        _log.info("a program is not kept: another process would not know %r", *unknown.args)
-        return None
-    return hashlib.sha256(words.encode()).hexdigest()[:32]
+    text = words((around, runtime, operands, closed_over))
+    return text and hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _operand(leaf: Any) -> tuple[str, ...]:

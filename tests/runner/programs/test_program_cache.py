@@ -18,7 +18,7 @@ from harness import REPLAY, Harness, prompts
 from jaxspec.pallas import dispatch
 from jaxspec.plan import Program
 from jaxspec.runner.programs import program_cache
-from jaxspec.runner.programs.program_cache import kept
+from jaxspec.runner.programs.program_cache import kept, place
 from jaxspec.sampler import GREEDY, SAMPLED
 
 real_folder = program_cache._folder
@@ -38,6 +38,7 @@ def folder(monkeypatch, tmp_path):
 def forget(monkeypatch):
     """As in a new process."""
     monkeypatch.setattr(program_cache, "_calls", {})
+    monkeypatch.setattr(program_cache, "_handed", {})
     monkeypatch.setattr(dispatch, "_chosen", {})
 
 
@@ -57,7 +58,8 @@ class Counted:
     def kept(self, closed_over="add", size=4):
         args = {"x": jnp.arange(size)}, np.int32(2)
         results = jax.tree.structure(({"x": 0}, 0))
-        return kept(self.jitted, args, results, donated=0, closed_over=closed_over)
+        file = place(self.jitted, args, closed_over)
+        return kept(file, self.jitted, args, results, donated=0)
 
 
 @pytest.fixture
@@ -189,6 +191,58 @@ def test_a_broken_file_is_written_anew(folder, counted, monkeypatch, broken):
     assert files(folder) == [file.name]
 
 
+def content_of(counted, size=4):
+    """What another process would make of it."""
+    return program_cache.traced(counted.jitted, ({"x": jnp.arange(size)}, np.int32(2)), "cpu")
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_another_process_traced_is_called_written_or_not(
+    is_full, folder, counted, monkeypatch
+):
+    content = content_of(counted)
+    file = place(counted.jitted, ({"x": jnp.arange(4)}, np.int32(2)), "add")
+    if is_full:
+
+        def write(path, content):
+            raise OSError("no space left on the device")
+
+        monkeypatch.setattr(program_cache, "write_own", write)
+    program_cache.hand_over(file, content)
+    assert program_cache.is_there(file) is not is_full
+    assert total(counted.kept()) == 8 and counted.count == 1
+    assert program_cache.is_there(file) and not program_cache._handed
+
+
+@pytest.mark.parametrize("is_junk", [True, False])
+def test_an_answer_that_is_no_such_program_is_traced_anew_and_overwritten(
+    is_junk, folder, counted, monkeypatch
+):
+    """Junk, or a program of other arguments."""
+    file = place(counted.jitted, ({"x": jnp.arange(4)}, np.int32(2)), "add")
+    program_cache.hand_over(file, b"noise" if is_junk else content_of(counted, size=5))
+    counted.count = 0
+    for _ in range(2):
+        assert total(counted.kept()) == 8 and counted.count == 1
+        forget(monkeypatch)
+
+
+def test_a_fingerprint_tells_programs_apart_wherever_they_run():
+    args = {"x": jnp.arange(4)}, np.int32(2)
+    same = program_cache.fingerprint(args, "add")
+    assert same == program_cache.fingerprint(jax.tree.map(program_cache.described, args), "add")
+    others = [
+        program_cache.fingerprint(args, "multiply"),
+        program_cache.fingerprint(({"x": jnp.arange(5)}, np.int32(2)), "add"),
+        program_cache.fingerprint(({"y": jnp.arange(4)}, np.int32(2)), "add"),
+        program_cache.fingerprint(({"x": jnp.arange(4.0)}, np.int32(2)), "add"),
+    ]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("rows",))):
+        others.append(program_cache.fingerprint(args, "add"))
+    assert len({same, *others}) == 6
+    assert program_cache.fingerprint(args, object()) is None
+
+
 def test_a_folder_that_nobody_can_write_is_no_error(folder, counted):
     folder.parent.write_text("a file")
     function = counted.kept()
@@ -301,7 +355,8 @@ def test_a_program_that_jax_does_not_export_is_compiled_all_the_same(folder, cap
         return x + 1
 
     jitted, args = jax.jit(step, donate_argnums=0), (jnp.arange(4),)
-    assert kept(jitted, args, jax.tree.structure(0), donated=0, closed_over="print") is jitted
+    file = place(jitted, args, "print")
+    assert kept(file, jitted, args, jax.tree.structure(0), donated=0) is jitted
     assert "a program is not kept" in caplog.text and files(folder) == []
 
 

@@ -68,7 +68,7 @@ def test_an_interrupt_ends_those_that_run_and_starts_no_more(worker):
     started = worker(SLEEP)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt), answering(dict.fromkeys(range(5), b""), 2):
-        while len(started) < 2:
+        while len(started) < 2 and time.monotonic() < begin + 60:
             time.sleep(0.01)
         raise KeyboardInterrupt
     assert time.monotonic() - begin < 60
@@ -77,15 +77,33 @@ def test_an_interrupt_ends_those_that_run_and_starts_no_more(worker):
 
 @pytest.mark.parametrize(
     ("cores", "programs", "processes"),
-    [(None, 9, 0), (1, 9, 0), (2, 9, 0), (3, 9, 2), (16, 9, 8), (16, 3, 3), (16, 1, 0), (16, 0, 0)],
+    [(1, 9, 0), (2, 9, 0), (3, 9, 2), (16, 9, 8), (16, 3, 3), (16, 1, 0), (16, 0, 0)],
 )
 def test_as_many_processes_as_programs_and_free_cores(cores, programs, processes, monkeypatch):
-    monkeypatch.setattr(trace_processes.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(trace_processes, "_num_cores", lambda: cores)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
     assert num_processes(programs) == processes
 
 
 def test_no_process_where_no_kernel_makes_tracing_slow(monkeypatch):
-    monkeypatch.setattr(trace_processes.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(trace_processes, "_num_cores", lambda: 16)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (False, "this is a test"))
     assert num_processes(9) == 0
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_no_process_where_there_is_no_python_to_start(executable, monkeypatch):
+    monkeypatch.setattr(trace_processes, "_num_cores", lambda: 16)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    assert num_processes(9) == 8
+    monkeypatch.setattr(trace_processes.sys, "executable", executable)
+    assert num_processes(9) == 0
+
+
+def test_a_process_that_takes_too_long_is_ended(worker, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, trace_processes.__name__)
+    monkeypatch.setattr(trace_processes, "TIME_LIMIT", 0.2)
+    started = worker(SLEEP)
+    with answering({1: b"x"}, 1) as answers:
+        assert list(answers) == [(1, None)]
+    assert started[0].returncode and "TimeoutExpired" in caplog.text
