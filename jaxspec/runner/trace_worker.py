@@ -1,7 +1,7 @@
 """A process that traces one program for another: `trace_processes.py` starts it.
 
-Standard input brings a pickled `TraceRequest`, and standard output takes what `program_cache` keeps
-of the program. The process that asks has started this one, so they trust each other.
+Standard input brings a pickled `TraceRequest`. The answer is what `program_cache` keeps of the
+program. The process that asks has started this one, so they trust each other.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """How many prompt tokens a step computes."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxspec.config import StepShapes
 from jaxspec.request import Request
@@ -11,15 +11,15 @@ from jaxspec.scheduler.forks import Followers
 def prompt_budget(
     shapes: StepShapes,
     running: Sequence[Request],
-    waiting: Iterable[Request],
+    waiting: Sequence[Request],
     followers: Followers,
     num_free: int,
 ) -> int:
     """Prompt tokens of the next step: no more than there is room for beside rows that decode.
 
-    While rows decode, more steps come anyway. Then tokens wait for the next one that would make
-    this one compute a much larger size, most of which would be padding. At least 1 while a prompt
-    waits, even if none of the `num_free` rows is left for it; 0 if there is no prompt.
+    While rows decode, more steps come anyway. Then tokens that would fill little of a larger size
+    wait for the next step. At least 1 while a prompt waits, even if none of the `num_free` rows is
+    left for it; 0 if there is no prompt.
     """
     if not waiting and not any(request.is_prefilling for request in running):
         return 0
@@ -35,7 +35,7 @@ def prompt_budget(
 def _due_chunks(
     shapes: StepShapes,
     running: Sequence[Request],
-    waiting: Iterable[Request],
+    waiting: Sequence[Request],
     followers: Followers,
     num_free: int,
 ) -> list[int]:
