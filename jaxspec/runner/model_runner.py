@@ -21,7 +21,7 @@ from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
 from jaxspec.runner.output import PendingOutput
-from jaxspec.runner.programs import program_cache, trace_processes
+from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
 from jaxspec.runner.trace_worker import Recipe, TraceRequest
 from jaxspec.sampling import Verifier
@@ -67,7 +67,7 @@ class ModelRunner:
             # A GPU would otherwise multiply float32 in TF32.
             matmul_precision="highest" if dtype == jnp.float32 else None,
         )
-        self._depends = program_cache.words(self._config) or self._config  # all programs do
+        self._depends = program_key.words(self._config) or self._config  # all programs do
         self._places: dict[Program, Path | None] = {}  # on disk
         self._state: EngineState | None = self._new_state()
         self._steps: dict[Program, jax.stages.Wrapped] = {}

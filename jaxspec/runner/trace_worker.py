@@ -17,7 +17,7 @@ from flax import nnx
 from jaxspec import device
 from jaxspec.models.base import Model
 from jaxspec.plan import Program
-from jaxspec.runner.programs import program_cache
+from jaxspec.runner.programs import program_cache, program_key
 from jaxspec.runner.step import StepConfig, jitted_step
 
 
@@ -50,7 +50,7 @@ class TraceRequest(NamedTuple):
     target: device.StandIn
     platform: str  # as lowering calls it
     settings: dict[str, Any]  # of JAX
-    fingerprint: str | None  # of the program, by `program_cache.fingerprint`
+    fingerprint: str | None  # of the program, by `program_key.fingerprint`
 
     @staticmethod
     def of(
@@ -66,11 +66,11 @@ class TraceRequest(NamedTuple):
             recipe=recipe,
             config=dataclasses.replace(config, model=None, weights=None),
             program=program,
-            arguments=jax.tree.map(program_cache.described, tuple(others)),
+            arguments=jax.tree.map(program_key.described, tuple(others)),
             target=device.StandIn.of(device.default_device()),
             platform=program_cache.platform(),
-            settings=program_cache.settings(),
-            fingerprint=program_cache.fingerprint(args, closed_over),
+            settings=program_key.settings(),
+            fingerprint=program_key.fingerprint(args, closed_over),
         )
 
 
@@ -88,8 +88,8 @@ def trace(request: TraceRequest) -> bytes:
     leaves, tree = jax.tree.flatten(weights)
     config = dataclasses.replace(request.config, model=graph, weights=tree)
     args = tuple(leaves), *request.arguments
-    depends = program_cache.words(config), request.program
-    if program_cache.fingerprint(args, depends) != request.fingerprint:
+    depends = program_key.words(config), request.program
+    if program_key.fingerprint(args, depends) != request.fingerprint:
         raise ValueError(
             "A process must trace the program that it was asked for, and would make another of it."
         )

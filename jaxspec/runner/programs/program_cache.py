@@ -5,30 +5,25 @@ program lowers it from the kept bytes, as every later one does: XLA then finds w
 them. So another process may trace it before; `place` says where `kept` looks for it.
 
 A file is a digest of the rest; a line with the choices that `pallas.dispatch` made when the program
-was traced; and what `jax.export` makes of it. Its name holds a key of all that tracing reads. The
-digest tells damage alone: anybody can make one, so `own_files` says whose files are read.
+was traced; and what `jax.export` makes of it. Its name holds the program's key (`program_key.py`).
+The digest tells damage alone: anybody can make one, so `own_files` says whose files are read.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
 import os
-import types
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import jaxlib
-import numpy as np
 from jax import export
 
 from jaxspec import device
 from jaxspec.pallas import dispatch
+from jaxspec.runner.programs import program_key
 from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
 
 _log = logging.getLogger(__name__)
@@ -70,7 +65,7 @@ def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None
     `closed_over`: all that `function` depends on, but for `args` and this package's sources.
     """
     folder = _folder()
-    key = _key(args, closed_over) if folder else None
+    key = program_key.key(args, closed_over) if folder else None
     return folder / f"{function.__name__}-{key}" if folder and key else None
 
 
@@ -116,7 +111,7 @@ def _folder() -> Path | None:
 
 def traced(function: Any, args: tuple[Any, ...], platform: str) -> bytes:
     """What is kept of the jitted `function`. Only the shapes and dtypes of `args` are looked at."""
-    leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
+    leaves, tree = jax.tree.flatten(jax.tree.map(program_key.described, args))
 
     def flat(*leaves: Any) -> list[Any]:
         # Not the jitted function: what JAX remembers of it, nobody would hear `dispatch` choose.
@@ -125,12 +120,6 @@ def traced(function: Any, args: tuple[Any, ...], platform: str) -> bytes:
     with dispatch.choices() as chosen:
         exported = export.export(jax.jit(flat), platforms=[platform])(*leaves)
     return json.dumps(chosen).encode() + b"\n" + exported.serialize()
-
-
-def described(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array without its values and its place."""
-    kind = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def platform() -> str:
@@ -149,7 +138,9 @@ def _jitted(
             # Which tracing it imports: it tells XLA, in the environment, where Mosaic's runtime is.
             import_module("jax.experimental.pallas.mosaic_gpu")
     exported = export.deserialize(bytearray(program))
-    expected = [(leaf.shape, leaf.dtype) for leaf in map(described, jax.tree.leaves(args))]
+    expected = [
+        (leaf.shape, leaf.dtype) for leaf in map(program_key.described, jax.tree.leaves(args))
+    ]
     if [(kind.shape, kind.dtype) for kind in exported.in_avals] != expected:
         raise ValueError("it takes other arguments")
 
@@ -181,7 +172,7 @@ def keep(path: Path, content: bytes) -> None:
 
     Not if the sources have changed meanwhile: who knows which were traced.
     """
-    if _sources() != _SOURCES:
+    if program_key.sources() != program_key.SOURCES:
         return
     with contextlib.suppress(OSError, ValueError):
         path = own_folder(path.parent) / path.name
@@ -196,112 +187,3 @@ def _make_room(folder: Path) -> None:
         left -= stat.st_size
         if left < 0:
             file.unlink(missing_ok=True)
-
-
-# The key.
-
-
-def _sources() -> str:
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[2]
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-_SOURCES = _sources()  # at import: those that this process runs
-_VERSIONS = {module.__name__: module.__version__ for module in (flax, jax, jaxlib, np)}
-_COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules whose code sources and versions tell
-
-
-_PLACES = (
-    "jax_backend_target",
-    "jax_default_device",
-    "jax_platform_name",
-    "jax_platforms",
-    "jax_xla_backend",
-)
-
-
-def settings() -> dict[str, Any]:
-    """JAX's settings in plain values, as a `with` around this may have set them.
-
-    Left out are those that say where programs run, and where and when XLA's are kept.
-    """
-    values = {name: getattr(jax.config, name, x) for name, x in jax.config.values.items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if "cache" not in name
-        and name not in _PLACES
-        and (value is None or isinstance(value, bool | int | float | str))
-    }
-
-
-def words(x: Any) -> str | None:
-    """`x` as the same text in every process; None: another process could not tell what it is."""
-    try:
-        return repr(_plain(x))
-    except _UnknownError as unknown:
-        _log.info("a program is not kept: another process would not know %r", *unknown.args)
-        return None
-
-
-def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """As the key, but the same for a process with other devices; None: who knows."""
-    leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
-    operands = tree, [(str(leaf.shape), str(leaf.dtype), leaf.weak_type) for leaf in leaves]
-    mesh = repr(jax.sharding.get_abstract_mesh())
-    text = words((mesh, _SOURCES, _VERSIONS, operands, closed_over))
-    return text and hashlib.sha256(text.encode()).hexdigest()
-
-
-def _key(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """The same in every process that would trace the same program; None: who knows."""
-    here = device.default_device()
-    leaves, tree = jax.tree.flatten(args)
-    config = {
-        name: repr(getattr(jax.config, name, value))  # as a `with` around this may have set it
-        for name, value in jax.config.values.items()
-        if "cache" not in name  # those say where and when XLA's programs are kept
-    }
-    around = config, repr(jax.sharding.get_abstract_mesh()), _SOURCES, _VERSIONS
-    runtime = here.platform, here.device_kind, here.client.platform_version
-    operands = tree, [_operand(leaf) for leaf in leaves]
-    text = words((around, runtime, operands, closed_over))
-    return text and hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _operand(leaf: Any) -> tuple[str, ...]:
-    kind = jax.typeof(leaf)
-    where = getattr(leaf, "sharding", None), getattr(leaf, "committed", None)
-    return (*map(str, (kind.shape, kind.dtype, kind.weak_type)), *map(repr, where))
-
-
-class _UnknownError(Exception):
-    """Something whose meaning another process could not tell from its words."""
-
-
-def _plain(x: Any) -> Any:
-    """`x` in numbers, words and tuples: no address, and no more than a program depends on."""
-    if x is None or isinstance(x, bool | int | float | str):
-        return x
-    if isinstance(x, np.dtype):
-        return "dtype", x.name
-    if isinstance(x, type | types.FunctionType):
-        if str(x.__module__).partition(".")[0] not in _COVERED:
-            raise _UnknownError(x)
-        cells = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-        defaults = [getattr(x, name, None) for name in ("__defaults__", "__kwdefaults__")]
-        return x.__module__, x.__qualname__, _plain(cells), _plain(defaults)
-    if dataclasses.is_dataclass(x):
-        # What is not compared is no part of a program.
-        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.compare}
-        return _plain((type(x), fields))
-    if isinstance(x, Mapping):
-        return "mapping", tuple((_plain(name), _plain(value)) for name, value in x.items())
-    if isinstance(x, Sequence):
-        return tuple(map(_plain, x))
-    if isinstance(x, jax.tree_util.PyTreeDef):
-        return "tree", _plain(x.node_data()), _plain(x.children())
-    raise _UnknownError(x)

@@ -1,6 +1,5 @@
 """Programs on disk: a later process traces nothing, gives the same, and takes nothing stale."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -13,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import REPLAY, Harness, prompts
+from harness import Harness, prompts
 
 from jaxspec.pallas import dispatch
 from jaxspec.plan import Program
-from jaxspec.runner.programs import program_cache
+from jaxspec.runner.programs import program_cache, program_key
 from jaxspec.runner.programs.program_cache import kept, place
-from jaxspec.sampler import GREEDY, SAMPLED
+from jaxspec.sampler import GREEDY
 
 real_folder = program_cache._folder
 FIRST = Program(4, 0, GREEDY)
@@ -86,7 +85,7 @@ import json, sys
 from pathlib import Path
 import conftest, jax, test_program_cache as here
 from jaxspec.pallas import dispatch
-from jaxspec.runner.programs import program_cache
+from jaxspec.runner.programs import program_cache, program_key
 jax.config.update("jax_disable_most_optimizations", json.loads(sys.argv[2]))
 program_cache._folder = lambda: Path(sys.argv[1])
 program_cache.traced = None
@@ -227,22 +226,6 @@ def test_an_answer_that_is_no_such_program_is_traced_anew_and_overwritten(
         forget(monkeypatch)
 
 
-def test_a_fingerprint_tells_programs_apart_wherever_they_run():
-    args = {"x": jnp.arange(4)}, np.int32(2)
-    same = program_cache.fingerprint(args, "add")
-    assert same == program_cache.fingerprint(jax.tree.map(program_cache.described, args), "add")
-    others = [
-        program_cache.fingerprint(args, "multiply"),
-        program_cache.fingerprint(({"x": jnp.arange(5)}, np.int32(2)), "add"),
-        program_cache.fingerprint(({"y": jnp.arange(4)}, np.int32(2)), "add"),
-        program_cache.fingerprint(({"x": jnp.arange(4.0)}, np.int32(2)), "add"),
-    ]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("rows",))):
-        others.append(program_cache.fingerprint(args, "add"))
-    assert len({same, *others}) == 6
-    assert program_cache.fingerprint(args, object()) is None
-
-
 def test_a_folder_that_nobody_can_write_is_no_error(folder, counted):
     folder.parent.write_text("a file")
     function = counted.kept()
@@ -339,7 +322,7 @@ def test_no_program_is_kept_where_jax_keeps_none(counted, monkeypatch, tmp_path)
 
 def test_what_no_key_tells_from_others_is_not_kept(folder, counted, caplog):
     """Code that is not the package's, and things that only this process can name."""
-    caplog.set_level(logging.INFO, program_cache.__name__)
+    caplog.set_level(logging.INFO, program_key.__name__)
     for unknown in (Counted, files, object(), {1}, lambda: None):
         assert counted.kept(("a", [unknown])) is counted.jitted
         assert "a program is not kept" in caplog.text
@@ -363,47 +346,6 @@ def test_a_program_that_jax_does_not_export_is_compiled_all_the_same(folder, cap
 def test_sources_edited_while_a_process_runs_are_not_taken_for_those_it_runs(
     folder, counted, monkeypatch
 ):
-    monkeypatch.setattr(program_cache, "_SOURCES", "what they were")
+    monkeypatch.setattr(program_key, "SOURCES", "what they were")
     counted.kept()
     assert files(folder) == [] and counted.count == 1
-
-
-def key(fixture="qwen3_5", program=FIRST, **options):
-    engine = Harness(fixture, samplers=(), **{"drafts": 1, "accuracy": None, **options})
-    runner = engine.runner
-    packed = runner._empty_plan(program)
-    args = runner._weights, runner._tables, runner._state, packed
-    return program_cache._key(args, (runner._config, program))
-
-
-OTHER = [
-    {"fixture": "qwen3"},
-    {"fixture": "qwen3_5_tied"},
-    {"drafts": 0},
-    {"drafts": 2},
-    {"accuracy": (0.5,), "continuations": [(1, 2)]},
-    {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
-    {"probabilistic": True},
-    {"draft_vocab": tuple(range(64))},
-    {"synthetic": (0.5,)},
-    {"synthetic": (0.75,)},
-    {"page_size": 8},
-    {"num_pages": 200},
-    {"states": REPLAY},
-    {"kv_dtype": jnp.dtype("bfloat16")},
-    {"decode_rows": (2, 4)},
-    {"program": dataclasses.replace(FIRST, num_steps=2)},
-    {"program": dataclasses.replace(FIRST, sampler=SAMPLED)},
-]
-
-
-def test_another_program_has_another_key(monkeypatch):
-    keys = [key(**other) for other in ({}, *OTHER)]
-    for name, value in {"_SOURCES": "edited", "_VERSIONS": {"jax": "0.0.1"}}.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(program_cache, name, value)
-            keys.append(key())
-    with jax.default_matmul_precision("bfloat16"):
-        keys.append(key())
-    assert None not in keys and len(set(keys)) == len(keys)
-    assert key() == keys[0] == key(chunk=7, max_in_flight=1)  # what no program depends on

@@ -1,0 +1,71 @@
+"""Keys: two programs have two, whatever they differ in, and the same one has the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import REPLAY, Harness
+
+from jaxspec.plan import Program
+from jaxspec.runner.programs import program_key
+from jaxspec.sampler import GREEDY, SAMPLED
+
+FIRST = Program(4, 0, GREEDY)
+
+
+def test_a_fingerprint_tells_programs_apart_wherever_they_run():
+    args = {"x": jnp.arange(4)}, np.int32(2)
+    same = program_key.fingerprint(args, "add")
+    assert same == program_key.fingerprint(jax.tree.map(program_key.described, args), "add")
+    others = [
+        program_key.fingerprint(args, "multiply"),
+        program_key.fingerprint(({"x": jnp.arange(5)}, np.int32(2)), "add"),
+        program_key.fingerprint(({"y": jnp.arange(4)}, np.int32(2)), "add"),
+        program_key.fingerprint(({"x": jnp.arange(4.0)}, np.int32(2)), "add"),
+    ]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("rows",))):
+        others.append(program_key.fingerprint(args, "add"))
+    assert len({same, *others}) == 6
+    assert program_key.fingerprint(args, object()) is None
+
+
+def key(fixture="qwen3_5", program=FIRST, **options):
+    engine = Harness(fixture, samplers=(), **{"drafts": 1, "accuracy": None, **options})
+    runner = engine.runner
+    packed = runner._empty_plan(program)
+    args = runner._weights, runner._tables, runner._state, packed
+    return program_key.key(args, (runner._config, program))
+
+
+OTHER = [
+    {"fixture": "qwen3"},
+    {"fixture": "qwen3_5_tied"},
+    {"drafts": 0},
+    {"drafts": 2},
+    {"accuracy": (0.5,), "continuations": [(1, 2)]},
+    {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
+    {"probabilistic": True},
+    {"draft_vocab": tuple(range(64))},
+    {"synthetic": (0.5,)},
+    {"synthetic": (0.75,)},
+    {"page_size": 8},
+    {"num_pages": 200},
+    {"states": REPLAY},
+    {"kv_dtype": jnp.dtype("bfloat16")},
+    {"decode_rows": (2, 4)},
+    {"program": dataclasses.replace(FIRST, num_steps=2)},
+    {"program": dataclasses.replace(FIRST, sampler=SAMPLED)},
+]
+
+
+def test_another_program_has_another_key(monkeypatch):
+    keys = [key(**other) for other in ({}, *OTHER)]
+    for name, value in {"SOURCES": "edited", "_VERSIONS": {"jax": "0.0.1"}}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(program_key, name, value)
+            keys.append(key())
+    with jax.default_matmul_precision("bfloat16"):
+        keys.append(key())
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert key() == keys[0] == key(chunk=7, max_in_flight=1)  # what no program depends on
