@@ -210,15 +210,14 @@ def shares_of_time(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 def amounts(served: Served, steps: Sequence[StepTimes]) -> Figures:
     """Rows and prompt tokens: what programs had room for, what they were given, what was needed."""
-    decodes = [(step, step.program.num_steps) for step in steps]
     # A verify gives one token more than drafts that stand; the first token is the prompt's.
-    emitting = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
+    real = sum(each.num_tokens - 1 - each.num_accepted_tokens for each in served.metrics)
     return {
-        "steps": sum(count for _, count in decodes),
+        "steps": sum(step.program.num_steps for step in steps),
         "dispatches": len(steps),
-        "rows_computed": sum(step.program.decode_rows * count for step, count in decodes),
-        "rows_planned": sum(step.num_decodes * count for step, count in decodes),
-        "rows_real": emitting,
+        "rows_computed": sum(s.program.decode_rows * s.program.num_steps for s in steps),
+        "rows_planned": sum(step.num_decodes * step.program.num_steps for step in steps),
+        "rows_real": real,
         "prompt_tokens_computed": sum(step.program.prefill_tokens for step in steps),
         "prompt_tokens_real": sum(len(sample.request.prompt) for sample in served.samples),
     }
@@ -241,7 +240,7 @@ def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: floa
             context=round(np.average(lengths, weights=work.tokens)),
             drafts=case.drafts,
             draft_vocab=case.draft_vocab,
-            emitted=1 + sum(case.rates[: case.drafts]),
+            emitted=1 + sum(case.rates),
             states=states,
             dtype=dtype_of(option("dtype", "auto")).name,
             kv_dtype=option("kv_dtype"),
@@ -346,10 +345,10 @@ def refusal(args: argparse.Namespace) -> str | None:
     """Why the options don't go together, if they don't."""
     if args.shares and ALL not in args.at_once:
         return f"--shares are of the speed with --at-once {ALL}, which is left out."
-    counts = [args.rows, args.repeats, *(n for n in args.at_once if n != ALL)]
-    if min(counts) < 1 or min(args.shares, default=1) <= 0:
+    at_once = [count for count in args.at_once if count != ALL]
+    if min(args.rows, args.repeats, *at_once) < 1 or min(args.shares, default=1) <= 0:
         return "--rows, --repeats, --at-once and --shares must be positive."
-    if args.requests is not None and args.requests < max([1, *counts[2:]]):
+    if args.requests is not None and args.requests < max([1, *at_once]):
         return f"--requests must be at least as many as --at-once, got {args.requests}."
     if "max_num_seqs" in dict(args.options):
         return "max_num_seqs is --rows."

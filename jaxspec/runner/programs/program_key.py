@@ -44,17 +44,20 @@ _PLACES = (
 
 
 def settings() -> dict[str, Any]:
-    """JAX's settings in plain values, as a `with` around this may have set them.
-
-    Left out are those that say where programs run, and where and when XLA's are kept.
-    """
-    values = {name: getattr(jax.config, name, x) for name, x in jax.config.values.items()}
+    """JAX's settings in plain values, but for those that say where programs run."""
     return {
         name: value
-        for name, value in values.items()
+        for name, value in _all_settings().items()
+        if name not in _PLACES and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
+def _all_settings() -> dict[str, Any]:
+    """As a `with` around this may have set them, but for where and when XLA's programs are kept."""
+    return {
+        name: getattr(jax.config, name, value)
+        for name, value in jax.config.values.items()
         if "cache" not in name
-        and name not in _PLACES
-        and (value is None or isinstance(value, bool | int | float | str))
     }
 
 
@@ -89,11 +92,7 @@ def key(args: tuple[Any, ...], closed_over: Any) -> str | None:
     """
     here = device.default_device()
     leaves, tree = jax.tree.flatten(args)
-    config = {
-        name: repr(getattr(jax.config, name, value))  # as a `with` around this may have set it
-        for name, value in jax.config.values.items()
-        if "cache" not in name  # those say where and when XLA's programs are kept
-    }
+    config = {name: repr(value) for name, value in _all_settings().items()}
     around = config, repr(jax.sharding.get_abstract_mesh()), SOURCES, _VERSIONS
     runtime = here.platform, here.device_kind, here.client.platform_version
     operands = tree, [_operand(leaf) for leaf in leaves]
