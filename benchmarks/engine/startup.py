@@ -57,7 +57,7 @@ class Case(dummy_llm.Case):
     start: str = STARTS[0]
     rows: int
     max_model_len: int
-    step_tokens: int  # verified and prefilled
+    step_tokens: int | None  # verified and prefilled; None: the default
     variants: list[str]
     prompt: int
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of the largest batch (default 64)")
     parser.add_argument("--drafts", type=int, default=3, choices=range(4))
     parser.add_argument("--max-model-len", type=int, default=16384)
-    parser.add_argument("--step-tokens", type=int, default=2048, help="verified and prefilled")
+    parser.add_argument("--step-tokens", type=int, help="verified and prefilled")
     parser.add_argument("--variants", nargs="+", default=["greedy"], choices=list(SAMPLERS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
