@@ -2,12 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxspec.checks import integer, shown
 
 TOKENS_PER_STEP = 512
-"""Prompt tokens at which a step of a dense model is fast. With more it only takes longer."""
+"""The least prompt tokens that the default sizes of a step go up to."""
+
+
+class ModelSizes(NamedTuple):
+    """What a model says of the sizes of its programs, on the default device."""
+
+    max_positions: int  # tokens of a request
+    tokens_per_step: int = TOKENS_PER_STEP  # prompt tokens at which a step is fast
+    steps_per_dispatch: int = 1  # decode steps that keep the host ahead of the device
 
 
 def check_sizes(**values: int) -> None:
@@ -91,7 +99,7 @@ class StepShapes:
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
-        max_prefill_seqs: int,
+        max_prefill_seqs: int | None,
         tokens_per_step: int = TOKENS_PER_STEP,
         **sizes: Any,
     ) -> "StepShapes":
@@ -99,6 +107,8 @@ class StepShapes:
 
         `tokens_per_step`: prompt tokens at which a step of the model is fast, a multiple of 64.
         """
+        if max_prefill_seqs is None:
+            max_prefill_seqs = max(4, (max_num_batched_tokens or tokens_per_step) // 256)
         check_sizes(
             max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
         )
@@ -139,7 +149,11 @@ class StepShapes:
     @property
     def pages_per_seq(self) -> int:
         """Pages a request of `max_model_len` tokens fills: the width of the page table."""
-        return -(-self.max_model_len // self.page_size)
+        return self.pages_for(self.max_model_len)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that so many tokens of a request fill."""
+        return -(-num_tokens // self.page_size)
 
     @property
     def num_slots(self) -> int:

@@ -1,6 +1,7 @@
 """The loop that keeps the device busy: plan a step, dispatch it, collect an earlier one."""
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from typing import Protocol
@@ -8,6 +9,8 @@ from typing import Protocol
 from jaxspec.plan import Program, StepOutput, StepPlan
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
+
+_SEEN = 1e-4  # seconds: who waits so long for a step sees its end
 
 
 class Pending(Protocol):
@@ -76,7 +79,8 @@ class Engine:
         device         | step 0            | step 1            | ...
 
     `max_in_flight` is how many dispatches may stay uncollected: 1 overlaps as drawn, 0 collects
-    each before planning the next, which is the synchronous engine.
+    each before planning the next, which is the synchronous engine. One of several steps counts as
+    many behind the oldest: a new prompt waits for all that is in flight.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):
@@ -94,6 +98,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.trace: list[StepTimes] | None = None  # if a list, collected steps are noted there
         self._in_flight: deque[tuple[ScheduledStep, Pending, tuple[float, float, float]]] = deque()
+        self._seen_end: float | None = None  # of the last step collected, if the host waited for it
 
     def step(self) -> list[Progress]:
         """Dispatch a step if one can be planned, and collect one if enough are in flight."""
@@ -112,7 +117,7 @@ class Engine:
                 "A request waits and nothing can run: the scheduler is stuck. This is a bug in "
                 "jaxspec."
             )
-        if self._in_flight and (step is None or len(self._in_flight) > self.max_in_flight):
+        if self._in_flight and (step is None or self._num_behind() >= self.max_in_flight):
             return self._collect()
         return []
 
@@ -136,6 +141,11 @@ class Engine:
         """Whether a request is unfinished or a step uncollected."""
         return self.scheduler.has_work or bool(self._in_flight)
 
+    def _num_behind(self) -> int:
+        """Steps in flight behind the oldest dispatch; one that only copies counts as one."""
+        behind = itertools.islice(self._in_flight, 1, None)
+        return sum(max(1, step.plan.program.num_steps) for step, *_ in behind)
+
     def _collect(self) -> list[Progress]:
         step, pending, launch = self._in_flight.popleft()
         started = time.perf_counter()
@@ -143,6 +153,7 @@ class Engine:
         waited = time.perf_counter()
         progress = self.scheduler.collect(step, output)
         collected = time.perf_counter()
+        self._note_seconds(step.plan.program, launch[-1], started, waited)
         self.metrics.wait_time += waited - started
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
@@ -150,3 +161,16 @@ class Engine:
             sizes = (step.plan.program, len(step.decodes), step.num_prompt_tokens)
             self.trace.append(StepTimes(*sizes, *times))
         return progress
+
+    def _note_seconds(
+        self, program: Program, dispatched: float, started: float, ended: float
+    ) -> None:
+        """Tell the scheduler what a step took, if the host saw both its beginning and its end.
+
+        It sees the end of a step that it waits for, which is where the next one begins.
+        """
+        is_seen = ended - started > _SEEN
+        if is_seen and self._seen_end is not None:
+            seconds = ended - max(self._seen_end, dispatched)
+            self.scheduler.step_seconds.note(program, seconds)
+        self._seen_end = ended if is_seen else None

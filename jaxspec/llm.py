@@ -75,7 +75,8 @@ class LLM:
             )
             on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
         runner = self._flight or self._runner
-        engine = Engine(Scheduler(self.shapes), runner, max_in_flight=config.max_in_flight)
+        scheduler = Scheduler(self.shapes, config.max_step_ms)
+        engine = Engine(scheduler, runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)  # for those who step it themselves
 
     def __enter__(self) -> "LLM":
@@ -117,6 +118,7 @@ class LLM:
             self._samplers,
             progress=self._show_progress,
             guard=self.session.guarded,
+            on_run=self.session.scheduler.step_seconds.note,
         )
 
     def generate(

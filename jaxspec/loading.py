@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
-from jaxspec.config import StateConfig, StepShapes
+from jaxspec.config import ModelSizes, StateConfig, StepShapes
 from jaxspec.models import dtype_of, resolve_folder, unread
 from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
@@ -66,11 +66,8 @@ def shapes_of(config: EngineConfig, model: Model, num_drafts: int) -> StepShapes
     Raises:
         ValueError: sizes do not go together, or exceed the model's.
     """
-    return config.step_shapes(
-        max_positions=model.max_position_embeddings,
-        num_drafts=num_drafts,
-        tokens_per_step=model.tokens_per_step,
-    )
+    own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
+    return config.step_shapes(own, num_drafts)
 
 
 def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
@@ -125,6 +122,8 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         num_pages=runner.shapes.num_pages,
         max_num_batched_tokens=runner.shapes.max_num_batched_tokens,
         prefill_buckets=runner.shapes.prefill_tokens,
+        max_prefill_seqs=runner.shapes.max_prefill_seqs,
+        steps_per_dispatch=runner.shapes.steps_per_dispatch,
         speculative_config=settled.speculation,
     )
     return Loaded(folder, model.config, settled.proposer, runner, resolved)

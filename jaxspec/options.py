@@ -6,20 +6,14 @@ The signature and docstring of `LLM`, the command's help and docs/options.md are
 import dataclasses
 import difflib
 import inspect
-import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from jaxspec import checks
-from jaxspec.checks import shown
-from jaxspec.config import TOKENS_PER_STEP, StepShapes
+from jaxspec.config import ModelSizes, StepShapes
+from jaxspec.option_values import read
 from jaxspec.speculation import SpeculativeConfig
-
-_MAX = 2**24  # rows, tokens or pages, of which arrays are made
-_MAX_BUCKETS = 1024
 
 
 def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
@@ -85,10 +79,11 @@ class EngineConfig:
     max_in_flight: int = option(
         2, "dispatches that may be uncollected; 0 is the synchronous engine", least=0
     )
-    steps_per_dispatch: int = option(
-        1,
-        "decode steps that the host hands over at once while no prompt waits; the tokens are the "
-        "same and come in larger portions",
+    steps_per_dispatch: int | Literal["auto"] = option(
+        "auto",
+        "decode steps that the host hands over at once while no prompt waits and nobody reads a "
+        "stream; the tokens are the same and come in larger portions; auto is 1, or where kernels "
+        "run as many as read 80 GB of weights together, up to 8",
     )
     page_size: int = option(16, "tokens of a KV page")
     num_pages: int | None = option(
@@ -104,13 +99,21 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "verified and prefilled tokens of a step together",
-        none="a verify of all rows, and 512 tokens of prompts; where kernels run, up to 4096 of "
-        "them for a mixture of experts, but no more than max_prefill_seqs prompts can have",
+        none="a verify of all rows, and 512 tokens of prompts; where kernels run 2048 of them, up "
+        "to 4096 for a mixture of experts, but no more than max_prefill_seqs prompts can have",
     )
     long_prefill_token_threshold: int | None = option(
         None, "most prompt tokens of one request in a step", none="no such limit"
     )
-    max_prefill_seqs: int = option(4, "prompts that one step may advance")
+    max_prefill_seqs: int | None = option(
+        None, "prompts that one step may advance", none="4, or one for each 256 tokens of a step"
+    )
+    max_step_ms: float | None = option(
+        None,
+        "most milliseconds that a step with prompts takes while rows decode: of prefill_buckets "
+        "the largest that keeps to it is used, but at least the smallest",
+        none="no such limit",
+    )
     decode_buckets: Sequence[int] | None = option(
         None,
         "numbers of decode rows that get compiled, ascending to max_num_seqs",
@@ -160,29 +163,30 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check each option by its type, and keep it as Python's own type."""
         for field in OPTIONS.values():
-            object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
+            object.__setattr__(self, field.name, read(field, getattr(self, field.name)))
+        if self.max_step_ms is not None and self.max_step_ms <= 0:
+            raise ValueError(f"max_step_ms must be above 0, got {self.max_step_ms}.")
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "
                 "Leave revision out, or give a hub id as model."
             )
 
-    def step_shapes(
-        self, *, max_positions: int, num_drafts: int, tokens_per_step: int = TOKENS_PER_STEP
-    ) -> StepShapes:
-        """The sizes of programs for a model with these of its own; there may be fewer pages later.
+    def step_shapes(self, own: ModelSizes, num_drafts: int) -> StepShapes:
+        """The sizes of programs for a model with `own` sizes; there may be fewer pages later.
 
         Raises:
             ValueError: sizes do not go together, or exceed the model's.
         """
         max_model_len = self.max_model_len
         if max_model_len is None:
-            max_model_len = min(max_positions, 8192)
-        elif max_model_len > max_positions:
+            max_model_len = min(own.max_positions, 8192)
+        elif max_model_len > own.max_positions:
             raise ValueError(
-                f"max_model_len must not exceed the model's {max_positions} positions, got "
+                f"max_model_len must not exceed the model's {own.max_positions} positions, got "
                 f"{max_model_len}."
             )
+        steps = self.steps_per_dispatch
         return StepShapes.of(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
@@ -192,9 +196,9 @@ class EngineConfig:
             decode_rows=self.decode_buckets,
             prefill_tokens=self.prefill_buckets,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            tokens_per_step=tokens_per_step,
+            tokens_per_step=own.tokens_per_step,
             max_prefill_seqs=self.max_prefill_seqs,
-            steps_per_dispatch=self.steps_per_dispatch,
+            steps_per_dispatch=own.steps_per_dispatch if steps == "auto" else steps,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
         )
 
@@ -224,77 +228,3 @@ def listing() -> str:
         textwrap.fill(text, 92, initial_indent=" " * 8, subsequent_indent=" " * 12)
         for text in paragraphs
     )
-
-
-def _read(field: dataclasses.Field, value: Any) -> Any:
-    """`value` as the type of the option says; `_READERS` has what reads each type.
-
-    Raises:
-        ValueError: it is of no such type, or breaks a rule.
-    """
-    kinds = _alternatives(field.type)
-    if value is None and NoneType in kinds:
-        return None
-    origins = {get_origin(kind) or kind for kind in kinds}
-    for kind, reader in _READERS.items():
-        if kind in origins:
-            return reader(field, value)
-    raise TypeError(f"The type of the option {field.name} needs a line in _READERS: {kinds}.")
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """What `kind` is a union of, which may be itself alone."""
-    is_whole = not get_args(kind) or get_origin(kind) in (Literal, Sequence)
-    return (kind,) if is_whole else get_args(kind)
-
-
-def _speculation(field: dataclasses.Field, value: Any) -> Any:
-    return SpeculativeConfig.read(value)
-
-
-def _word(field: dataclasses.Field, value: Any) -> str:
-    """One of those that the type lists, such as `Literal["auto", "dummy"]`."""
-    kinds = _alternatives(field.type)
-    words = [word for kind in kinds for word in get_args(kind)]
-    if isinstance(value, str) and value in words:
-        return value
-    *others, last = map(repr, words)
-    if NoneType in kinds:
-        others, last = [*others, last], f"None, {field.metadata['none']}"
-    raise ValueError(f"{field.name} must be {', '.join(others)} or {last}, got {shown(value)}.")
-
-
-def _integer(field: dataclasses.Field, value: Any) -> int:
-    least = field.metadata["least"]
-    if least is None:
-        return checks.seed_bits(field.name, value)
-    return checks.integer(field.name, value, least, _MAX)
-
-
-def _number(field: dataclasses.Field, value: Any) -> float:
-    number = checks.real(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{field.name} must be a finite number, got {shown(value)}.")
-    return number
-
-
-def _sizes(field: dataclasses.Field, value: Any) -> tuple[int, ...]:
-    sizes = checks.items(value, _MAX_BUCKETS)
-    if sizes is None or len(sizes) > _MAX_BUCKETS:
-        raise ValueError(
-            f"{field.name} must be a list of at most {_MAX_BUCKETS} sizes, got {shown(value)}."
-        )
-    return tuple(checks.integer(f"Each of {field.name}", size, 1, _MAX) for size in sizes)
-
-
-# The first of these that is in a union reads its value.
-_READERS: dict[Any, Callable[[dataclasses.Field, Any], Any]] = {
-    SpeculativeConfig: _speculation,
-    Path: lambda field, value: checks.path(field.name, value),
-    str: lambda field, value: checks.text(field.name, value),
-    bool: lambda field, value: checks.boolean(field.name, value),
-    int: _integer,
-    float: _number,
-    Sequence: _sizes,
-    Literal: _word,
-}

@@ -110,6 +110,7 @@ class Request:
     leader: "Request | None" = None  # the sample whose prefill this one may share
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     finish: Finish = Finish.RUNNING
+    is_streamed: bool = False  # somebody reads its tokens as they come
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
     sampler: Sampler = dataclasses.field(init=False)  # the least that serves it

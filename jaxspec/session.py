@@ -131,7 +131,7 @@ class Session:
 
         Closing it early aborts the sample.
         """
-        is_over = False
+        is_over, sample.request.is_streamed = False, True
         try:
             self.add([sample])
             while not is_over:

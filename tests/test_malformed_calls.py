@@ -143,6 +143,10 @@ def is_text(value):
     return isinstance(value, str) and value != ""
 
 
+def is_auto(value):
+    return isinstance(value, str) and value == "auto"
+
+
 def is_flag(value):
     return isinstance(value, bool | np.bool_)
 
@@ -244,13 +248,14 @@ OPTIONS = {
     "max_num_seqs": ([1, np.int32(4)], lambda v: is_integer(v, 1, 2**24)),
     "max_model_len": ([None, 64], is_size(1)),
     "max_in_flight": ([0, 2], lambda v: is_integer(v, 0, 2**24)),
-    "steps_per_dispatch": ([1], lambda v: is_integer(v, 1, 2**24)),
+    "steps_per_dispatch": (["auto", 1], lambda v: is_auto(v) or is_integer(v, 1, 2**24)),
     "page_size": ([16], lambda v: is_integer(v, 1, 2**24)),
     "num_pages": ([None, 9], is_size(1)),
     "gpu_memory_utilization": ([0.5, 1], lambda v: is_number(v, -1.8e308, 1.8e308)),
     "max_num_batched_tokens": ([None, 64], is_size(1)),
     "long_prefill_token_threshold": ([None, 64], is_size(1)),
-    "max_prefill_seqs": ([4], lambda v: is_integer(v, 1, 2**24)),
+    "max_prefill_seqs": ([None, 4], is_size(1)),
+    "max_step_ms": ([None, 30, 0.5], lambda v: v is None or is_number(v, 1e-300, 1.8e308)),
     "decode_buckets": ([None, [1, 4], np.arange(1, 3)], are_sizes),
     "prefill_buckets": ([None, (16, 32)], are_sizes),
     "seed": ([0, np.int64(-5)], lambda v: is_integer(v, -(2**63), 2**64 - 1)),

@@ -11,7 +11,7 @@ import pytest
 
 import jaxspec
 from jaxspec import LLM, SpeculativeConfig
-from jaxspec.config import StepShapes
+from jaxspec.config import ModelSizes, StepShapes
 from jaxspec.options import OPTIONS, EngineConfig, default_of, meaning
 from tools.docs import options as page
 
@@ -57,7 +57,9 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"kv_dtype": "fp8"}, "kv_dtype must be 'bfloat16', 'float8_e4m3fn' or None, the model's"),
         ({"state_policy": None}, "state_policy must be 'auto', 'snapshot' or 'replay', got None."),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0."),
-        ({"steps_per_dispatch": 1.5}, "steps_per_dispatch must be an integer of at least 1"),
+        ({"steps_per_dispatch": 1.5}, "least 1, got 1.5, which is not 'auto' either."),
+        ({"steps_per_dispatch": "all"}, "steps_per_dispatch must be an integer of at least 1"),
+        ({"max_step_ms": 0}, "max_step_ms must be above 0, got 0.0."),
         ({"speculative_config": "mtp"}, "speculative_config must be 'auto', None or a dict"),
         ({"speculative_config": {"draft_vocab": 0}}, "draft_vocab must be an integer"),
         ({"speculative_config": 3}, "speculative_config must be 'auto', None or a dict, got 3"),
@@ -134,10 +136,10 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     ("asked", "positions", "length"), [(None, 100, 100), (None, 99999, 8192), (64, 100, 64)]
 )
 def test_samples_are_as_long_as_the_model_allows(asked, positions, length):
-    shapes = EngineConfig(max_model_len=asked).step_shapes(max_positions=positions, num_drafts=3)
+    shapes = EngineConfig(max_model_len=asked).step_shapes(ModelSizes(positions), num_drafts=3)
     assert shapes.max_model_len == length
     with pytest.raises(ValueError, match="must not exceed the model's 100 positions, got 101"):
-        EngineConfig(max_model_len=101).step_shapes(max_positions=100, num_drafts=3)
+        EngineConfig(max_model_len=101).step_shapes(ModelSizes(100), num_drafts=3)
 
 
 def test_every_size_reaches_the_shapes():
@@ -154,5 +156,8 @@ def test_every_size_reaches_the_shapes():
     want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
-    shapes = config.step_shapes(max_positions=100, num_drafts=2)
+    shapes = config.step_shapes(ModelSizes(100), num_drafts=2)
     assert dataclasses.asdict(shapes) == dataclasses.asdict(want)
+    own = ModelSizes(100, steps_per_dispatch=4)
+    assert config.step_shapes(own, num_drafts=2).steps_per_dispatch == 5
+    assert EngineConfig().step_shapes(own, num_drafts=2).steps_per_dispatch == 4

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -127,16 +128,33 @@ class Model(nnx.Module, abc.ABC):
     def tokens_per_step(self) -> int:
         """Prompt tokens at which a step is fast here, and beyond which it only takes longer.
 
-        A dense model's weights all serve every token: from a few hundred on it computes. A step
-        with many tokens reads every expert, each of which serves its share of them. A GPU
-        multiplies some 180 rows while it reads bfloat16 weights, and the other layers compute as
-        well, so about 128 rows an expert balance the two. That holds for the kernels alone.
+        Without kernels it takes longer from the first. With them a dense model computes from a few
+        hundred tokens on, but the rows that decode beside a prompt are moved on once a step: the
+        more of the prompt it has, the fewer such steps. A step of a mixture of experts reads every
+        expert, each of which serves its share of the tokens. A GPU multiplies some 180 rows while
+        it reads bfloat16 weights, and the other layers compute as well, so about 128 rows an expert
+        balance the two.
         """
-        if self.experts is None or dispatch.kernels_here()[1] is not None:
+        if dispatch.kernels_here()[1] is not None:
             return TOKENS_PER_STEP
+        if self.experts is None:
+            return 2048
         routing = self.experts.routing
         rows = 128 * routing.num_experts / routing.num_chosen
         return min(max(TOKENS_PER_STEP, 512 * math.ceil(rows / 512)), 4096)
+
+    @property
+    def steps_per_dispatch(self) -> int:
+        """Decode steps at once that hide what a dispatch costs besides, and yet end soon.
+
+        A GPU waits half a millisecond for each dispatch, whatever the model. So there are as many
+        steps as read 80 GB of weights together, some 20 ms, but at most 8; a power of two.
+        """
+        if dispatch.kernels_here()[1] is not None:
+            return 1
+        leaves = jax.tree.leaves(nnx.state(self))
+        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return 2 ** min(3, int(math.log2(max(1, 80e9 / num_bytes))))
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """The pools that the layers keep: the trunk's layers first, then the draft head's.

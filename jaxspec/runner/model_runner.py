@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import pickle
+import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -159,16 +160,20 @@ class ModelRunner:
         args = self._args(program)
         return self._step(program, args).lower(*args)
 
-    def warm_up(self, program: Program) -> None:
+    def warm_up(self, program: Program) -> float:
         """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
-        Twice: a GPU records its command buffers in the second run. JAX keeps what it compiled with
-        what it lowered, so what another thread made of `lower(program)` is found here.
+        Three times: a GPU records its command buffers in the second run. JAX keeps what it compiled
+        with what it lowered, so what another thread made of `lower(program)` is found here.
+
+        Returns the seconds of the last run.
         """
-        step = self.lower(program).compile()
-        for _ in range(2):
+        step, started = self.lower(program).compile(), 0.0
+        for _ in range(3):
+            started = time.perf_counter()
             self._run(step, self._empty_plan(program)).result()
         self._programs[program] = step
+        return time.perf_counter() - started
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""

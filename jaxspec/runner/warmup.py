@@ -36,11 +36,12 @@ def warm_up(
     *,
     progress: bool = False,
     guard: Callable[[Callable[[], None]], None] = lambda run: run(),
+    on_run: Callable[[Program, float], None] = lambda program, seconds: None,
 ) -> dict[str, float]:
     """Compile the `programs` of `samplers` that are not compiled yet, behind a bar that names them.
 
     Then they run on the state of `runner`. `guard` calls what does that: an interrupt loses the
-    state.
+    state. `on_run` hears what each of them took, on an empty plan.
 
     Returns the seconds that each took by its label. Some are compiled at the same time.
     """
@@ -63,13 +64,15 @@ def warm_up(
     finally:
         pool.shutdown(cancel_futures=True)
     # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    guard(lambda: _run(runner, missing))
+    guard(lambda: _run(runner, missing, on_run))
     return seconds
 
 
-def _run(runner: ModelRunner, compiled: Iterable[Program]) -> None:
+def _run(
+    runner: ModelRunner, compiled: Iterable[Program], on_run: Callable[[Program, float], None]
+) -> None:
     for program in compiled:
-        runner.warm_up(program)
+        on_run(program, runner.warm_up(program))
 
 
 def _compile(

@@ -13,19 +13,22 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import join
+from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
 from jaxspec.scheduler.prompt_budget import prompt_budget
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
+from jaxspec.scheduler.step_seconds import StepSeconds
 
 
 class Scheduler:
     """Continuous batching over rows, slots and pages, first come first served."""
 
-    def __init__(self, shapes: StepShapes):
-        """Start empty."""
+    def __init__(self, shapes: StepShapes, max_step_ms: float | None = None):
+        """Start empty. `max_step_ms`: as in `StepSeconds`."""
         self.shapes = shapes
+        self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission; the last is preempted first
@@ -105,8 +108,16 @@ class Scheduler:
         if forked is not None:
             return forked
         num_free = min(len(self._free_slots), self.shapes.max_new_rows)
-        budget = prompt_budget(self.shapes, self.running, self.waiting, self._followers, num_free)
-        step = NextStep(budget, self._num_steps(budget))
+        budget = prompt_budget(
+            self.shapes,
+            self.running,
+            self.waiting,
+            self._followers,
+            num_free,
+            self.step_seconds.most_prompt_tokens,
+        )
+        num_steps = num_decode_steps(self.shapes, self.running, budget, self.pages.num_free)
+        step = NextStep(budget, num_steps)
         index = 0
         while index < len(self.running):  # victims leave from the end
             self._advance(self.running[index], step)
@@ -141,21 +152,6 @@ class Scheduler:
         return progress
 
     # Which rows get tokens.
-
-    def _num_steps(self, budget: int) -> int:
-        """How many decode steps the dispatch makes: several where no prompt waits, a row needs them
-        all even if every draft is accepted, and there are pages for them without a preemption.
-        """
-        several = self.shapes.num_steps(budget)[-1]
-        if several == 1:
-            return 1
-        bounds = [(r, r.tokens_bound) for r in self.running]
-        left = max((r.max_len - bound for r, bound in bounds), default=0)
-        if left < several * self.shapes.width:
-            return 1
-        pages = sum(self._pages_for(self.shapes.reach(bound, several), r) for r, bound in bounds)
-        held = sum(len(request.pages) for request in self.running)
-        return several if pages - held <= self.pages.num_free else 1
 
     def _advance(self, request: Request, step: NextStep) -> None:
         if request.takes_decode_row:
@@ -242,7 +238,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _pages_for(self, length: int, request: Request) -> int:
-        return -(-min(length, request.max_len) // self.shapes.page_size)
+        return self.shapes.pages_for(min(length, request.max_len))
 
     def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.

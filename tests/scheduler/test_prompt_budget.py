@@ -16,8 +16,9 @@ workload = importlib.import_module("benchmarks.engine.workload")
 
 
 def default_shapes(rows, drafts, **given):
-    sizes = {"max_model_len": 4096, "page_size": 16, "max_prefill_seqs": 4}
-    chosen = dict.fromkeys(("num_pages", "decode_rows", "prefill_tokens", "max_num_batched_tokens"))
+    sizes = {"max_model_len": 4096, "page_size": 16}
+    names = "num_pages", "decode_rows", "prefill_tokens", "max_num_batched_tokens"
+    chosen = dict.fromkeys((*names, "max_prefill_seqs"))
     return StepShapes.of(max_num_seqs=rows, num_drafts=drafts, **sizes | chosen | given)
 
 

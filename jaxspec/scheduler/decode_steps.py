@@ -1,0 +1,27 @@
+"""How many decode steps a dispatch makes."""
+
+from collections.abc import Sequence
+
+from jaxspec.config import StepShapes
+from jaxspec.request import Request
+
+
+def num_decode_steps(
+    shapes: StepShapes, running: Sequence[Request], budget: int, num_free_pages: int
+) -> int:
+    """Several where no prompt waits (`budget` is 0) and nobody reads a stream.
+
+    Besides, a row must need them all even if every draft is accepted, and there must be pages for
+    them without a preemption.
+    """
+    several = shapes.num_steps(budget)[-1]
+    if several == 1 or any(request.is_streamed for request in running):
+        return 1
+    bounds = [(request, request.tokens_bound) for request in running]
+    left = max((request.max_len - bound for request, bound in bounds), default=0)
+    if left < several * shapes.width:
+        return 1
+    held = sum(len(request.pages) for request in running)
+    reached = (min(shapes.reach(bound, several), request.max_len) for request, bound in bounds)
+    needed = sum(map(shapes.pages_for, reached))
+    return several if needed - held <= num_free_pages else 1
