@@ -1,3 +1,4 @@
+import dataclasses
 from collections import deque
 
 import numpy as np
@@ -24,7 +25,8 @@ BUCKETS = StepShapes(
 class FakeRunner:
     """Emits token 5 for every row, and notes the order of dispatches and results."""
 
-    def __init__(self):
+    def __init__(self, shapes=BUCKETS, on_collect=lambda number: None):
+        self.shapes, self.on_collect = shapes, on_collect
         self.log = []
         self.in_flight = deque()
         self.num_tokens = {}
@@ -32,11 +34,12 @@ class FakeRunner:
     def dispatch(self, plan):
         number = sum(kind == "dispatch" for kind, _ in self.log)
         self.log.append(("dispatch", number))
-        values = plan_layout(plan.program, BUCKETS).unpack(plan.packed)
+        values = plan_layout(plan.program, self.shapes).unpack(plan.packed)
         lens = values["prefill_lens"]
-        tokens = np.full((plan.program.decode_rows + len(lens), 1), -1, np.int32)
-        tokens[: int(values["num_decode"])] = 5
-        tokens[plan.program.decode_rows :][lens > 0] = 5
+        rows = plan.program.decode_rows
+        tokens = np.full((plan.program.num_steps, rows + len(lens), 1), -1, np.int32)
+        tokens[:, : int(values["num_decode"])] = 5
+        tokens[:, rows:][:, lens > 0] = 5
         self.in_flight.append(number)
         return FakePending(self, number, tokens)
 
@@ -57,10 +60,11 @@ class FakePending:
     def result(self):
         assert self.runner.in_flight.popleft() == self.number, "collected out of order"
         self.runner.log.append(("collect", self.number))
-        zeros = np.zeros((1, len(self.tokens)), np.int32)
+        self.runner.on_collect(self.number)
+        zeros = np.zeros(self.tokens.shape[:2], np.int32)
         # The host itself must end nothing: finish is the device's word, here the last step's.
         finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
-        return StepOutput(self.tokens[None], zeros, zeros, finish)
+        return StepOutput(self.tokens, zeros, zeros, finish)
 
     def done_time(self):
         return 100.0 + self.number
@@ -116,6 +120,50 @@ def test_a_trace_says_when_each_step_was_planned_dispatched_and_collected(depth)
     assert [step.device_end for step in steps] == [100.0 + n for n in range(8 - len(steps), 8)]
     overlaps = [b.plan_start < a.wait_start for a, b in zip(steps, steps[1:], strict=False)]
     assert all(overlaps) if depth else not any(overlaps)
+
+
+@pytest.mark.parametrize(("depth", "lead"), [(0, 1), (1, 2), (2, 2), (5, 3)])
+def test_several_steps_at_once_count_as_many_in_flight(depth, lead):
+    """Four steps behind four are enough for the host; a prompt that comes waits for them all."""
+    shapes = dataclasses.replace(BUCKETS, steps_per_dispatch=4, max_model_len=200, num_pages=201)
+    runner = FakeRunner(shapes)
+    engine = Engine(Scheduler(shapes), runner, max_in_flight=depth)
+    engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=100), seed=0)])
+    for _ in range(12):
+        engine.step()
+    assert runner.max_lead == lead
+
+
+class Clock:
+    """Seconds that pass as a test says."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("jaxspec.engine.time.perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("waits", "noted"),
+    [
+        ((0.02, 0.02, 0.02), [0.02, 0.02]),  # of the first step nobody saw the beginning
+        ((0.0, 0.02, 0.02), [0.02]),
+        ((0.02, 0.0, 0.02), []),  # the host was late: the device may have waited for it
+    ],
+)
+def test_the_engine_notes_what_a_step_took_where_it_saw_it_begin_and_end(waits, noted, monkeypatch):
+    clock, heard = Clock(monkeypatch), []
+    engine, runner, _ = make_engine(1)
+
+    def wait(number):
+        clock.now += dict(enumerate(waits)).get(number, 0.0)
+
+    runner.on_collect = wait
+    monkeypatch.setattr(
+        engine.scheduler.step_seconds, "note", lambda program, seconds: heard.append(seconds)
+    )
+    while engine.has_work:
+        engine.step()
+    assert heard == pytest.approx(noted)
 
 
 def test_drain_leaves_nothing_in_flight_and_what_ended_stays_ended():

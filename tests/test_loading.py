@@ -104,3 +104,26 @@ def test_a_step_has_as_many_prompt_tokens_as_make_experts_worth_reading(
     assert sparse.tokens_per_step == tokens == budget()
     assert budget(max_num_batched_tokens=100) == 100
     assert budget(max_model_len=64, max_num_seqs=2) == 512
+
+
+def test_where_kernels_run_a_dense_model_has_larger_steps_too(monkeypatch):
+    dense = model("qwen3_5")
+    assert (dense.tokens_per_step, dense.steps_per_dispatch) == (512, 1)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    monkeypatch.setattr(type(dense), "max_position_embeddings", property(lambda _: 8192))
+    shapes = settle(EngineConfig(), dense, jnp.dtype("float32")).shapes
+    assert shapes.prefill_tokens == (64, 512, 2048)
+    assert (shapes.max_prefill_seqs, shapes.steps_per_dispatch) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("billions", "steps"), [(0.8, 8), (4, 8), (9, 4), (14, 2), (27, 1), (80, 1)]
+)
+def test_the_more_weights_a_step_reads_the_fewer_steps_are_dispatched_at_once(
+    billions, steps, monkeypatch
+):
+    dense = model("qwen3_5")
+    weights = {"all": jax.ShapeDtypeStruct((int(billions * 10**9),), jnp.bfloat16)}
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    monkeypatch.setattr("jaxspec.models.base.nnx.state", lambda _: weights)
+    assert dense.steps_per_dispatch == steps

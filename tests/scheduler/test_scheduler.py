@@ -170,6 +170,17 @@ def test_while_a_prompt_waits_steps_come_one_by_one():
     assert loop.num_steps == (1 + 8) + (1 + 2)
 
 
+def test_while_somebody_reads_a_stream_steps_come_one_by_one():
+    loop = Loop(steps_per_dispatch=4)
+    streamed, other = make_group(1, 5, 5), make_group(2, 5, 21)
+    streamed[0].is_streamed = True
+    loop.add(streamed, other)
+    steps = []
+    while loop.scheduler.has_work:
+        steps.append(loop.turn().plan.program.num_steps)
+    assert steps == [1, 1, 1, 1, 1, 4, 4, 4, 4]
+
+
 @pytest.mark.parametrize(("num_drafts", "num_pages"), [(0, 20), (1, 22), (3, 24)])
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 def test_nobody_is_preempted_for_steps_that_could_come_one_by_one(
