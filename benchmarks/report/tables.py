@@ -187,7 +187,12 @@ def kernels(figures: Figures) -> str:
 
 # Name: the function, and the files whose contents it takes.
 TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
-    "against vLLM": (against_peer.table, "decode_h200.json", "peer_h200.json", "traffic_h200.json"),
+    "against vLLM": (
+        against_peer.table,
+        "decode_h200.json",
+        "peer_h200.json",
+        "traffic_peer_h200.json",
+    ),
     "first command": (first_command, "first_command_cpu.json"),
     "acceptance": (acceptance, "acceptance_cpu.json"),
     "decoding": (decoding, "cpu_decoding.json"),
@@ -197,7 +202,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
     "prefill": (decode_tables.prefill, "decode_h200.json"),
-    "traffic": (against_peer.traffic, "traffic_h200.json"),
+    "traffic": (against_peer.traffic, "traffic_peer_h200.json"),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "loading": (prefill_tables.loading, "load_h200.json"),
