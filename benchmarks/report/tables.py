@@ -15,12 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import against_peer, decode_tables, prefill_tables
+from benchmarks.report import against_peer, decode_tables, prefill_tables, traffic_tables
 from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "measurements.md"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / x for x in ("measurements.md", "traffic.md"))]
+TRAFFIC = "traffic_h*.json"  # one for each card
+PEER = "decode_h200.json", "peer_h200.json"
+PEER_TRAFFIC = "traffic_peer_h200.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
@@ -185,14 +188,9 @@ def kernels(figures: Figures) -> str:
     return markdown(head, rows)
 
 
-# Name: the function, and the files whose contents it takes.
+# Name: the function, and the files whose contents it takes; a pattern stands for all that match.
 TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
-    "against vLLM": (
-        against_peer.table,
-        "decode_h200.json",
-        "peer_h200.json",
-        "traffic_peer_h200.json",
-    ),
+    "against vLLM": (against_peer.table, *PEER, PEER_TRAFFIC, TRAFFIC),
     "first command": (first_command, "first_command_cpu.json"),
     "acceptance": (acceptance, "acceptance_cpu.json"),
     "decoding": (decoding, "cpu_decoding.json"),
@@ -202,7 +200,9 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
     "prefill": (decode_tables.prefill, "decode_h200.json"),
-    "traffic": (against_peer.traffic, "traffic_peer_h200.json"),
+    "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
+    "traffic": (traffic_tables.served, TRAFFIC),
+    "time of traffic": (traffic_tables.spent, TRAFFIC),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "loading": (prefill_tables.loading, "load_h200.json"),
@@ -226,12 +226,15 @@ def filled(text: str, results: Path = RESULTS) -> str:
         if name not in TABLES:
             raise ValueError(f"There is no table {name!r}; known are {', '.join(TABLES)}.")
         table, *files = TABLES[name]
+        contents = []
         for file in files:
-            if not (results / file).exists():
+            found = sorted(results.glob(file))
+            if not found:
                 raise ValueError(
                     f"Table {name!r} needs {results / file}: run its benchmark with --json."
                 )
-        made = table(*(json.loads((results / file).read_text()) for file in files))
+            contents += [json.loads(each.read_text()) for each in found]
+        made = table(*contents)
         return f"<!-- table: {name} -->\n{made}\n<!-- end -->"
 
     return PLACE.sub(fill, text)
