@@ -121,6 +121,13 @@ def test_what_could_not_be_measured_is_refused_at_once(words, message, monkeypat
     assert message in capsys.readouterr().err
 
 
+def test_a_file_of_another_device_is_refused(tmp_path):
+    file = tmp_path / "traffic.json"
+    file.write_text(json.dumps({"device": "an abacus", "results": []}))
+    args = traffic.parser().parse_args(["--json", str(file)])
+    assert "holds results of an abacus; name another file" in traffic.refusal(args)
+
+
 class FakeSample:
     def __init__(self, request):
         self.request = request
