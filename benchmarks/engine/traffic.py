@@ -352,8 +352,12 @@ def refusal(args: argparse.Namespace) -> str | None:
         return f"--requests must be at least as many as --at-once, got {args.requests}."
     if "max_num_seqs" in dict(args.options):
         return "max_num_seqs is --rows."
-    if args.json and args.json.exists() and "results" not in json.loads(args.json.read_text()):
-        return f"{args.json} holds no results of this script; name another file."
+    if args.json and args.json.exists():
+        known = json.loads(args.json.read_text())
+        if "results" not in known:
+            return f"{args.json} holds no results of this script; name another file."
+        if known["device"] != record.machine()["device"]:
+            return f"{args.json} holds results of {known['device']}; name another file."
     try:
         for case in cases_of(args, {}):
             workload.lengths(case.lengths, case.requests)

@@ -1,11 +1,13 @@
-"""jaxspec beside vLLM: README's table and picture, and the table of real traffic."""
+"""jaxspec beside vLLM: README's table and picture, and the table of traffic measured by hand."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report.markdown_table import markdown
+from benchmarks.report.traffic_tables import ROWS, is_all_at_once, options_of, work_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "against_vllm.svg"
@@ -21,7 +23,35 @@ CASES = [
 DRAFTS = 3
 
 
-def table(decode: Figures, peer: Figures, traffic: Figures) -> str:
+class Load(NamedTuple):
+    """Requests that both engines were sent at once, and where vLLM's file tells of them."""
+
+    lengths: str
+    requests: int
+    words: str
+    part: str
+    key: str
+    our_key: str  # in traffic.py's
+    unit: str
+    form: str
+
+
+LOADS = [
+    Load("512x256", 64, "equal", "equal", "ms_per_token", "ms_per_token", "ms a token", ".2f"),
+    Load(
+        "trace",
+        256,
+        "unequal",
+        "trace",
+        "tokens_per_second",
+        "output_tokens_per_second",
+        "tokens a second",
+        ",.0f",
+    ),
+]
+
+
+def table(decode: Figures, peer: Figures, peer_traffic: Figures, *traffic: Figures) -> str:
     """A row for each of `CASES`, then what a user gets without an option."""
     lines = []
     for case, ours, theirs in _measured(decode, peer):
@@ -30,26 +60,37 @@ def table(decode: Figures, peer: Figures, traffic: Figures) -> str:
         setting += f", {state_dtype} states" * (state_dtype != "float32")
         work = f"{_size(shape)}, {rows} request" + "s" * (rows > 1)
         lines.append([work, "ms a token", setting, *_compared(theirs, ours, ".2f", less=True)])
-    equal = {
-        (x["engine"], x.get("setting")): x["ms_per_token"]
-        for x in traffic["equal"]["results"]
-        if x["rows"] == 64
-    }
-    trace = {
-        (x["engine"], x.get("setting")): x["tokens_per_second"] for x in traffic["trace"]["results"]
-    }
-    for measured, unit, work, form, less in (
-        (equal, "ms a token", "64 requests of equal lengths", ".2f", True),
-        (trace, "tokens a second", "256 requests of unequal lengths", ",.0f", False),
-    ):
-        theirs, ours = measured["vllm", None], measured["jaxspec", "defaults"]
-        compared = _compared(theirs, ours, form, less=less)
-        lines.append([f"{_size(traffic['shape'])}, {work}", unit, "defaults", *compared])
+    size = _size(peer_traffic["shape"])
+    for load in LOADS:
+        former = {
+            (x["engine"], x.get("setting")): x[load.key]
+            for x in peer_traffic[load.part]["results"]
+            if x.get("rows", ROWS) == ROWS
+        }
+        newer = _by_defaults(load, f"{size}, {load.lengths}", peer_traffic["device"], traffic)
+        ours, date = newer or (former["jaxspec", "defaults"], peer_traffic["date"])
+        less = load.key == "ms_per_token"
+        compared = _compared(former["vllm", None], ours, load.form, less=less)
+        work = f"{size}, {load.requests} requests of {load.words} lengths"
+        lines.append([work, load.unit, f"defaults, {date}", *compared])
     return markdown(["model, work", "unit", "jaxspec's setting", "vLLM", "jaxspec", "gain"], lines)
 
 
-def traffic(figures: Figures) -> str:
-    """Requests of equal and of unequal lengths, with defaults and with settings chosen by hand."""
+def _by_defaults(
+    load: Load, work: str, device: str, traffic: Sequence[Figures]
+) -> tuple[float, str] | None:
+    """What `traffic.py` measured of the load on the peer's card without an option, and when."""
+    for figures in traffic:
+        for case in figures["results"]:
+            is_load = work_of(case) == work and case["requests"] == load.requests
+            is_alike = case["rows"] == ROWS and not options_of(case)
+            if figures["device"] == device and is_load and is_alike and is_all_at_once(case):
+                return case[load.our_key], figures["date"]
+    return None
+
+
+def traffic_by_hand(figures: Figures) -> str:
+    """What was measured at one commit, of vLLM too, with defaults and settings chosen by hand."""
     lines = []
     for work, key, form in (
         ("equal", "ms_per_token", ".2f"),

@@ -15,18 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.model_shapes import SHAPES
-from benchmarks.report import against_peer, prefill_tables
+from benchmarks.report import against_peer, decode_tables, prefill_tables, traffic_tables
 from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "measurements.md"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / x for x in ("measurements.md", "traffic.md"))]
+TRAFFIC = "traffic_h*.json"  # one for each card
+PEER = "decode_h200.json", "peer_h200.json"
+PEER_TRAFFIC = "traffic_peer_h200.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
 MIXTURE = "qwen3.5-35b-a3b"  # likewise, of experts
-DECODE_PROMPT = 512  # tokens; with others prefill is measured
 Figures = dict[str, Any]
 
 
@@ -187,55 +188,9 @@ def kernels(figures: Figures) -> str:
     return markdown(head, rows)
 
 
-def decode(figures: Figures) -> str:
-    """A line for each shape, number of rows, dtype of states and number of steps a dispatch.
-
-    Without drafts and with 3.
-    """
-    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
-    for case in _decode_cases(figures):
-        if case["prompt"] == DECODE_PROMPT:
-            name = case["shape"], case["rows"], case["state_dtype"], case["steps_per_dispatch"]
-            by_case.setdefault(name, {})[case["drafts"]] = case
-    lines = []
-    for name in sorted(by_case, key=lambda name: (list(SHAPES).index(name[0]), *name[1:])):
-        (shape, rows, dtype, steps), by_drafts = name, by_case[name]
-        size = shape.removeprefix("qwen3.5-").upper()
-        line = [f"{size}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
-        for drafts in (0, 3):
-            case = by_drafts.get(drafts)
-            if case is None:
-                line += ["–"] * 4
-                continue
-            ratio = f"{case['times_peer']:.2f}" if "times_peer" in case else "–"
-            line += [f"{case['ms_per_token']:.2f}", ratio, f"{case['of_roofline']:.0%}"]
-            line.append(case["commit"])
-        lines.append(line)
-    head = ["vLLM's over it", "of the roofline", "commit"]
-    return markdown(["shape, rows, states", "0 drafts: ms", *head, "3 drafts: ms", *head], lines)
-
-
-def prefill(figures: Figures) -> str:
-    lines = {}
-    for case in _decode_cases(figures):
-        usual = case["drafts"], case["state_dtype"], case["steps_per_dispatch"]
-        if usual == (0, "float32", 1):
-            name = f"{case['shape']}, {case['rows']} x {case['prompt']}"
-            rate = f"{case['prefill_tokens_per_second'] / 1000:.1f}"
-            lines[name] = [name, rate, f"{1000 * case['first_token_seconds']:.1f}"]
-    head = ["shape, prompts x tokens", "thousand tokens a second", "ms to the first token (mean)"]
-    return markdown(head, lines.values())
-
-
-def _decode_cases(figures: Figures) -> list[Figures]:
-    """The cases with those options that the text names and the tables do not show."""
-    shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}
-    return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
-
-
-# Name: the function, and the files whose contents it takes.
+# Name: the function, and the files whose contents it takes; a pattern stands for all that match.
 TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
-    "against vLLM": (against_peer.table, "decode_h200.json", "peer_h200.json", "traffic_h200.json"),
+    "against vLLM": (against_peer.table, *PEER, PEER_TRAFFIC, TRAFFIC),
     "first command": (first_command, "first_command_cpu.json"),
     "acceptance": (acceptance, "acceptance_cpu.json"),
     "decoding": (decoding, "cpu_decoding.json"),
@@ -243,9 +198,11 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "scaling": (scaling, "cpu_decoding.json"),
     "a/b": (ab, "ab_h200.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
-    "decode": (decode, "decode_h200.json"),
-    "prefill": (prefill, "decode_h200.json"),
-    "traffic": (against_peer.traffic, "traffic_h200.json"),
+    "decode": (decode_tables.decode, "decode_h200.json"),
+    "prefill": (decode_tables.prefill, "decode_h200.json"),
+    "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
+    "traffic": (traffic_tables.served, TRAFFIC),
+    "time of traffic": (traffic_tables.spent, TRAFFIC),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "loading": (prefill_tables.loading, "load_h200.json"),
@@ -269,12 +226,15 @@ def filled(text: str, results: Path = RESULTS) -> str:
         if name not in TABLES:
             raise ValueError(f"There is no table {name!r}; known are {', '.join(TABLES)}.")
         table, *files = TABLES[name]
+        contents = []
         for file in files:
-            if not (results / file).exists():
+            found = sorted(results.glob(file))
+            if not found:
                 raise ValueError(
                     f"Table {name!r} needs {results / file}: run its benchmark with --json."
                 )
-        made = table(*(json.loads((results / file).read_text()) for file in files))
+            contents += [json.loads(each.read_text()) for each in found]
+        made = table(*contents)
         return f"<!-- table: {name} -->\n{made}\n<!-- end -->"
 
     return PLACE.sub(fill, text)

@@ -110,7 +110,7 @@ def test_rates_of_drafts_that_there_are_not_are_no_part_of_a_case():
         ("--at-once 200", "has 256 requests, and 400 were asked for"),
         ("--lengths foo", 'as "8192x1024"'),
         ("--options max_num_seqs=8", "max_num_seqs is --rows"),
-        ("--json benchmarks/results/traffic_h200.json", "holds no results of this script"),
+        ("--json benchmarks/results/traffic_peer_h200.json", "holds no results of this script"),
     ],
 )
 def test_what_could_not_be_measured_is_refused_at_once(words, message, monkeypatch, capsys):
@@ -119,6 +119,13 @@ def test_what_could_not_be_measured_is_refused_at_once(words, message, monkeypat
     with pytest.raises(SystemExit):
         traffic.main()
     assert message in capsys.readouterr().err
+
+
+def test_a_file_of_another_device_is_refused(tmp_path):
+    file = tmp_path / "traffic.json"
+    file.write_text(json.dumps({"device": "an abacus", "results": []}))
+    args = traffic.parser().parse_args(["--json", str(file)])
+    assert "holds results of an abacus; name another file" in traffic.refusal(args)
 
 
 class FakeSample:

@@ -1,0 +1,55 @@
+"""Tables of what `decode.py` measures."""
+
+from typing import Any
+
+from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.report.markdown_table import markdown
+
+PROMPT = 512  # tokens; with others prefill is measured
+Figures = dict[str, Any]
+
+
+def decode(figures: Figures) -> str:
+    """A line for each shape, number of rows, dtype of states and number of steps a dispatch.
+
+    Without drafts and with 3.
+    """
+    by_case: dict[tuple[str, int, str, int], dict[int, Figures]] = {}
+    for case in _cases(figures):
+        if case["prompt"] == PROMPT:
+            name = case["shape"], case["rows"], case["state_dtype"], case["steps_per_dispatch"]
+            by_case.setdefault(name, {})[case["drafts"]] = case
+    lines = []
+    for name in sorted(by_case, key=lambda name: (list(SHAPES).index(name[0]), *name[1:])):
+        (shape, rows, dtype, steps), by_drafts = name, by_case[name]
+        size = shape.removeprefix("qwen3.5-").upper()
+        line = [f"{size}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
+        for drafts in (0, 3):
+            case = by_drafts.get(drafts)
+            if case is None:
+                line += ["–"] * 4
+                continue
+            ratio = f"{case['times_peer']:.2f}" if "times_peer" in case else "–"
+            line += [f"{case['ms_per_token']:.2f}", ratio, f"{case['of_roofline']:.0%}"]
+            line.append(case["commit"])
+        lines.append(line)
+    head = ["vLLM's over it", "of the roofline", "commit"]
+    return markdown(["shape, rows, states", "0 drafts: ms", *head, "3 drafts: ms", *head], lines)
+
+
+def prefill(figures: Figures) -> str:
+    lines = {}
+    for case in _cases(figures):
+        usual = case["drafts"], case["state_dtype"], case["steps_per_dispatch"]
+        if usual == (0, "float32", 1):
+            name = f"{case['shape']}, {case['rows']} x {case['prompt']}"
+            rate = f"{case['prefill_tokens_per_second'] / 1000:.1f}"
+            lines[name] = [name, rate, f"{1000 * case['first_token_seconds']:.1f}"]
+    head = ["shape, prompts x tokens", "thousand tokens a second", "ms to the first token (mean)"]
+    return markdown(head, lines.values())
+
+
+def _cases(figures: Figures) -> list[Figures]:
+    """The cases with those options that the text names and the tables do not show."""
+    shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}
+    return [x for x in figures["results"] if "error" not in x and shown.items() <= x.items()]
