@@ -54,6 +54,7 @@ AUTOTUNER = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for its folder
 class Case(dummy_llm.Case):
     """What a result is of."""
 
+    steps_per_dispatch: int | str
     start: str = STARTS[0]
     rows: int
     max_model_len: int
@@ -140,6 +141,7 @@ def jax_says() -> Iterator[Figures]:
 
 def main() -> None:
     parser = dummy_llm.parser(__doc__)
+    parser.set_defaults(steps_per_dispatch="auto")
     parser.add_argument("--starts", nargs="+", default=STARTS, choices=STARTS)
     parser.add_argument("--rows", type=int, default=64, help="of the largest batch (default 64)")
     parser.add_argument("--drafts", type=int, default=3, choices=range(4))

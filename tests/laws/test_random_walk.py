@@ -1,8 +1,13 @@
 """Laws 1, 3, 4, 5 and 7 together, over walks of many hundred steps."""
 
+import numpy as np
 import pytest
 from harness import REPLAY
 from walk import random_walk, walk_harness
+
+from jaxspec.plan import Program
+from jaxspec.sampler import GREEDY
+from jaxspec.scheduler.step_seconds import StepSeconds
 
 SMALL = {"decode_rows": (1, 4), "prefill_tokens": (8, 64)}
 
@@ -41,3 +46,30 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     assert 0.1 * drafted < accepted < 0.8 * drafted
     assert engine.scheduler.pages.num_free == num_pages - 1
     assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))
+
+
+def test_sizes_that_change_in_the_middle_change_no_token_and_need_no_other_program(monkeypatch):
+    """Prompts a step, by what steps are said to take, and steps a dispatch, by who streams.
+
+    A program that was not warmed up could not be dispatched.
+    """
+    options = {"steps_per_dispatch": 2, "num_pages": 40, **SMALL}
+    engine = walk_harness((0.8, 0.6, 0.5), vary=True, **options)
+    scheduler, rng, seen = engine.scheduler, np.random.default_rng(0), set()
+    scheduler.step_seconds = seconds = StepSeconds(engine.buckets, max_step_ms=30)
+    schedule = scheduler.schedule
+
+    def schedule_anew():
+        seconds.note(Program(4, 64, GREEDY), rng.choice([0.001, 0.05]))
+        for request in scheduler.running:
+            request.is_streamed = rng.random() < 0.05
+        step = schedule()
+        if step is not None and step.decodes:
+            seen.add((step.plan.program.prefill_tokens, step.plan.program.num_steps))
+        return step
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_anew)
+    happened = random_walk(engine, 300, seed=7)
+    assert engine.check() <= 2
+    assert seen == {(0, 1), (0, 2), (8, 1), (64, 1)}
+    assert min(happened.values()) > 3
