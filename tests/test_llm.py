@@ -227,6 +227,24 @@ def test_a_stream_joined_is_what_generate_gives(drafted):
     assert deltas[-1].metrics.num_tokens == 24 and len(deltas) > 2
 
 
+def test_a_bound_of_a_step_s_time_holds_from_the_first_step_on_and_changes_no_token(
+    drafted, short_model
+):
+    """Warm-up tells what steps take; none keeps to a nanosecond, so prompts come in the least."""
+    options = OPTIONS | {"prefill_buckets": [8, 64]}
+    with LLM(short_model, **options, max_step_ms=1e-6) as llm:
+        llm.warm_up(["greedy"])
+        assert llm.session.scheduler.step_seconds.most_prompt_tokens(4) == 8
+        prompts = [*PROMPTS, PROMPTS[2], PROMPTS[2] * 2]  # four rows: the last one comes later
+        params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (24, 4, 4, 4, 4)]
+        with llm.trace() as steps:
+            outputs = llm.generate(prompts, params)
+    beside = {s.num_prompt_tokens for s in steps if s.num_decodes and s.num_prompt_tokens}
+    assert beside and max(beside) <= 8
+    want = drafted.generate(prompts, params)
+    assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in want]
+
+
 def test_streams_and_batches_share_the_engine(drafted):
     want = drafted.generate(PROMPTS, GREEDY)
     stream = drafted.stream(PROMPTS[0], GREEDY)

@@ -66,8 +66,10 @@ def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by
     for program in programs(SIZES, [GREEDY]):
         runner.lower(program)
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
-    seconds = warm_up(runner, [GREEDY])
+    ran = {}
+    seconds = warm_up(runner, [GREEDY], on_run=ran.setdefault)
     assert list(seconds) == [*NAMES, FORK] and min(seconds.values()) >= 0
+    assert list(ran) == programs(SIZES, [GREEDY]) and 0 < max(ran.values()) < sum(seconds.values())
     assert len(compiled_by) == 4
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
     assert all(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
