@@ -77,7 +77,9 @@ class EngineConfig:
         none="as many as the model was made for, but not above 8192",
     )
     max_in_flight: int = option(
-        2, "dispatches that may be uncollected; 0 is the synchronous engine", least=0
+        2,
+        "steps that may be in flight behind the oldest dispatch; 0 is the synchronous engine",
+        least=0,
     )
     steps_per_dispatch: int | Literal["auto"] = option(
         "auto",

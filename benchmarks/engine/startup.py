@@ -54,7 +54,7 @@ AUTOTUNER = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for its folder
 class Case(dummy_llm.Case):
     """What a result is of."""
 
-    steps_per_dispatch: int | str
+    steps_per_dispatch: int | None  # None: the default
     start: str = STARTS[0]
     rows: int
     max_model_len: int
@@ -106,9 +106,9 @@ def first_token(case: Case, args: argparse.Namespace) -> Figures:
 
 
 def make_llm(case: Case, folder: Path, args: argparse.Namespace) -> LLM:
-    """An engine with the default buckets."""
+    """An engine with the default buckets, and as many steps a dispatch as are asked for, if any."""
     return dummy_llm.make_llm(
-        case,
+        dataclasses.replace(case, steps_per_dispatch=case.steps_per_dispatch or "auto"),
         folder,
         max_num_seqs=case.rows,
         max_model_len=case.max_model_len,
@@ -141,7 +141,7 @@ def jax_says() -> Iterator[Figures]:
 
 def main() -> None:
     parser = dummy_llm.parser(__doc__)
-    parser.set_defaults(steps_per_dispatch="auto")
+    parser.set_defaults(steps_per_dispatch=None)
     parser.add_argument("--starts", nargs="+", default=STARTS, choices=STARTS)
     parser.add_argument("--rows", type=int, default=64, help="of the largest batch (default 64)")
     parser.add_argument("--drafts", type=int, default=3, choices=range(4))
