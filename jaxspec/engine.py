@@ -78,9 +78,9 @@ class Engine:
         host    plan 0 | plan 1, collect 0 | plan 2, collect 1 | ...
         device         | step 0            | step 1            | ...
 
-    `max_in_flight` is how many dispatches may stay uncollected: 1 overlaps as drawn, 0 collects
-    each before planning the next, which is the synchronous engine. One of several steps counts as
-    many behind the oldest: a new prompt waits for all that is in flight.
+    The oldest dispatch is collected once at least `max_in_flight` steps are behind it: 1 overlaps
+    as drawn, 0 collects each before planning the next, which is the synchronous engine. A dispatch
+    of four steps counts as four, for a new prompt waits for all of them; one that copies as one.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 2):

@@ -117,7 +117,7 @@ class LLM:
             self._samplers,
             progress=self._show_progress,
             guard=self.session.guarded,
-            on_run=self.session.scheduler.step_seconds.note,
+            on_run=self.session.scheduler.step_seconds.guess,
         )
 
     def generate(

@@ -25,7 +25,7 @@ def read(field: dataclasses.Field, value: Any) -> Any:
     if value is None and NoneType in kinds:
         return None
     if isinstance(value, str) and value in _words(field):
-        return value
+        return str(value)
     origins = {get_origin(kind) or kind for kind in kinds}
     for kind, reader in _READERS.items():
         if kind in origins:

@@ -78,14 +78,14 @@ class EngineConfig:
     )
     max_in_flight: int = option(
         2,
-        "steps that may be in flight behind the oldest dispatch; 0 is the synchronous engine",
+        "steps behind the oldest dispatch with which it is collected; 0 is the synchronous engine",
         least=0,
     )
     steps_per_dispatch: int | Literal["auto"] = option(
         "auto",
         "decode steps that the host hands over at once while no prompt waits and nobody reads a "
-        "stream; the tokens are the same and come in larger portions; auto is 1, or where kernels "
-        "run as many as read 80 GB of weights together, up to 8",
+        "stream; the tokens are the same and come in larger portions; auto is 1; where kernels "
+        "run it is how often the weights go into 80 GB, as a power of two and at most 8",
     )
     page_size: int = option(16, "tokens of a KV page")
     num_pages: int | None = option(
@@ -101,19 +101,22 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "verified and prefilled tokens of a step together",
-        none="a verify of all rows, and 512 tokens of prompts; where kernels run 2048 of them, up "
-        "to 4096 for a mixture of experts, but no more than max_prefill_seqs prompts can have",
+        none="a verify of all rows, and 512 tokens of prompts; where kernels run 2048 of them, or "
+        "512 to 4096 for a mixture of experts, but no more than max_prefill_seqs prompts can have",
     )
     long_prefill_token_threshold: int | None = option(
         None, "most prompt tokens of one request in a step", none="no such limit"
     )
     max_prefill_seqs: int | None = option(
-        None, "prompts that one step may advance", none="4, or one for each 256 tokens of a step"
+        None,
+        "prompts that one step may advance",
+        none="one for each 256 tokens that a step of the model may have, at least 4",
     )
     max_step_ms: float | None = option(
         None,
         "most milliseconds that a step with prompts takes while rows decode: of prefill_buckets "
-        "the largest that keeps to it is used, but at least the smallest",
+        "the largest that keeps to it is used, but at least the smallest; now and then one step of "
+        "a larger one is tried again",
         none="no such limit",
     )
     decode_buckets: Sequence[int] | None = option(

@@ -34,6 +34,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Options)}
         ("word", "off", "off"),
         ("maybe", None, None),
         ("count", "auto", "auto"),
+        ("count", np.str_("auto"), "auto"),
         ("count", np.int8(3), 3),
         ("bits", -5, -5),
         ("share", np.float32(0.5), 0.5),

@@ -148,7 +148,8 @@ class Model(nnx.Module, abc.ABC):
         """Decode steps at once that hide what a dispatch costs besides, and yet end soon.
 
         A GPU waits half a millisecond for each dispatch, whatever the model. So there are as many
-        steps as read 80 GB of weights together, some 20 ms, but at most 8; a power of two.
+        steps as read 80 GB of weights together, some 20 ms, but at most 8; a power of two. Experts
+        count whole, for steps of many rows read them all.
         """
         if dispatch.kernels_here()[1] is not None:
             return 1

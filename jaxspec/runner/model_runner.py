@@ -163,10 +163,11 @@ class ModelRunner:
     def warm_up(self, program: Program) -> float:
         """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
 
-        Three times: a GPU records its command buffers in the second run. JAX keeps what it compiled
-        with what it lowered, so what another thread made of `lower(program)` is found here.
+        Three times: a GPU records its command buffers in the second run, and the third is timed.
+        JAX keeps what it compiled with what it lowered, so what another thread made of
+        `lower(program)` is found here.
 
-        Returns the seconds of the last run.
+        Returns the seconds of the third run.
         """
         step, started = self.lower(program).compile(), 0.0
         for _ in range(3):

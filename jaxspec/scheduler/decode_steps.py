@@ -21,7 +21,8 @@ def num_decode_steps(
     left = max((request.max_len - bound for request, bound in bounds), default=0)
     if left < several * shapes.width:
         return 1
-    held = sum(len(request.pages) for request in running)
-    reached = (min(shapes.reach(bound, several), request.max_len) for request, bound in bounds)
-    needed = sum(map(shapes.pages_for, reached))
-    return several if needed - held <= num_free_pages else 1
+    missing = 0
+    for request, bound in bounds:
+        reached = min(shapes.reach(bound, several), request.max_len)
+        missing += max(0, shapes.pages_for(reached) - len(request.pages))
+    return several if missing <= num_free_pages else 1

@@ -4,13 +4,14 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import Program
 
 _FORGOTTEN = 0.001  # of what a size took, each time that it is passed over for it
+_MOST = 2  # times the bound, whatever a step took: one that hung says little of the next one
 
 
 class StepSeconds:
     """What a step takes by the size of its program, as the engine saw it.
 
-    A size whose steps once took too long is tried again some day, for what it takes shrinks a
-    little each time that it is passed over.
+    A size whose steps took too long is tried again some day: what it takes shrinks a little each
+    time that it is passed over, until one step of it may run.
     """
 
     def __init__(self, shapes: StepShapes, max_step_ms: float | None = None):
@@ -21,11 +22,17 @@ class StepSeconds:
         self._shapes, self._most = shapes, max_step_ms and max_step_ms / 1000
         self._seconds: dict[tuple[int, int], float] = {}  # by decode rows and prompt tokens
 
+    def guess(self, program: Program, seconds: float) -> None:
+        """A step of `program` takes about so long, as long as none was seen."""
+        self._seconds.setdefault((program.decode_rows, program.prefill_tokens), seconds)
+
     def note(self, program: Program, seconds: float) -> None:
-        """A step of `program` took so long; half of what is known comes from the newest."""
-        if program.prefill_tokens:
-            size = program.decode_rows, program.prefill_tokens
-            self._seconds[size] = (self._seconds.get(size, seconds) + seconds) / 2
+        """A step of `program` took so long. Less than known is believed at once, more by half."""
+        if self._most is not None:
+            seconds = min(seconds, _MOST * self._most)
+        size = program.decode_rows, program.prefill_tokens
+        known = self._seconds.get(size, seconds)
+        self._seconds[size] = min(seconds, (known + seconds) / 2)
 
     def most_prompt_tokens(self, num_decodes: int) -> int:
         """The largest compiled number of prompt tokens that keeps to the bound beside these rows.
@@ -37,8 +44,13 @@ class StepSeconds:
         chosen, *larger = self._shapes.prefill_tokens
         for tokens in larger:
             size = self._shapes.round_up(num_decodes, tokens)
-            if self._seconds.get(size, 0.0) > self._most:
-                self._seconds[size] *= 1 - _FORGOTTEN
-                break
+            known = self._seconds.get(size, 0.0)
+            if known > self._most:
+                known *= 1 - _FORGOTTEN
+                is_tried = known <= self._most
+                # A second one waits until it is seen what the first one took.
+                self._seconds[size] = _MOST * self._most if is_tried else known
+                if not is_tried:
+                    break
             chosen = tokens
         return chosen

@@ -33,6 +33,9 @@ def decoding(max_tokens, num_pages=3, **fields):
         ([decoding(30)], 0, 0, 4),  # 12 positions fill its 3 pages
         ([decoding(30, in_flight_bound=1)], 0, 0, 1),
         ([decoding(30, in_flight_bound=1)], 0, 1, 4),
+        # The second lacks a page, and pages that the first has to spare are not its.
+        ([decoding(30, num_pages=5), decoding(30, num_pages=2)], 0, 0, 1),
+        ([decoding(30, num_pages=5), decoding(30, num_pages=2)], 0, 1, 4),
         ([], 0, 9, 1),
     ],
 )
