@@ -74,8 +74,8 @@ class LLM:
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
-        runner, scheduler = self._flight or self._runner, Scheduler(self.shapes, config.max_step_ms)
-        engine = Engine(scheduler, runner, max_in_flight=config.max_in_flight)
+        scheduler = Scheduler(self.shapes, config.max_step_ms)
+        engine = Engine(scheduler, self._flight or self._runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)  # for those who step it themselves
 
     def __enter__(self) -> "LLM":

@@ -131,7 +131,8 @@ class Session:
 
         Closing it early aborts the sample.
         """
-        is_over, sample.request.is_streamed = False, True
+        is_over = False
+        sample.request.is_streamed = True
         try:
             self.add([sample])
             while not is_over:

@@ -234,7 +234,7 @@ def test_a_bound_of_a_step_s_time_holds_from_the_first_step_on_and_changes_no_to
     options = OPTIONS | {"prefill_buckets": [8, 64]}
     with LLM(short_model, **options, max_step_ms=1e-6) as llm:
         llm.warm_up(["greedy"])
-        assert llm.session.scheduler.step_seconds.most_prompt_tokens(4) == 8
+        assert llm.session.scheduler.step_seconds.within_bound(64, 4) == 8
         prompts = [*PROMPTS, PROMPTS[2], PROMPTS[2] * 2]  # four rows: the last one comes later
         params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (24, 4, 4, 4, 4)]
         with llm.trace() as steps:

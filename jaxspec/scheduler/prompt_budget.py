@@ -14,13 +14,14 @@ def prompt_budget(
     waiting: Sequence[Request],
     followers: Followers,
     num_free: int,
-    most_beside: Callable[[int], int],
+    within_bound: Callable[[int, int], int],
 ) -> int:
     """Prompt tokens of the next step: no more than there is room for beside rows that decode.
 
-    While rows decode, they get no more than `most_beside` so many of them. More steps come anyway,
-    so tokens that would fill little of a larger size wait for the next step. At least 1 while a
-    prompt waits, even if none of the `num_free` rows is left for it; 0 if there is no prompt.
+    While rows decode, more steps come anyway. Then tokens that would fill little of a larger size
+    wait for the next step, and so do those that `within_bound` (`StepSeconds`) cuts off. At least 1
+    while a prompt waits, even if none of the `num_free` rows is left for it; 0 if there is no
+    prompt.
     """
     if not waiting and not any(request.is_prefilling for request in running):
         return 0
@@ -30,7 +31,7 @@ def prompt_budget(
     if num_decodes == 0:
         return left
     due = sum(_due_chunks(shapes, running, waiting, followers, num_free))
-    return max(1, shapes.well_filled(min(left, due, most_beside(num_decodes))))
+    return max(1, within_bound(shapes.well_filled(min(left, due)), num_decodes))
 
 
 def _due_chunks(

@@ -114,7 +114,7 @@ class Scheduler:
             self.waiting,
             self._followers,
             num_free,
-            self.step_seconds.most_prompt_tokens,
+            self.step_seconds.within_bound,
         )
         num_steps = num_decode_steps(self.shapes, self.running, budget, self.pages.num_free)
         step = NextStep(budget, num_steps)

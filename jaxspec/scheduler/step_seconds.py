@@ -4,7 +4,7 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import Program
 
 _FORGOTTEN = 0.001  # of what a size took, each time that it is passed over for it
-_MOST = 2  # times the bound, whatever a step took: one that hung says little of the next one
+_CAP = 2  # times the bound: a step that hung longer says little of the next one
 
 
 class StepSeconds:
@@ -29,28 +29,31 @@ class StepSeconds:
     def note(self, program: Program, seconds: float) -> None:
         """A step of `program` took so long. Less than known is believed at once, more by half."""
         if self._most is not None:
-            seconds = min(seconds, _MOST * self._most)
+            seconds = min(seconds, _CAP * self._most)
         size = program.decode_rows, program.prefill_tokens
         known = self._seconds.get(size, seconds)
         self._seconds[size] = min(seconds, (known + seconds) / 2)
 
-    def most_prompt_tokens(self, num_decodes: int) -> int:
-        """The largest compiled number of prompt tokens that keeps to the bound beside these rows.
+    def within_bound(self, num_prompt_tokens: int, num_decodes: int) -> int:
+        """How many of so many prompt tokens a step computes beside these rows.
 
-        At least the smallest. A size that is not known yet is tried.
+        All, if the compiled size that holds them keeps to the bound; else they fill the largest
+        one that does, or the smallest. A size that is not known yet is tried.
         """
         if self._most is None:
-            return self._shapes.prefill_tokens[-1]
+            return num_prompt_tokens
         chosen, *larger = self._shapes.prefill_tokens
         for tokens in larger:
+            if chosen >= num_prompt_tokens:
+                break  # the larger ones are not needed, so they are not passed over
             size = self._shapes.round_up(num_decodes, tokens)
             known = self._seconds.get(size, 0.0)
             if known > self._most:
                 known *= 1 - _FORGOTTEN
                 is_tried = known <= self._most
                 # A second one waits until it is seen what the first one took.
-                self._seconds[size] = _MOST * self._most if is_tried else known
+                self._seconds[size] = _CAP * self._most if is_tried else known
                 if not is_tried:
                     break
             chosen = tokens
-        return chosen
+        return min(num_prompt_tokens, chosen)

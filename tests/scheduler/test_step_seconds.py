@@ -22,45 +22,45 @@ def note(seconds, tokens, milliseconds, rows=16, times=1):
 def test_without_a_bound_steps_are_as_large_as_programs():
     seconds = make_seconds(None)
     note(seconds, 2048, 10**6)
-    assert seconds.most_prompt_tokens(8) == 2048
+    assert seconds.within_bound(2048, 8) == 2048
 
 
 def test_a_size_that_is_not_known_is_tried_and_then_kept_to_the_bound():
     seconds = make_seconds(30.0)
-    assert seconds.most_prompt_tokens(8) == 2048
+    assert seconds.within_bound(2048, 8) == 2048
     note(seconds, 2048, 60)
-    assert seconds.most_prompt_tokens(8) == 512
+    assert seconds.within_bound(2048, 8) == 512
     note(seconds, 512, 21)
-    assert seconds.most_prompt_tokens(8) == 512
+    assert seconds.within_bound(2048, 8) == 512
     note(seconds, 512, 60, times=3)
-    assert seconds.most_prompt_tokens(8) == 64
+    assert seconds.within_bound(2048, 8) == 64
     note(seconds, 64, 60)
-    assert seconds.most_prompt_tokens(8) == 64  # prompts go on, whatever the bound
+    assert seconds.within_bound(2048, 8) == 64  # prompts go on, whatever the bound
 
 
 def test_a_size_above_one_that_takes_too_long_is_not_tried():
     seconds = make_seconds(30.0)
     note(seconds, 512, 40)
-    assert seconds.most_prompt_tokens(8) == 64
+    assert seconds.within_bound(2048, 8) == 64
 
 
 def test_few_rows_have_times_of_their_own():
     seconds = make_seconds(30.0)
     note(seconds, 2048, 60)
     note(seconds, 2048, 25, rows=1)
-    assert [seconds.most_prompt_tokens(rows) for rows in (1, 2)] == [2048, 512]
+    assert [seconds.within_bound(2048, rows) for rows in (1, 2)] == [2048, 512]
 
 
 def test_steps_without_prompts_tell_nothing():
     seconds = make_seconds(30.0)
     note(seconds, 0, 60)
-    assert seconds.most_prompt_tokens(8) == 2048
+    assert seconds.within_bound(2048, 8) == 2048
 
 
 def passed_over(seconds):
     """Steps of 512 tokens until one of 2,048 comes."""
     passed = 0
-    while seconds.most_prompt_tokens(8) == 512:
+    while seconds.within_bound(2048, 8) == 512:
         passed += 1
     return passed
 
@@ -76,12 +76,20 @@ def test_what_took_too_long_is_tried_again_one_step_at_a_time(milliseconds, step
     assert abs(passed_over(seconds) - steps) <= 1
 
 
+def test_a_size_that_nobody_needs_is_not_passed_over():
+    """A trial would else be spent on a step that is smaller anyway."""
+    seconds = make_seconds(30.0)
+    note(seconds, 2048, 31)
+    assert [seconds.within_bound(300, 8) for _ in range(99)] == [300] * 99
+    assert abs(passed_over(seconds) - 33) <= 1
+
+
 def test_a_size_that_is_fast_after_all_is_used_at_once():
     seconds = make_seconds(30.0)
     note(seconds, 2048, 10**4)
     assert passed_over(seconds)
     note(seconds, 2048, 25)
-    assert [seconds.most_prompt_tokens(8) for _ in range(3)] == [2048] * 3
+    assert [seconds.within_bound(2048, 8) for _ in range(3)] == [2048] * 3
 
 
 def test_one_step_that_hung_costs_few_hundred_steps():
@@ -94,10 +102,10 @@ def test_one_step_that_hung_costs_few_hundred_steps():
 def test_what_is_guessed_gives_way_to_what_was_seen():
     seconds, program = make_seconds(30.0), Program(16, 2048, GREEDY)
     seconds.guess(program, 0.06)
-    assert seconds.most_prompt_tokens(8) == 512
+    assert seconds.within_bound(2048, 8) == 512
     note(seconds, 2048, 20)
     seconds.guess(program, 0.06)
-    assert seconds.most_prompt_tokens(8) == 2048
+    assert seconds.within_bound(2048, 8) == 2048
 
 
 @pytest.mark.parametrize(("bound", "chunks"), [(None, {2048}), (30.0, {512})])
