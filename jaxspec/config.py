@@ -37,17 +37,20 @@ class StepShapes:
     max_model_len: int  # tokens of a request, prompt and output
     page_size: int  # tokens of a KV page
     num_pages: int = dataclasses.field(compare=False)  # of the pool, the null page counted in
-    num_drafts: int  # K, 0 is plain decoding
+    num_drafts: int  # K, the most that a step verifies; 0 is plain decoding
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     max_prefill_seqs: int = 4  # prompts a step can advance
     steps_per_dispatch: int = 1  # decode steps that one call of a program may make
+    draft_counts: tuple[int, ...] = ()  # that decode steps may verify, ascending to K; (): K alone
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Check every size."""
+        if not self.draft_counts:
+            object.__setattr__(self, "draft_counts", (self.num_drafts,))
         check_sizes(
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -61,6 +64,12 @@ class StepShapes:
             raise ValueError(
                 f"num_speculative_tokens must be 0 to 8, got {self.num_drafts}: a verify step is "
                 "at most 9 tokens wide."
+            )
+        counts = self.draft_counts
+        if list(counts) != sorted(set(counts)) or counts[0] < 0 or counts[-1] != self.num_drafts:
+            raise ValueError(
+                f"draft_counts must ascend from at least 0 to {self.num_drafts}, the drafts of the "
+                f"widest step, got {shown(counts)}."
             )
         buckets = {"decode_buckets": self.decode_rows, "prefill_buckets": self.prefill_tokens}
         for name, sizes in buckets.items():
@@ -169,16 +178,16 @@ class StepShapes:
         """Prompt chunks that a region of `prefill_tokens` tokens may hold."""
         return min(self.max_prefill_seqs, self.max_num_seqs, prefill_tokens)
 
-    def compiled(self) -> list[tuple[int, int]]:
-        """Every (decode rows, prefill tokens) that gets compiled.
+    def compiled(self) -> list[tuple[int, int, int]]:
+        """Every (decode rows, prefill tokens, drafts) that gets compiled.
 
         Steps with a prompt in them take the largest rectangle, or the smallest where that saves
-        much: prompts are rare, and each further shape costs a compilation.
+        much, and all K drafts: prompts are rare, and each further shape costs a compilation.
         """
         smallest, largest = self.decode_rows[0], self.decode_rows[-1]
         mixed_rows = [largest] if largest <= 8 else sorted({smallest, largest})
-        return [(rows, 0) for rows in self.decode_rows] + [
-            (rows, tokens) for tokens in self.prefill_tokens for rows in mixed_rows
+        return [(rows, 0, drafts) for drafts in self.draft_counts for rows in self.decode_rows] + [
+            (rows, tokens, self.num_drafts) for tokens in self.prefill_tokens for rows in mixed_rows
         ]
 
     def reach(self, num_tokens: int, num_steps: int = 1) -> int:
@@ -207,16 +216,19 @@ class StepShapes:
             return num_prompt_tokens
         return below
 
-    def round_up(self, num_decode: int, num_prefill_tokens: int) -> tuple[int, int]:
-        """The smallest compiled shape that holds a step."""
+    def round_up(
+        self, num_decode: int, num_prefill_tokens: int, num_drafts: int
+    ) -> tuple[int, int, int]:
+        """The smallest compiled shape that holds a step with at most so many drafts a row."""
         fitting = [
-            (rows, tokens)
-            for rows, tokens in self.compiled()
+            (rows, tokens, drafts)
+            for rows, tokens, drafts in self.compiled()
             if rows >= num_decode
             and tokens >= num_prefill_tokens
+            and drafts >= num_drafts
             and (tokens > 0) == (num_prefill_tokens > 0)
         ]
-        return min(fitting, key=lambda shape: (shape[1], shape[0]))
+        return min(fitting, key=lambda shape: (shape[1], shape[0], shape[2]))
 
 
 @dataclasses.dataclass(frozen=True)

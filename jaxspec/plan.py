@@ -24,6 +24,12 @@ class Program:
     prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
     sampler: Sampler  # what its sampling can do
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
+    num_drafts: int = 0  # of a row, verified in a step and then made anew: K or less
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(decode rows, prefill tokens, drafts), as in `StepShapes.compiled`."""
+        return self.decode_rows, self.prefill_tokens, self.num_drafts
 
 
 # Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from jaxspec.sampler import Sampler
 from jaxspec.sampling_params import SamplingParams
 
+INT32_MAX = 2**31 - 1
+
 
 class Finish(enum.IntEnum):
     """Why a row ended; the numbers are what the device writes."""
@@ -114,6 +116,7 @@ class Request:
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     max_len: int = dataclasses.field(init=False)  # tokens, prompt included, at which it ends
     sampler: Sampler = dataclasses.field(init=False)  # the least that serves it
+    max_drafts: int = dataclasses.field(init=False)  # that a verify of it may have
 
     # Scheduling; meaningful while the request is in the batch.
     generation: int = 0  # one more each time it enters the batch: late results name theirs
@@ -131,6 +134,8 @@ class Request:
         self.tokens = list(self.prompt)
         self.max_len = len(self.prompt) + self.params.max_tokens
         self.sampler = self.params.sampler
+        most = self.params.num_speculative_tokens
+        self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 
     @property
     def output(self) -> list[int]:

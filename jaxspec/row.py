@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.layout import Field, PackedLayout
-from jaxspec.request import Request
+from jaxspec.request import INT32_MAX, Request
 
 MAX_STOP_IDS = 16  # stop token ids a row has room for
-_INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ def _min_len(request: Request) -> int:
 SAMPLING_FIELDS = (
     RowField("seed", "Key of the request's noise, with the position.", _seed_bits),
     RowField("temperature", "0: greedy.", lambda r: r.params.temperature, dtype=np.float32),
-    RowField("top_k", "Ids kept; 0 or less: all.", lambda r: min(r.params.top_k, _INT32_MAX)),
+    RowField("top_k", "Ids kept; 0 or less: all.", lambda r: min(r.params.top_k, INT32_MAX)),
     RowField("top_p", "Probability mass kept; 1: all.", lambda r: r.params.top_p, dtype=np.float32),
     RowField("stop_ids", "These end it; then -1.", lambda r: r.stop_ids, shape=(MAX_STOP_IDS,)),
     RowField("min_len", "Tokens, prompt included, before which no stop id may come.", _min_len),
@@ -61,6 +60,7 @@ FIELDS = (
     RowField("finish", "A `Finish`; once set the row emits nothing more.", 0),
     *SAMPLING_FIELDS,
     RowField("proposer_key", "Entry of the proposer's tables.", lambda r: r.proposer_key),
+    RowField("max_drafts", "Drafts that a verify may have.", lambda r: r.max_drafts),
     RowField("num_drafts", "Drafts that were proposed.", 0),
     RowField("drafts", "To verify next, then -1.", -1, shape=("drafts",)),
 )

@@ -26,7 +26,8 @@ class SamplingParams:
     `temperature` 0, or any below `GREEDY_BELOW`, is greedy. `top_k` -1 or 0 and `top_p` 1 are off.
     `stop` strings end the text before them; `stop_token_ids` are kept as the last token.
     `min_tokens` forbids stop ids before so many tokens. `n` samples, each with noise of its own,
-    share one prefill as far as rows are free when it ends.
+    share one prefill as far as rows are free when it ends. `num_speculative_tokens` is the most
+    drafts of a verify: 0 turns speculation off for the request, None leaves it to the engine.
 
     NumPy's numbers are taken, and kept as Python's.
 
@@ -44,6 +45,7 @@ class SamplingParams:
     stop: str | list[str] | tuple[str, ...] = ()
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value, and keep it as Python's own type."""
@@ -58,6 +60,7 @@ class SamplingParams:
             stop=_stops(self.stop),
             stop_token_ids=_stop_token_ids(self.stop_token_ids),
             ignore_eos=boolean("ignore_eos", self.ignore_eos),
+            num_speculative_tokens=_most_drafts(self.num_speculative_tokens),
         )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -99,6 +102,11 @@ def _top_p(value: Any) -> float:
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {shown(value)}; 1 turns it off.")
     return top_p
+
+
+def _most_drafts(value: Any) -> int | None:
+    hint = "; 0 turns speculation off for a request, and None leaves it to the engine"
+    return None if value is None else integer("num_speculative_tokens", value, 0, hint=hint)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -56,24 +56,40 @@ def test_the_page_table_is_as_wide_as_the_longest_request(max_model_len, page_si
     assert buckets.pages_per_seq == pages
 
 
-def test_every_step_fits_the_smallest_compiled_shape_that_holds_it():
-    buckets = StepShapes(**SIZES)
+@pytest.mark.parametrize("counts", [(), (0, 3), (0, 1, 3)])
+def test_every_step_fits_the_smallest_compiled_shape_that_holds_it(counts):
+    buckets = StepShapes(**SIZES | {"draft_counts": counts})
     shapes = buckets.compiled()
     assert len(shapes) == len(set(shapes))
     for num_decode in range(9):
         for num_prefill in [0, 1, 63, 64, 65, 480]:
             if not num_decode + num_prefill:
                 continue
-            rows, tokens = buckets.round_up(num_decode, num_prefill)
-            assert (rows, tokens) in shapes
-            assert rows >= num_decode and tokens >= num_prefill
-            assert (tokens == 0) == (num_prefill == 0), "the hot program has no prefill region"
-            smaller = [
-                (r, t)
-                for r, t in shapes
-                if r >= num_decode and num_prefill <= t and (t, r) < (tokens, rows)
-            ]
-            assert all(t == 0 for _, t in smaller) == (num_prefill == 0) or not smaller
+            for asked in range(4):
+                shape = rows, tokens, drafts = buckets.round_up(num_decode, num_prefill, asked)
+                assert shape in shapes
+                assert rows >= num_decode and tokens >= num_prefill and drafts >= asked
+                assert (tokens == 0) == (num_prefill == 0), "the hot program has no prefill region"
+                smaller = [
+                    (r, t)
+                    for r, t, k in shapes
+                    if r >= num_decode
+                    and num_prefill <= t
+                    and k >= asked
+                    and (t, r, k) < (tokens, rows, drafts)
+                ]
+                assert all(t == 0 for t in smaller) == (num_prefill == 0) or not smaller
+
+
+def test_without_a_word_every_step_has_all_drafts():
+    assert StepShapes(**SIZES).draft_counts == (SIZES["num_drafts"],)
+    assert {drafts for _, _, drafts in StepShapes(**SIZES).compiled()} == {SIZES["num_drafts"]}
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 3), (0, 1), (-1, 3), (3, 3)])
+def test_draft_counts_ascend_to_those_of_the_widest_step(counts):
+    with pytest.raises(ValueError, match="draft_counts must ascend from at least 0 to 3"):
+        StepShapes(**SIZES | {"draft_counts": counts})
 
 
 @pytest.mark.parametrize(

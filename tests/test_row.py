@@ -36,9 +36,15 @@ def test_a_row_begins_as_its_request_says():
         "stop_ids": [3, 9] + [-1] * (MAX_STOP_IDS - 2),
         "min_len": 5,
         "proposer_key": 0,
+        "max_drafts": 2**31 - 1,
         "num_drafts": 0,
         "drafts": [-1, -1],
     }
+
+
+@pytest.mark.parametrize(("asked", "most"), [(0, 0), (2, 2), (2**40, 2**31 - 1)])
+def test_a_row_has_no_more_drafts_than_its_request_asks_for(asked, most):
+    assert written(num_speculative_tokens=asked)["max_drafts"] == most
 
 
 def test_more_stop_ids_than_there_is_room_for_are_refused():

@@ -26,7 +26,7 @@ from jaxspec.row import row_layout
 from jaxspec.sampler import Sampler
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 1  # of the file; readers refuse others
+FORMAT = 2  # of the file; readers refuse others
 MAX_BYTES = 2**36  # of what a file holds when it is unpacked; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # of what is compressed: plans and outputs, of which few are kept
@@ -126,7 +126,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 def _flight(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Flight:
     about = _about(header["about"])
     sizes = {**header["shapes"]}
-    for name in ("decode_rows", "prefill_tokens"):
+    for name in ("decode_rows", "prefill_tokens", "draft_counts"):
         sizes[name] = tuple(sizes[name])
     shapes = StepShapes(**sizes)
     programs = [_program(entry, shapes) for entry in header["programs"]]
@@ -180,14 +180,18 @@ def _about(entries: dict[str, Any]) -> dict[str, Any]:
 
 def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
     sampler = Sampler.of(*entry["sampler"][0])
-    sizes = entry["decode_rows"], entry["prefill_tokens"], entry["num_steps"]
-    program = Program(*sizes[:2], sampler, sizes[2])
-    if not set(sampler.processors) <= PROCESSORS.keys() or not all(type(n) is int for n in sizes):
+    names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
+    sizes = {name: entry[name] for name in names}
+    program = Program(sampler=sampler, **sizes)
+    if not set(sampler.processors) <= PROCESSORS.keys() or any(
+        type(n) is not int for n in sizes.values()
+    ):
         raise ValueError(f"it has the program {program}")
     if program != MOVES and (
-        sizes[:2] not in shapes.compiled() or sizes[2] not in shapes.num_steps(sizes[1])
+        program.shape not in shapes.compiled()
+        or program.num_steps not in shapes.num_steps(program.prefill_tokens)
     ):
-        raise ValueError(f"its shapes have no program of {sizes}")
+        raise ValueError(f"its shapes have no program of {tuple(sizes.values())}")
     return program
 
 
@@ -251,6 +255,7 @@ def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int
     return {
         "slot": (0, shapes.num_slots - 1),
         "state_offset": (0, shapes.num_drafts),
+        "max_drafts": (0, 2**31 - 1),
         "num_drafts": (0, shapes.num_drafts),
         **dict.fromkeys(lengths, (0, shapes.max_model_len)),
         "last_token": (0, vocab_size - 1),

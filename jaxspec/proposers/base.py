@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import Pools
@@ -32,15 +33,21 @@ class DraftInputs:
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
     sampler: Sampler = flax.struct.field(pytree_node=False)
+    num_drafts: int = flax.struct.field(pytree_node=False)  # to make: as many as the step verified
 
 
 @flax.struct.dataclass
 class Drafts:
-    """Guesses of the K tokens after each row's newest one."""
+    """Guesses of the `DraftInputs.num_drafts` tokens after each row's newest one."""
 
     tokens: Int[Array, "rows drafts"]  # -1: a placeholder; it and all after it are rejected
-    num_drafts: Int[Array, " rows"]  # how many to verify, 0..K; 0 is a verify of width 1
+    num_drafts: Int[Array, " rows"]  # how many to verify; 0 is a verify of width 1
     logits: Float[Array, "rows drafts vocab"] | None  # what they were drawn from; None: one-hot
+
+    @staticmethod
+    def none(num_rows: int) -> "Drafts":
+        """No drafts for any of so many rows."""
+        return Drafts(jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros(num_rows, jnp.int32), None)
 
 
 class Proposer(abc.ABC):
@@ -50,7 +57,7 @@ class Proposer(abc.ABC):
     arrays that it reads.
     """
 
-    num_drafts: int  # K
+    num_drafts: int  # K, the most that it is asked for
     is_probabilistic: bool = False  # `Drafts.logits` is given, except in greedy programs
     taps: tuple[int, ...] = ()  # layers before which it reads the trunk's residual stream
 
@@ -58,7 +65,10 @@ class Proposer(abc.ABC):
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: Any
     ) -> tuple[Drafts, Pools]:
-        """Drafts for every row, and the pools with the drafter's own keys and values written."""
+        """Drafts for every row, and the pools with the drafter's own keys and values written.
+
+        Where none are asked for, the drafter still keeps what it needs of the step's tokens.
+        """
 
     def init_tables(self, model: Model) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.

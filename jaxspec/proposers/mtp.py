@@ -70,7 +70,7 @@ class MTPProposer(Proposer):
         # A program that draws no token does not read the distribution of its drafts.
         draws = self.is_probabilistic and inputs.sampler.draws
         tokens, logits = [], []
-        for draft in range(self.num_drafts):
+        for draft in range(inputs.num_drafts):
             if draft:
                 row_inputs = _one_token_inputs(inputs, draft)
                 hidden, pools = head(model.embed(tokens[-1]), hidden, row_inputs, pools)
@@ -83,9 +83,11 @@ class MTPProposer(Proposer):
                 logits.append(scores)
             else:
                 tokens.append(_greedy_drafts(model, hidden, ids, columns))
+        if not tokens:  # XLA drops all of the pass above but its keys and values
+            return Drafts.none(inputs.slots.shape[0]), pools
         drafts = Drafts(
             tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.should_draft, self.num_drafts, 0),
+            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
             logits=jnp.stack(logits, axis=1) if draws else None,
         )
         return drafts, pools

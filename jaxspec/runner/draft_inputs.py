@@ -39,6 +39,7 @@ def draft_inputs(
         sampling=sampling_inputs(active),
         page_size=inputs.page_size,
         sampler=sampler,
+        num_drafts=places.width - 1,
     )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.models.base import ModelInputs
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.plan import Program
 from jaxspec.regions import DecodeRegion, PrefillRegion
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.device_plan import DevicePlan
@@ -50,7 +51,8 @@ class StepInputs:
     index: Int[Array, " active"]  # each active row's index in the batch; past its end: padding
     model: ModelInputs
     logits_indices: Int[Array, " scored"]  # tokens that are scored: all that decode, chunk ends
-    num_draft_tokens: Int[Array, " active"]  # drafts in the row's verify; 0 in a prefill
+    drafts: Int[Array, "rows drafts"]  # that decode rows may verify
+    num_draft_tokens: Int[Array, " active"]  # how many they do; 0 in a prefill
     produces_token: Bool[Array, " active"]  # the step makes at least one token for the row
     first_position: Int[Array, " active"]  # index in its request of the first of them
     next_prefill_token: Int[Array, " seqs"]  # what follows a chunk; -1: the step makes it
@@ -76,7 +78,7 @@ def prepare(
     page_tables: Int[Array, "slots pages"],
     plan: DevicePlan,
     page_size: int,
-    num_decode_rows: int,
+    program: Program,
 ) -> StepInputs:
     """This step's inputs. `rows` are already remapped.
 
@@ -84,6 +86,7 @@ def prepare(
     drafts it has and which state is its true one, only the device knows.
     """
     num_rows, num_seqs = rows.num_rows, plan.prefill_lens.shape[0]
+    num_decode_rows = program.decode_rows
     decode_row, seq = jnp.arange(num_decode_rows), jnp.arange(num_seqs)
     decode_index = jnp.where(decode_row < plan.num_decode, decode_row, num_rows)
     prefill_index = jnp.where(plan.prefill_lens > 0, plan.num_decode + seq, num_rows)
@@ -91,8 +94,9 @@ def prepare(
     active = rows.take(index)
     decode_rows, prefill_rows = active.take(decode_row), active.take(num_decode_rows + seq)
 
-    num_drafts = _num_draft_tokens(decode_rows)
-    decode, columns = _decode_region(decode_rows, num_drafts)
+    drafts = decode_rows.drafts[:, : program.num_drafts]
+    num_drafts = _num_draft_tokens(decode_rows, program.num_drafts)
+    decode, columns = _decode_region(decode_rows, drafts, num_drafts)
     num_verified = columns.tokens.size
     prefill, chunk_ends = None, jnp.zeros((0,), jnp.int32)
     if plan.prefill_tokens.shape[0]:
@@ -114,9 +118,10 @@ def prepare(
             page_tables=page_tables,
             decode=decode,
             prefill=prefill,
-            width=1 + rows.drafts.shape[1],
+            width=1 + program.num_drafts,
         ),
         logits_indices=jnp.concatenate([jnp.arange(num_verified), chunk_ends]),
+        drafts=drafts,
         num_draft_tokens=jnp.concatenate([num_drafts, jnp.zeros((num_seqs,), jnp.int32)]),
         produces_token=jnp.concatenate([decode.query_len > 0, ends_prompt]),
         first_position=jnp.concatenate([decode.num_computed + 1, computed]),
@@ -125,22 +130,23 @@ def prepare(
     )
 
 
-def _num_draft_tokens(rows: BatchState) -> Int[Array, " rows"]:
-    """How many of each row's drafts are verified; 0 if it has ended.
+def _num_draft_tokens(rows: BatchState, num_drafts: int) -> Int[Array, " rows"]:
+    """How many of each row's drafts are verified, `num_drafts` at most; 0 if it has ended.
 
     A draft beyond the request's end is not: with c tokens computed and at most m in all, token
     c + 2 + j would follow draft j, so j <= m - 3 - c.
     """
     room = jnp.maximum(rows.max_len - 2 - rows.num_computed, 0)
-    return jnp.where(rows.is_live, jnp.minimum(rows.num_drafts, room), 0)
+    most = jnp.minimum(room, jnp.minimum(rows.max_drafts, num_drafts))
+    return jnp.where(rows.is_live, jnp.minimum(rows.num_drafts, most), 0)
 
 
 def _decode_region(
-    rows: BatchState, num_drafts: Int[Array, " rows"]
+    rows: BatchState, drafts: Int[Array, "rows drafts"], num_drafts: Int[Array, " rows"]
 ) -> tuple[DecodeRegion, _TokenColumns]:
-    """The rectangle, which has each row's last token, then its drafts."""
+    """The rectangle, which has each row's last token, then its drafts, `num_drafts` of them."""
     query_len = jnp.where(rows.is_live, 1 + num_drafts, 0)
-    tokens = jnp.concatenate([rows.last_token[:, None], rows.drafts], axis=1)
+    tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)
     offset = jnp.arange(tokens.shape[1])[None, :]
     # A row that has ended is padding. `where` also keeps a bare column from the kernels: a sliced
     # operand becomes a CUDA graph inside the step's graph.

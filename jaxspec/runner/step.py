@@ -31,7 +31,7 @@ from jaxspec.runner.remap import (
 )
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
-from jaxspec.sampling import Verifier
+from jaxspec.sampling import NO_TOKEN, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
 
     # The name that profiles and compilation logs show.
     times = f"_{program.num_steps}_times" if program.num_steps > 1 else ""
-    shape = f"{program.decode_rows}_{program.prefill_tokens}"
+    shape = "_".join(map(str, program.shape))
     step.__name__ = f"step_{shape}_{program.sampler}{times}"
     return step
 
@@ -136,7 +136,7 @@ def _one_step(
 ) -> tuple[EngineState, Int[Array, "rows fields"]]:
     """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
     page_size = config.shapes.page_size
-    inputs = prepare(state.rows, state.page_tables, plan, page_size, program.decode_rows)
+    inputs = prepare(state.rows, state.page_tables, plan, page_size, program)
 
     taps = () if config.proposer is None else config.proposer.taps
     output, pools = model.forward(inputs.model, state.pools, taps)
@@ -153,14 +153,17 @@ def _one_step(
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.sampler)
         drafts, pools = config.proposer.propose(model, proposer_inputs, pools, tables)
-        active = active.with_fields(drafts=drafts.tokens, num_drafts=drafts.num_drafts)
+        active = active.with_fields(
+            drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
+        )
         if draft_logits is not None and drafts.logits is not None:
             slots = jnp.where(active.slot > 0, active.slot, config.shapes.num_slots)
-            draft_logits = draft_logits.at[slots].set(drafts.logits, mode="drop")
+            made = slots[:, None], jnp.arange(program.num_drafts)
+            draft_logits = draft_logits.at[made].set(drafts.logits, mode="drop")
 
     output = pack_output(
         output_layout(config.shapes.num_drafts),
-        tokens=acceptance.tokens,
+        tokens=_widened(acceptance.tokens, config.shapes.width),
         num_drafts=inputs.num_draft_tokens,
         num_accepted=acceptance.num_accepted,
         finish=finish,
@@ -169,3 +172,9 @@ def _one_step(
         state, rows=state.rows.put(inputs.index, active), pools=pools, draft_logits=draft_logits
     )
     return state, output
+
+
+def _widened(tokens: Int[Array, "rows some"], columns: int) -> Int[Array, "rows columns"]:
+    """`tokens` with columns of -1 behind, for all that the widest program has."""
+    padding = (0, 0), (0, columns - tokens.shape[1])
+    return jnp.pad(tokens, padding, constant_values=NO_TOKEN)

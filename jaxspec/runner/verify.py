@@ -54,13 +54,12 @@ def verify(
     )
     # Nothing behind a row's last draft may stand, whatever lies there.
     num_drafts, _ = places.split_rows(inputs.num_draft_tokens)
-    drafts, _ = places.split_rows(inputs.active.drafts)
     slots, _ = places.split_rows(inputs.active.slot)
     accepted = verifier(
         places.rectangle(tokens),
         None if logits is None else places.rectangle(logits),
-        jnp.where(offset[:, 1:] <= num_drafts[:, None], drafts, NO_TOKEN),
-        None if draft_logits is None else draft_logits[slots],
+        jnp.where(offset[:, 1:] <= num_drafts[:, None], inputs.drafts, NO_TOKEN),
+        None if draft_logits is None else draft_logits[slots, : places.width - 1],
         decode,
         positions,
         sampler=sampler,

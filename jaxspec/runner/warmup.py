@@ -22,9 +22,9 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     one row needs no `MOVES`: there is no second row to copy a state to.
     """
     steps = [
-        Program(rows, tokens, sampler, num_steps)
+        Program(rows, tokens, sampler, num_steps, drafts)
         for sampler in closed_under_join(samplers)
-        for rows, tokens in shapes.compiled()
+        for rows, tokens, drafts in shapes.compiled()
         for num_steps in shapes.num_steps(tokens)
     ]
     return [*steps, MOVES] if shapes.max_num_seqs > 1 else steps
@@ -103,10 +103,12 @@ def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
 
 
 def _label(program: Program) -> str:
-    """A program as a person would name it: "8 rows, 64 prompt tokens, greedy"."""
+    """A program as a person would name it: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
     if program == MOVES:
         return "copies of a prompt's state"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
+    drafts = f", {program.num_drafts} draft" + "s" * (program.num_drafts > 1)
+    drafts = drafts if program.num_drafts else ""
     prompt = f", {program.prefill_tokens} prompt tokens" if program.prefill_tokens else ""
     steps = f", {program.num_steps} steps" if program.num_steps > 1 else ""
-    return f"{rows}{prompt}, {program.sampler}{steps}"
+    return f"{rows}{drafts}{prompt}, {program.sampler}{steps}"

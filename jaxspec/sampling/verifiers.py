@@ -71,7 +71,7 @@ class SyntheticVerifier:
         self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
     ):
         """See `Verifier`; no logits are read."""
-        rates = jnp.asarray(self.rates, jnp.float32)
+        rates = jnp.asarray(self.rates[: draft_tokens.shape[1]], jnp.float32)
         return verify_synthetic(target_tokens, draft_tokens, rates, inputs.seed, positions)
 
 

@@ -35,6 +35,7 @@ class ScheduledStep:
     decodes: tuple[Entry, ...]  # their output rows come first
     prefills: tuple[Entry, ...]  # theirs follow all rows that the program decodes
     num_prompt_tokens: int  # of all prefills; the program may have room for more
+    num_known_drafts: int = 0  # that rows have at most when it begins
 
     @property
     def rows(self) -> list[tuple[int, Entry]]:

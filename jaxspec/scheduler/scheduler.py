@@ -14,6 +14,7 @@ from jaxspec.plan import MOVES, Fork, Program, StepOutput, StepPlan
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import join
 from jaxspec.scheduler.decode_steps import num_decode_steps
+from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.packing import pack_step
 from jaxspec.scheduler.page_pool import PagePool
@@ -47,6 +48,7 @@ class Scheduler:
         self.pages = PagePool(self.shapes.num_pages)
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
+        self.draft_count = DraftCount(self.shapes, self.step_seconds)
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +131,7 @@ class Scheduler:
         """Record a dispatch's results, keyed by request and generation."""
         if not (step.decodes or step.prefills):
             return []
-        progress = []
+        progress, accepted = [], list[list[int]]()
         now, given = time.monotonic(), output.by_row()
         for row, entry in step.rows:
             request = entry.request
@@ -146,9 +148,11 @@ class Scheduler:
             request.tokens.extend(got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
             request.metrics.record(got.num_verifies, got.num_drafts, got.accepted)
+            accepted.append(got.accepted)
             if got.finish:
                 self.end(request, Finish(got.finish))
             progress.append(Progress(request, got.tokens))
+        self.draft_count.note(step, accepted)
         return progress
 
     # Which rows get tokens.
@@ -263,19 +267,22 @@ class Scheduler:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
         num_prompt_tokens = sum(length for _, length in step.prefills)
-        shape = self.shapes.round_up(len(step.decodes), num_prompt_tokens)
-        plan = self._plan(Program(*shape, sampler, step.num_steps), step)
+        num_known_drafts = self.draft_count.num_made
+        rows, tokens, drafts = self.draft_count.shape(step, num_prompt_tokens)
+        plan = self._plan(Program(rows, tokens, sampler, step.num_steps, drafts), step)
         decodes, prefills = [], []
         for request in step.decodes:
             is_last_prompt_token = request.is_prefilling  # it has no drafts
             request.num_computed += is_last_prompt_token
-            bound = 1 if is_last_prompt_token else step.num_steps * self.shapes.width
+            bound = 1 if is_last_prompt_token else step.num_steps * (1 + drafts)
             decodes.append(self._launch(request, step.num_steps, bound))
         for request, length in step.prefills:
             request.num_computed += length
             ends_prompt = int(not request.is_prefilling)
             prefills.append(self._launch(request, ends_prompt, ends_prompt))
-        return ScheduledStep(plan, tuple(decodes), tuple(prefills), num_prompt_tokens)
+        return ScheduledStep(
+            plan, tuple(decodes), tuple(prefills), num_prompt_tokens, num_known_drafts
+        )
 
     def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
         """Pack a plan of every running request; from then on the device knows its row and pages."""

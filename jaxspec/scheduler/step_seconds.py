@@ -1,4 +1,4 @@
-"""How long steps with prompts take, and how many prompt tokens keep to a bound of it."""
+"""How long steps take, and how many prompt tokens keep to a bound of it."""
 
 from jaxspec.config import StepShapes
 from jaxspec.plan import Program
@@ -20,19 +20,26 @@ class StepSeconds:
         `max_step_ms`: most milliseconds of a step with prompts, while rows decode; None: no bound.
         """
         self._shapes, self._most = shapes, max_step_ms and max_step_ms / 1000
-        self._seconds: dict[tuple[int, int], float] = {}  # by decode rows and prompt tokens
+        self._seconds: dict[tuple[int, int, int], float] = {}  # by `Program.shape`
+
+    def of(self, shape: tuple[int, int, int]) -> float | None:
+        """What one step of a program of this `shape` takes; None: that is not known."""
+        return self._seconds.get(shape)
 
     def guess(self, program: Program, seconds: float) -> None:
-        """A step of `program` takes about so long, as long as none was seen."""
-        self._seconds.setdefault((program.decode_rows, program.prefill_tokens), seconds)
+        """A dispatch of `program` takes about so long, as long as none was seen."""
+        self._seconds.setdefault(program.shape, seconds / max(1, program.num_steps))
 
     def note(self, program: Program, seconds: float) -> None:
-        """A step of `program` took so long. Less than known is believed at once, more by half."""
+        """A dispatch of `program` took so long.
+
+        Less than known is believed at once, more by half.
+        """
+        seconds /= max(1, program.num_steps)
         if self._most is not None:
             seconds = min(seconds, _CAP * self._most)
-        size = program.decode_rows, program.prefill_tokens
-        known = self._seconds.get(size, seconds)
-        self._seconds[size] = min(seconds, (known + seconds) / 2)
+        known = self._seconds.get(program.shape, seconds)
+        self._seconds[program.shape] = min(seconds, (known + seconds) / 2)
 
     def within_bound(self, num_prompt_tokens: int, num_decodes: int) -> int:
         """How many of so many prompt tokens a step computes beside these rows.
@@ -46,13 +53,13 @@ class StepSeconds:
         for tokens in larger:
             if chosen >= num_prompt_tokens:
                 break  # the larger ones are not needed, so they are not passed over
-            size = self._shapes.round_up(num_decodes, tokens)
-            known = self._seconds.get(size, 0.0)
+            shape = self._shapes.round_up(num_decodes, tokens, self._shapes.num_drafts)
+            known = self._seconds.get(shape, 0.0)
             if known > self._most:
                 known *= 1 - _FORGOTTEN
                 is_tried = known <= self._most
                 # A second one waits until it is seen what the first one took.
-                self._seconds[size] = _CAP * self._most if is_tried else known
+                self._seconds[shape] = _CAP * self._most if is_tried else known
                 if not is_tried:
                     break
             chosen = tokens

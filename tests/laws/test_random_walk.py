@@ -1,9 +1,11 @@
 """Laws 1, 3, 4, 5 and 7 together, over walks of many hundred steps."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from harness import REPLAY
-from walk import random_walk, walk_harness
+from harness import REPLAY, SNAPSHOT
+from walk import PARAMS, random_walk, walk_harness
 
 from jaxspec.plan import Program
 from jaxspec.sampler import GREEDY
@@ -48,6 +50,30 @@ def test_whatever_happens_to_a_batch_every_request_gives_its_own_tokens(
     assert sorted(engine.scheduler._free_slots) == list(range(1, engine.buckets.num_slots))
 
 
+@pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
+def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeypatch):
+    """Laws 1, 3, 4, 5 and 7 with steps of 1, 2 and 4 tokens in any order, and capped requests."""
+    options = {"steps_per_dispatch": 2, "num_pages": 40, "states": states}
+    engine = walk_harness((0.8, 0.6, 0.5), vary=True, draft_counts=(0, 1, 3), **options)
+    rng, seen = np.random.default_rng(1), set()
+
+    def choose(num_rows, num_steps, most):
+        seen.add(count := int(rng.choice([0, 1, 3])))
+        return count
+
+    monkeypatch.setattr(engine.scheduler.draft_count, "choose", choose)
+    capped = [
+        dataclasses.replace(p, num_speculative_tokens=k) for p in PARAMS for k in (None, 0, 2)
+    ]
+    happened = random_walk(engine, 400, seed=11, params=capped)
+    assert engine.check() <= 3
+    assert seen == {0, 1, 3} and min(happened.values()) > 3
+    for request in engine.requests:
+        accepted = request.metrics.accepted_per_position
+        assert not any(accepted[request.max_drafts :])
+    assert sum(request.metrics.num_accepted_tokens for request in engine.requests) > 40
+
+
 def test_sizes_that_change_in_the_middle_change_no_token_and_need_no_other_program(monkeypatch):
     """Prompts a step, by what steps are said to take, and steps a dispatch, by who streams.
 
@@ -60,7 +86,7 @@ def test_sizes_that_change_in_the_middle_change_no_token_and_need_no_other_progr
     schedule = scheduler.schedule
 
     def schedule_anew():
-        seconds.note(Program(4, 64, GREEDY), rng.choice([0.001, 0.05]))
+        seconds.note(Program(4, 64, GREEDY, num_drafts=3), rng.choice([0.001, 0.05]))
         for request in scheduler.running:
             request.is_streamed = rng.random() < 0.05
         step = schedule()

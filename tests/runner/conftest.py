@@ -10,7 +10,10 @@ from jaxspec.runner.batch_state import BatchState
 
 @pytest.fixture
 def make_rows():
-    """A batch state from a dict of fields a row; what a dict leaves out is 0, None an empty row."""
+    """A batch state from a dict of fields a row; what a dict leaves out is 0, None an empty row.
+
+    Unless a dict says otherwise, a row may have as many drafts as it has room for.
+    """
 
     def build(num_drafts, rows):
         layout = row_layout(num_drafts)
@@ -21,6 +24,7 @@ def make_rows():
             fields = layout.unpack(table[index])
             fields["stop_ids"][...] = -1
             fields["drafts"][...] = -1
+            fields["max_drafts"][...] = num_drafts
             for name, value in row.items():
                 if np.ndim(value):
                     fields[name][: len(value)] = value

@@ -33,14 +33,14 @@ def make_buckets(num_drafts=3, page_size=4):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def run(rows, tables, packed, program, buckets):
     plan = DevicePlan.unpack(packed, program, buckets)
-    return prepare(rows, tables, plan, buckets.page_size, program.decode_rows)
+    return prepare(rows, tables, plan, buckets.page_size, program)
 
 
 def prepare_step(rows, tables, *, num_decode=0, chunks=(), after_chunks=(), page_size=4):
     """`prepare` on a plan: the first `num_decode` rows decode, each after them gets a chunk."""
     num_drafts = rows.drafts.shape[1]
     buckets = make_buckets(num_drafts, page_size)
-    program = Program(DECODE_ROWS, 12 if chunks else 0, GREEDY)
+    program = Program(DECODE_ROWS, 12 if chunks else 0, GREEDY, num_drafts=num_drafts)
     values = {
         "num_decode": num_decode,
         "prefill_tokens": [token for chunk in chunks for token in chunk],

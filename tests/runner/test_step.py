@@ -96,7 +96,7 @@ def compiled_step(program):
 
 def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chunks=()):
     """One step on these rows: what the proposer heard, the rows after it, the output."""
-    program = Program(NUM_ROWS, 12 if chunks else 0, GREEDY)
+    program = Program(NUM_ROWS, 12 if chunks else 0, GREEDY, num_drafts=WIDTH - 1)
     model = SuccessorModel(successors)
     values = {
         "prev_positions": np.arange(NUM_ROWS),

@@ -74,6 +74,7 @@ class Harness:
         prefill_tokens=(64,),
         states: StateConfig = SNAPSHOT,
         kv_dtype=None,
+        draft_counts: tuple[int, ...] = (),
     ):
         speculation = None
         if drafts:
@@ -93,6 +94,7 @@ class Harness:
             prefill_tokens=prefill_tokens,
             max_prefill_seqs=3,
             steps_per_dispatch=steps_per_dispatch,
+            draft_counts=draft_counts,
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
         )

@@ -69,7 +69,9 @@ class OracleProposer(Proposer):
     ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
         sequences, accuracy, seed = tables
-        draft = jnp.arange(self.num_drafts)[None, :]
+        if not inputs.num_drafts:
+            return Drafts.none(inputs.slots.shape[0]), pools
+        draft = jnp.arange(inputs.num_drafts)[None, :]
         index = inputs.num_computed[:, None] + 1 + draft
         known = sequences.at[inputs.proposer_key[:, None], index].get(mode="fill", fill_value=-1)
         key = jnp.broadcast_to(inputs.proposer_key[:, None] + seed * 1000003, index.shape)
@@ -77,11 +79,12 @@ class OracleProposer(Proposer):
         noise = uniform_noise(key.ravel(), (index * 16 + draft).ravel(), Use.CORRUPT)
         noise = noise.reshape(index.shape)
         wrong = (known + 1) % self.vocab_size
-        tokens = jnp.where((noise < accuracy[None, :]) | (known < 0), known, wrong)
-        num_drafts = jnp.full(inputs.slots.shape, self.num_drafts, jnp.int32)
+        right = noise < accuracy[None, : inputs.num_drafts]
+        tokens = jnp.where(right | (known < 0), known, wrong)
+        num_drafts = jnp.full(inputs.slots.shape, inputs.num_drafts, jnp.int32)
         if self.vary_num_drafts:
             draw = uniform_noise(key[:, 0], inputs.num_computed * 16 + 15, Use.CORRUPT)
-            num_drafts = jnp.floor(draw * (self.num_drafts + 1)).astype(jnp.int32)
+            num_drafts = jnp.floor(draw * (inputs.num_drafts + 1)).astype(jnp.int32)
             is_hole = jnp.floor(draw * 64).astype(jnp.int32) % 8 == 0
             tokens = jnp.where(is_hole[:, None] & (draft == 1), -1, tokens)
         return Drafts(tokens, jnp.where(inputs.should_draft, num_drafts, 0), None), pools
