@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from jaxspec.checks import integer, shown
 
+MAX_DRAFTS = 15
+"""Drafts of a verify, which is then 16 tokens wide."""
 TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
 
@@ -60,10 +62,10 @@ class StepShapes:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
-        if not 0 <= self.num_drafts <= 8:
+        if not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ValueError(
-                f"num_speculative_tokens must be 0 to 8, got {self.num_drafts}: a verify step is "
-                "at most 9 tokens wide."
+                f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "
+                f"verify step is at most {1 + MAX_DRAFTS} tokens wide."
             )
         counts = self.draft_counts
         if list(counts) != sorted(set(counts)) or counts[0] < 0 or counts[-1] != self.num_drafts:
@@ -104,7 +106,7 @@ class StepShapes:
         max_model_len: int,
         page_size: int,
         num_pages: int | None,
-        num_drafts: int,
+        draft_counts: Sequence[int],
         decode_rows: Sequence[int] | None,
         prefill_tokens: Sequence[int] | None,
         max_num_batched_tokens: int | None,
@@ -121,6 +123,7 @@ class StepShapes:
         check_sizes(
             max_num_seqs=max_num_seqs, page_size=page_size, max_prefill_seqs=max_prefill_seqs
         )
+        num_drafts = draft_counts[-1]
         if num_pages is None:
             num_pages = max_num_seqs * -(-max_model_len // page_size) + 1
         if max_num_batched_tokens is not None:
@@ -143,6 +146,7 @@ class StepShapes:
             page_size=page_size,
             num_pages=num_pages,
             num_drafts=num_drafts,
+            draft_counts=tuple(draft_counts),
             decode_rows=tuple(decode_rows),
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,

@@ -1,6 +1,7 @@
 """Options to what runs them: the checkpoint's folder, its configuration, and the runner."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,14 +61,14 @@ class Settled(NamedTuple):
         return fit(self.shapes, budget, self.holdings.bytes)
 
 
-def shapes_of(config: EngineConfig, model: Model, num_drafts: int) -> StepShapes:
+def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -> StepShapes:
     """The sizes of programs for the model, before it is known how many pages fit.
 
     Raises:
         ValueError: sizes do not go together, or exceed the model's.
     """
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
-    return config.step_shapes(own, num_drafts)
+    return config.step_shapes(own, draft_counts)
 
 
 def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
@@ -80,10 +81,11 @@ def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
     """
     speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
     has_kernels = dispatch.kernels_here()[1] is None
-    proposer = make_proposer(speculation, model.vocab_size) if speculation else None
+    proposer = make_proposer(speculation, model) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
-    shapes = shapes_of(config, model, speculation.num_speculative_tokens if speculation else 0)
+    counts = speculation.draft_counts(has_kernels) if speculation else (0,)
+    shapes = shapes_of(config, model, counts)
     holdings = Holdings.of(model, proposer, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 

@@ -42,10 +42,10 @@ class EngineConfig:
     revision: str | None = option(
         None, "the branch, tag or commit to take of a hub id", none="main"
     )
-    speculative_config: SpeculativeConfig | dict[str, Any] | Literal["auto"] | None = option(
+    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
-        "a SpeculativeConfig or a dict of its fields; auto drafts 3 tokens with the checkpoint's "
-        "own head, if it has one; None drafts none",
+        "how to draft: a method's name, a dict of its fields or a SpeculativeConfig (docs/"
+        "speculation.md); auto drafts with the checkpoint's own head, if it has one; None does not",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",
@@ -177,7 +177,7 @@ class EngineConfig:
                 "Leave revision out, or give a hub id as model."
             )
 
-    def step_shapes(self, own: ModelSizes, num_drafts: int) -> StepShapes:
+    def step_shapes(self, own: ModelSizes, draft_counts: Sequence[int]) -> StepShapes:
         """The sizes of programs for a model with `own` sizes; there may be fewer pages later.
 
         Raises:
@@ -197,7 +197,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             page_size=self.page_size,
             num_pages=self.num_pages,
-            num_drafts=num_drafts,
+            draft_counts=draft_counts,
             decode_rows=self.decode_buckets,
             prefill_tokens=self.prefill_buckets,
             max_num_batched_tokens=self.max_num_batched_tokens,

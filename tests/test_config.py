@@ -6,7 +6,7 @@ DEFAULTS = {
     "max_num_seqs": 8,
     "max_model_len": 100,
     "page_size": 16,
-    "num_drafts": 3,
+    "draft_counts": (3,),
     "num_pages": None,
     "decode_rows": None,
     "prefill_tokens": None,

@@ -530,6 +530,15 @@ def test_drafts_from_part_of_the_vocabulary_stand_and_change_no_text(embedded_pl
     assert memory == [1024 * (160 + 1) * 4, 0]
 
 
+def test_what_a_text_repeats_is_looked_up_and_changes_no_text(embedded_plain):
+    functions = "\n\n".join(f"def area_of_{x}(self):\n    return self.{x}" for x in "abcd")
+    llm = LLM(speculative_config="ngram", **OPTIONS)
+    output, expected = (each.generate(functions, GREEDY) for each in (llm, embedded_plain))
+    assert output[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert output[0].metrics.mean_acceptance_length > 1.5
+    assert llm.metrics()["memory_bytes"]["tokens"] > 0
+
+
 def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says():
     rates = [0.8, 0.6, 0.45]
     llm = LLM(

@@ -18,6 +18,7 @@ from tokenizer_folders import BYTES, folder_with
 from jaxspec import SamplingParams, SpeculativeConfig, template_process
 from jaxspec.inputs import InputProcessor, params_of, prompts_of
 from jaxspec.options import EngineConfig
+from jaxspec.speculation import METHODS
 from jaxspec.tokenizer import Tokenizer
 
 LONGEST = 64  # max_model_len
@@ -209,15 +210,18 @@ def is_path(value):
 
 def is_speculation(value):
     if value is None or isinstance(value, str):
-        return value in (None, "auto")
+        return value in (None, "auto", *METHODS)
     if isinstance(value, dict):
         return all(name in SPECULATION and SPECULATION[name][1](v) for name, v in value.items())
     return False
 
 
 SPECULATION = {
-    "method": (["mtp"], is_word("mtp")),
-    "num_speculative_tokens": ([1, 3, np.int8(8)], lambda v: is_integer(v, 1, 8)),
+    "method": (["mtp", "ngram"], is_word(*METHODS)),
+    "num_speculative_tokens": (
+        ["auto", 1, 3, np.int8(15)],
+        lambda v: is_auto(v) or is_integer(v, 1, 15),
+    ),
     "draft_vocab": (
         [None, 9, [1, 2], range(5)],
         lambda v: v is None or is_integer(v, 1, 2**63 - 1) or are_ids(v),

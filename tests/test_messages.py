@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.__main__ import main
+from jaxspec.speculation import METHODS
 
 # Folders with one thing wrong: what is done to a copy of tests/fixtures/qwen3_5 or qwen3.
 
@@ -53,6 +54,7 @@ def misfit(held):
     held[name] = held[name].T.copy()
 
 
+OTHERS = [name for name in METHODS if name != "mtp"]
 DAMAGE = {
     "EMPTY": empty,
     "NO_WEIGHTS": lambda folder: (folder / "model.safetensors").unlink(),
@@ -126,9 +128,9 @@ COMMAND = [
         "state_policy must be 'auto', 'snapshot' or 'replay', got 'rewind'.",
     ),
     (
-        ["x", "--num-speculative-tokens", "9"],
-        "num_speculative_tokens must be an integer from 1 to 8, got 9. To do without drafts pass "
-        "speculative_config=None, or --num-speculative-tokens 0 to the command.",
+        ["x", "--num-speculative-tokens", "16"],
+        "num_speculative_tokens must be 'auto' or an integer from 1 to 15, got 16. To do without "
+        "drafts pass speculative_config=None, or --num-speculative-tokens 0 to the command.",
     ),
     (
         ["x", "--draft-vocab", "9", "--num-speculative-tokens", "0"],
@@ -147,8 +149,9 @@ COMMAND = [
     (
         ["x", "--num-speculative-tokens", "3", "--model", "PLAIN"],
         "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint has none: "
-        "it lacks the mtp.* tensors, which an export may have dropped. Pass "
-        "speculative_config=None, or --num-speculative-tokens 0 to the command.",
+        "it lacks the mtp.* tensors, which an export may have dropped. Use another method, one of "
+        f"{OTHERS}, or pass speculative_config=None, which is --num-speculative-tokens 0 to the "
+        "command.",
     ),
     (
         ["--prompts-file", "MISSING.txt"],
@@ -411,15 +414,16 @@ CALLS = [
     ),
     (
         lambda llm: SpeculativeConfig(method="magic"),
-        "Unknown speculative method 'magic': use 'mtp'.",
+        f"Unknown speculative method 'magic': use one of {list(METHODS)}, or None to do without "
+        "drafts.",
     ),
     (
-        lambda llm: SpeculativeConfig(draft_vocab=[2, -1]),
+        lambda llm: SpeculativeConfig.of({"draft_vocab": [2, -1]}),
         "draft_vocab must be a number of tokens, or a list of token ids from 0 on; got a list with "
         "-1.",
     ),
     (
-        lambda llm: SpeculativeConfig(draft_vocab=[7, 3, 7]),
+        lambda llm: SpeculativeConfig.of({"draft_vocab": [7, 3, 7]}),
         "draft_vocab must list an id once, got id 7 2 times.",
     ),
     (
@@ -428,8 +432,8 @@ CALLS = [
         "what is beyond.",
     ),
     (
-        lambda llm: LLM(speculative_config="mtp"),
-        "speculative_config must be 'auto', None or a dict, got 'mtp'.",
+        lambda llm: LLM(speculative_config=3),
+        f"speculative_config must be 'auto', None, a dict or one of {list(METHODS)}, got 3.",
     ),
     (
         lambda llm: LLM(max_in_flight=-1),
@@ -491,8 +495,8 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
         SpeculativeConfig.of({"drafts": 3})
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
-        "'num_speculative_tokens', 'draft_vocab', 'draft_sample_method', "
-        "'synthetic_acceptance_rates']."
+        "'num_speculative_tokens', 'draft_sample_method', 'synthetic_acceptance_rates', "
+        "'draft_vocab']."
     )
 
 

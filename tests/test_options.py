@@ -60,9 +60,12 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"steps_per_dispatch": 1.5}, "least 1, got 1.5, which is not 'auto' either."),
         ({"steps_per_dispatch": "all"}, "steps_per_dispatch must be an integer of at least 1"),
         ({"max_step_ms": 0}, "max_step_ms must be above 0, got 0.0."),
-        ({"speculative_config": "mtp"}, "speculative_config must be 'auto', None or a dict"),
+        ({"speculative_config": "magic"}, "Unknown speculative method 'magic'"),
         ({"speculative_config": {"draft_vocab": 0}}, "draft_vocab must be an integer"),
-        ({"speculative_config": 3}, "speculative_config must be 'auto', None or a dict, got 3"),
+        (
+            {"speculative_config": 3},
+            "speculative_config must be 'auto', None, a dict or one of ['mtp'",
+        ),
         ({"model": 3}, "model must be a text or a Path, got 3."),
         ({"model": ""}, "model must be a path of 1 to 4,096 characters that a file system knows"),
         ({"load_format": ["auto"]}, "load_format must be 'auto' or 'dummy', got ['auto']."),
@@ -126,7 +129,7 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     assert config == EngineConfig(
         decode_buckets=(1, 8), speculative_config=config.speculative_config
     )
-    assert config.speculative_config == SpeculativeConfig(draft_vocab=[3, 4])
+    assert config.speculative_config == SpeculativeConfig.of({"draft_vocab": [3, 4]})
     assert len({config, EngineConfig(**lists), EngineConfig()}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3
@@ -136,10 +139,10 @@ def test_a_configuration_is_frozen_and_equal_options_make_equal_ones():
     ("asked", "positions", "length"), [(None, 100, 100), (None, 99999, 8192), (64, 100, 64)]
 )
 def test_samples_are_as_long_as_the_model_allows(asked, positions, length):
-    shapes = EngineConfig(max_model_len=asked).step_shapes(ModelSizes(positions), num_drafts=3)
+    shapes = EngineConfig(max_model_len=asked).step_shapes(ModelSizes(positions), draft_counts=(3,))
     assert shapes.max_model_len == length
     with pytest.raises(ValueError, match="must not exceed the model's 100 positions, got 101"):
-        EngineConfig(max_model_len=101).step_shapes(ModelSizes(100), num_drafts=3)
+        EngineConfig(max_model_len=101).step_shapes(ModelSizes(100), draft_counts=(3,))
 
 
 def test_every_size_reaches_the_shapes():
@@ -156,8 +159,8 @@ def test_every_size_reaches_the_shapes():
     want = StepShapes(
         **sizes, max_model_len=80, num_drafts=2, decode_rows=(2, 6), prefill_tokens=(48,)
     )
-    shapes = config.step_shapes(ModelSizes(100), num_drafts=2)
+    shapes = config.step_shapes(ModelSizes(100), draft_counts=(2,))
     assert dataclasses.asdict(shapes) == dataclasses.asdict(want)
     own = ModelSizes(100, steps_per_dispatch=4)
-    assert config.step_shapes(own, num_drafts=2).steps_per_dispatch == 5
-    assert EngineConfig().step_shapes(own, num_drafts=2).steps_per_dispatch == 4
+    assert config.step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 5
+    assert EngineConfig().step_shapes(own, draft_counts=(2,)).steps_per_dispatch == 4

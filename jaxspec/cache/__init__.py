@@ -15,8 +15,13 @@ from jaxspec.cache.specs import (
     holders,
     merged,
 )
+from jaxspec.cache.token_history import TokenHistory
 
-HOLDERS: dict[str, Holder] = {**PagedKV.labels, **Recurrent.labels}  # every kind's, for people
+HOLDERS: dict[str, Holder] = {
+    **PagedKV.labels,
+    **Recurrent.labels,
+    **TokenHistory.labels,
+}  # every kind's, for people
 
 __all__ = [
     "HOLDERS",
@@ -34,6 +39,7 @@ __all__ = [
     "Ring",
     "Snapshot",
     "StatePolicy",
+    "TokenHistory",
     "allocate",
     "copy",
     "holders",

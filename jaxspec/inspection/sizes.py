@@ -114,7 +114,7 @@ def _fit(
         sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
         defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
         asked = dataclasses.replace(options, **sizes, **defaults)
-        shapes = shapes_of(asked, model, settled.shapes.num_drafts)
+        shapes = shapes_of(asked, model, settled.shapes.draft_counts)
         return sum(settled.holdings.bytes(shapes).values())
 
     each = total(2) - total(1)

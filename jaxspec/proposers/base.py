@@ -8,7 +8,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import Pools
+from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.base import Model, ModelInputs
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
@@ -69,6 +69,10 @@ class Proposer(abc.ABC):
 
         Where none are asked for, the drafter still keeps what it needs of the step's tokens.
         """
+
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """Pools of the drafter's own, beside the model's and in the same pages and slots."""
+        return ()
 
     def init_tables(self, model: Model) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.

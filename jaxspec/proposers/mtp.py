@@ -35,12 +35,12 @@ class MTPProposer(Proposer):
     vocab_ids: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def from_config(cls, config: SpeculativeConfig, vocab_size: int) -> "MTPProposer":
+    def from_config(cls, config: SpeculativeConfig, model: Model) -> "MTPProposer":
         """A proposer of `config.num_speculative_tokens` drafts."""
         return cls(
-            num_drafts=config.num_speculative_tokens,
+            num_drafts=config.num_drafts,
             is_probabilistic=config.draft_sample_method == "probabilistic",
-            vocab_ids=config.draft_ids(vocab_size),
+            vocab_ids=config.options.draft_ids(model.vocab_size),
         )
 
     def init_tables(self, model: Model) -> tuple[Array, Weight] | tuple[()]:

@@ -70,11 +70,12 @@ class Holdings:
         options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
         graph, weights = nnx.split(model)
         weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-        tables, drawn_ids = (), 0
+        tables, drawn_ids, specs = (), 0, model.cache_specs(options)
         if proposer is not None:
             tables = jax.eval_shape(lambda w: proposer.init_tables(nnx.merge(graph, w)), weights)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
-        return Holdings(weights, tables, model.cache_specs(options), drawn_ids)
+            specs += proposer.cache_specs(options)
+        return Holdings(weights, tables, specs, drawn_ids)
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
         """The state of a runner of such sizes, without requests."""

@@ -90,7 +90,7 @@ def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
             def shapes(count, asked=asked):
                 many = dataclasses.replace(config, max_num_seqs=count, **asked)
                 drafts = said.shapes.num_drafts
-                return many.step_shapes(ModelSizes(512), num_drafts=drafts)
+                return many.step_shapes(ModelSizes(512), draft_counts=(drafts,))
 
             assert row.requests > 0
             fit(shapes(row.requests), budget, said.holdings.bytes)

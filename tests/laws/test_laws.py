@@ -36,6 +36,7 @@ from jaxspec.request import Finish
 from jaxspec.runner import model_runner
 from jaxspec.runner.step import jitted_step, make_step
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculation.mtp import MTPOptions
 
 PROMPTS = prompts(6)
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
@@ -219,7 +220,13 @@ def test_a_draft_vocabulary_never_changes_output():
     """
     for depth, chunk, vocab in ((0, 1, SOME_IDS), (1, 7, 64), (2, 64, SOME_IDS), (3, 7, SOME_IDS)):
         engine = harness(
-            "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk, draft_vocab=vocab
+            "qwen3_5",
+            "mtp",
+            3,
+            SAMPLED,
+            max_in_flight=depth,
+            chunk=chunk,
+            options=MTPOptions(vocab),
         )
         assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
         # Each id brings a column of 64 float32, and itself.
@@ -253,10 +260,10 @@ def test_several_steps_at_once_change_no_output(method, drafts, params, options)
 def test_what_the_head_drafts_depends_on_the_request_alone(depth, chunk, num_pages, vocab):
     """The draft head's keys and values survive rejection, chunking and preemption: same drafts."""
     params = SAMPLED if vocab else GREEDY
-    alone = harness("qwen3_5", "mtp", 3, params, max_in_flight=0, draft_vocab=vocab)
+    alone = harness("qwen3_5", "mtp", 3, params, max_in_flight=0, options=MTPOptions(vocab))
     engine = harness(
         "qwen3_5", "mtp", 3, params, max_in_flight=depth, chunk=chunk, num_pages=num_pages,
-        draft_vocab=vocab,
+        options=MTPOptions(vocab),
     )  # fmt: skip
     drafts = []
     for each in (alone, engine):

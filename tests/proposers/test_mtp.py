@@ -16,6 +16,7 @@ from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.speculation.mtp import MTPOptions
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,10 @@ def propose(monkeypatch):
         monkeypatch.setattr(MTPHead, "__call__", call)
         monkeypatch.setattr(MTPHead, "select", select)
         monkeypatch.setattr(Qwen3_5, "embed", lambda self, tokens: jnp.asarray(weight)[:, tokens].T)
-        config = SpeculativeConfig(draft_vocab=draft_vocab, draft_sample_method=method)
-        proposer = make_proposer(config, qwen.vocab_size)
+        config = SpeculativeConfig(
+            num_speculative_tokens=3, draft_sample_method=method, options=MTPOptions(draft_vocab)
+        )
+        proposer = make_proposer(config, qwen)
         ints = jnp.arange(ROWS, dtype=jnp.int32)
         columns = {"seed": ints, "stop_ids": ints[:, None] * 0 - 1, "min_len": ints * 0}
         columns["temperature"] = jnp.full(ROWS, temperature, jnp.float32)
@@ -88,6 +91,7 @@ def propose(monkeypatch):
             slots=ints + 1,
             num_computed=ints + 3,
             max_len=ints + 99,
+            num_drafts=3,
             last_token=ints,
             should_draft=ints != 1,
             proposer_key=ints,
@@ -143,17 +147,17 @@ def test_probabilistic_drafts_come_of_the_vocabulary_and_give_what_they_were_dra
 
 def test_the_tables_hold_the_ids_and_their_part_of_the_head():
     qwen = model("qwen3_5")
-    proposer = make_proposer(SpeculativeConfig(draft_vocab=SHUFFLED), qwen.vocab_size)
+    proposer = make_proposer(SpeculativeConfig(options=MTPOptions(SHUFFLED)), qwen)
     ids, head = proposer.init_tables(qwen)
     np.testing.assert_array_equal(ids, sorted(SHUFFLED))
     np.testing.assert_array_equal(head.array, qwen.trunk.lm_head.weight[...][:, ids])
-    others = make_proposer(SpeculativeConfig(draft_vocab=64), qwen.vocab_size)
+    others = make_proposer(SpeculativeConfig(options=MTPOptions(64)), qwen)
     assert proposer == others and hash(proposer) == hash(others)  # one program for both
-    whole = make_proposer(SpeculativeConfig(draft_vocab=264), qwen.vocab_size)
+    whole = make_proposer(SpeculativeConfig(options=MTPOptions(264)), qwen)
     assert whole.init_tables(qwen) == ()
 
 
 def test_a_model_without_the_head_is_refused():
-    proposer = make_proposer(SpeculativeConfig(), 264)
+    proposer = make_proposer(SpeculativeConfig(), model("qwen3"))
     with pytest.raises(ValueError, match="a checkpoint with `mtp.* another speculative method"):
         proposer.propose(model("qwen3"), None, None, ())

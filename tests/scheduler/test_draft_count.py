@@ -16,7 +16,6 @@ SHAPES = StepShapes.of(
     max_model_len=512,
     page_size=16,
     num_pages=None,
-    num_drafts=3,
     draft_counts=(0, 1, 3),
     decode_rows=(1, 64),
     prefill_tokens=None,

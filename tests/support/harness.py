@@ -62,7 +62,8 @@ class Harness:
         continuations=(),
         vary: bool = False,
         probabilistic: bool = False,
-        draft_vocab=None,
+        method: str = "mtp",
+        options=None,  # of the method
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
         steps_per_dispatch: int = 1,
@@ -79,10 +80,11 @@ class Harness:
         speculation = None
         if drafts:
             speculation = SpeculativeConfig(
-                num_speculative_tokens=drafts,
-                draft_sample_method="probabilistic" if probabilistic else "greedy",
-                draft_vocab=draft_vocab,
+                method,
+                drafts,
+                "probabilistic" if probabilistic else "greedy",
                 synthetic_acceptance_rates=synthetic,
+                options=options,
             )
         self.buckets = StepShapes(
             max_num_seqs=ROWS,
@@ -110,7 +112,7 @@ class Harness:
                 accuracy=accuracy,
             )
         elif speculation is not None:
-            self.proposer = make_proposer(speculation, self.vocab_size)
+            self.proposer = make_proposer(speculation, model(fixture))
         self.runner = ModelRunner(
             model(fixture),
             self.buckets,

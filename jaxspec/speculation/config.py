@@ -1,0 +1,201 @@
+"""SpeculativeConfig: the method, how many drafts, and how they are verified."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol
+
+from jaxspec.checks import is_integer, items, real, shown
+from jaxspec.config import MAX_DRAFTS
+from jaxspec.speculation.mtp import MTPOptions
+from jaxspec.speculation.ngram import NgramOptions
+
+
+class MethodOptions(Protocol):
+    """What a method may be told: a frozen dataclass of fields with defaults, checked when built."""
+
+    num_drafts: ClassVar[int]  # at most, where the user leaves it to the engine
+    has_distribution: ClassVar[bool]  # its drafts can be drawn, and verified by rejection sampling
+
+
+# The methods' names, and what each may be told; `jaxspec.proposers.PROPOSERS` has what drafts.
+METHODS: dict[str, type[MethodOptions]] = {
+    "mtp": MTPOptions,
+    "ngram": NgramOptions,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to draft and how to verify.
+
+    `method`: a key of `METHODS`; "mtp" is the checkpoint's own head.
+    `num_speculative_tokens`: drafts of a verify. "auto" is the method's own number, and where
+    kernels run as many of it, one or none, whichever gives the most tokens a second.
+    `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
+    the request's temperature and verified by rejection sampling.
+    `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
+    says. Lossy: for speed benchmarks only.
+    `options`: of the method, of the class in `METHODS`; None: its defaults.
+    """
+
+    method: str = "mtp"
+    num_speculative_tokens: int | Literal["auto"] = "auto"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        """Check methods, widths and rates, and keep them as Python's own types."""
+        keep = object.__setattr__
+        kind = options_class(self.method)
+        keep(self, "options", _options(self.method, kind, self.options))
+        keep(self, "num_speculative_tokens", _num_drafts(self.num_speculative_tokens))
+        way = self.draft_sample_method
+        if not isinstance(way, str) or way not in ("greedy", "probabilistic"):
+            raise ValueError(
+                f"draft_sample_method must be 'greedy' or 'probabilistic', got {shown(way)}."
+            )
+        if way == "probabilistic" and not kind.has_distribution:
+            able = [name for name, other in METHODS.items() if other.has_distribution]
+            raise ValueError(
+                f"Probabilistic drafts need a method that gives a distribution, one of {able}, got "
+                f"{self.method!r}. Its drafts are verified exactly: leave draft_sample_method out."
+            )
+        keep(self, "synthetic_acceptance_rates", self._rates())
+        if self.synthetic_acceptance_rates is not None and way == "probabilistic":
+            raise ValueError(
+                "Probabilistic drafts are verified by rejection sampling, and synthetic rates "
+                "verify nothing: drop the synthetic rates, or draft greedily."
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a verify."""
+        asked = self.num_speculative_tokens
+        return METHODS[self.method].num_drafts if asked == "auto" else asked
+
+    def draft_counts(self, has_kernels: bool) -> tuple[int, ...]:
+        """The numbers of drafts that steps may have, ascending, on such a device.
+
+        Without kernels programs take long to compile, so that there is one.
+        """
+        is_chosen = self.num_speculative_tokens == "auto" and has_kernels
+        return tuple(sorted({0, 1, self.num_drafts})) if is_chosen else (self.num_drafts,)
+
+    @staticmethod
+    def of(value: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
+        """`value` itself, or one built from a dict of its fields and of the method's options.
+
+        Raises:
+            ValueError: a key that is no field, or a value that breaks a rule.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        own = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+        kind = options_class(value.get("method", SpeculativeConfig.method))
+        options = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore
+        if unknown := [key for key in value if key not in (*own, *options)]:
+            known = [name for name in own if name != "options"] + options
+            raise ValueError(
+                f"Unknown keys {shown(unknown)} in speculative_config; known are {known}."
+            )
+        given = {key: value[key] for key in value if key in options}
+        fields: dict[str, Any] = {key: value[key] for key in value if key in own}
+        return SpeculativeConfig(**{"options": given or None, **fields})
+
+    @staticmethod
+    def read(value: Any) -> "SpeculativeConfig | Literal['auto'] | None":
+        """`value` as an engine keeps it: a dict or a method's name becomes a `SpeculativeConfig`.
+
+        Raises:
+            ValueError: as in `of`, or it is neither a dict nor a text.
+        """
+        if value is None or (isinstance(value, str) and value == "auto"):
+            return value  # pyright: ignore[reportReturnType]
+        if isinstance(value, str):
+            return SpeculativeConfig(method=value)
+        if not isinstance(value, SpeculativeConfig | Mapping):
+            raise ValueError(
+                f"speculative_config must be 'auto', None, a dict or one of {list(METHODS)}, got "
+                f"{shown(value)}."
+            )
+        return SpeculativeConfig.of(value)
+
+    @staticmethod
+    def resolve(
+        value: "SpeculativeConfig | Mapping[str, Any] | str | None", has_draft_head: bool
+    ) -> "SpeculativeConfig | None":
+        """The speculation a checkpoint gets: "auto" is MTP if it has the head, None is none.
+
+        Raises:
+            ValueError: as in `read`, or MTP without the head.
+        """
+        config = SpeculativeConfig.read(value)
+        if config == "auto":
+            config = SpeculativeConfig() if has_draft_head else None
+        if config is None:
+            return None
+        if config.method == "mtp" and not has_draft_head:
+            others = [name for name in METHODS if name != "mtp"]
+            raise ValueError(
+                "Drafts of method 'mtp' come from the checkpoint's own head, and this checkpoint "
+                "has none: it lacks the mtp.* tensors, which an export may have dropped. Use "
+                f"another method, one of {others}, or pass speculative_config=None, which is "
+                "--num-speculative-tokens 0 to the command."
+            )
+        return config
+
+    def _rates(self) -> tuple[float, ...] | None:
+        rates, count = self.synthetic_acceptance_rates, self.num_drafts
+        if rates is None:
+            return None
+        found = tuple(map(real, items(rates, count) or ()))
+        if len(found) != count or not all(0 <= rate <= 1 for rate in found):
+            raise ValueError(
+                f"synthetic_acceptance_rates needs one rate in [0, 1] for each of the {count} "
+                f"drafts, got {shown(rates)}."
+            )
+        if list(found) != sorted(found, reverse=True):
+            raise ValueError(
+                "synthetic_acceptance_rates are unconditional, so they can't rise with the "
+                f"position; got {shown(rates)}."
+            )
+        return found
+
+
+def options_class(method: Any) -> type[MethodOptions]:
+    """What a method may be told.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(
+            f"Unknown speculative method {shown(method)}: use one of {list(METHODS)}, or None to "
+            "do without drafts."
+        )
+    return METHODS[method]
+
+
+def _options(method: str, kind: type[MethodOptions], options: Any) -> MethodOptions:
+    if options is None:
+        return kind()
+    if isinstance(options, Mapping):
+        return kind(**options)
+    if not isinstance(options, kind):
+        raise ValueError(
+            f"The options of the method {method!r} must be {kind.__name__}, got {shown(options)}."
+        )
+    return options
+
+
+def _num_drafts(value: Any) -> int | Literal["auto"]:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    if not is_integer(value) or not 1 <= int(value) <= MAX_DRAFTS:
+        raise ValueError(
+            f"num_speculative_tokens must be 'auto' or an integer from 1 to {MAX_DRAFTS}, got "
+            f"{shown(value)}. To do without drafts pass speculative_config=None, or "
+            "--num-speculative-tokens 0 to the command."
+        )
+    return int(value)
