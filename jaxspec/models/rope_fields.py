@@ -26,7 +26,8 @@ def read_rope(
     """The rotation of a head of `head_dim` channels.
 
     `default_partial`: the share of a head that the family rotates; `default_theta`: its base.
-    They count where `fields` are silent; without a `default_theta` these must give the base.
+    They count where `fields` are silent. Without a `default_theta`, or with a scaling, these must
+    give the base.
 
     Raises:
         ValueError: a field is missing or malformed, two of them contradict each other, or the
@@ -35,8 +36,10 @@ def read_rope(
     nested = [fields.block(name) for name in _NESTED]
     scaling = _scaling(nested)
     theta = _agreed("rope_theta", _THETA, [*nested, fields])
+    if theta is None and scaling is None:
+        theta = default_theta
     if theta is None:
-        theta = fields.need("rope_theta", _THETA) if default_theta is None else default_theta
+        theta = fields.need("rope_theta", _THETA)
     partial = _agreed("partial_rotary_factor", _SHARE, [*nested, fields])
     partial = default_partial if partial is None else partial
     rotary_dim = int(head_dim * partial)

@@ -36,8 +36,8 @@ def attention_inputs(
     `qkv` is a whole projection, its columns side by side: `heads` query heads, all key heads, all
     value heads. Where the queries are `gated`, a gate of its size follows each, and is not read.
     Queries and keys go through `norm`, unless it is None, and then through `rotate` with the
-    token's float32 `angles`; keys and values go through `kv_write`, whose docstring defines `kv_slots` and the
-    casts.
+    token's float32 `angles`; keys and values go through `kv_write`, whose docstring defines
+    `kv_slots` and the casts.
 
     One kernel does all of it where projection, norm if any, and pool are all bfloat16 or all
     float32, heads have 64, 128 or 256 channels, and the rotated channels divide them.

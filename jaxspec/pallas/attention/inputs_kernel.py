@@ -38,7 +38,7 @@ def attention_inputs_kernel(
             """Row 0 of the weights is the queries' norm, row 1 the keys'. All loads come first."""
             columns = [pl.ds(channel, half) for channel in range(0, head_dim, half)]
             norms = [] if norm is None else [_row(weights.at[row, c], pieces[0]) for c in columns]
-            turns = [_row(ref.at[token], pieces[0]) for ref in (cos, sin)]
+            turns = _row(cos.at[token], pieces[0]), _row(sin.at[token], pieces[0])
             if norm is not None:
                 pieces = _norm(pieces, norms, norm.eps, norm.zero_centred)
             return _rotate(pieces, *turns)
@@ -122,6 +122,7 @@ def _rotate(pieces, cos, sin):
 
 def _row(ref, piece):
     """A row in float32, the same for every head of `piece`."""
-    layout = layouts.piece_layout(*piece.shape, piece.dtype.itemsize).reduce(0)
+    heads, half = piece.shape
+    layout = layouts.piece_layout(heads, half, piece.dtype.itemsize).reduce(0)
     row = access.load(ref, layout).astype(jnp.float32)
     return lax.broadcast_in_dim(row, piece.shape, (1,))
