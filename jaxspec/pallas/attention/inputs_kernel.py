@@ -35,13 +35,8 @@ def attention_inputs_kernel(
         block, token = lax.axis_index("block"), lax.axis_index("token")
 
         def norm_and_rotate(row, pieces):
-            """Row 0 of the weights is the queries' norm, row 1 the keys'. All loads come first."""
-            columns = [pl.ds(channel, half) for channel in range(0, head_dim, half)]
-            norms = [] if norm is None else [_row(weights.at[row, c], pieces[0]) for c in columns]
-            turns = _row(cos.at[token], pieces[0]), _row(sin.at[token], pieces[0])
-            if norm is not None:
-                pieces = _norm(pieces, norms, norm.eps, norm.zero_centred)
-            return _rotate(pieces, *turns)
+            weight = None if norm is None else weights.at[row]  # 0: of queries, 1: of keys
+            return _norm_and_rotate(pieces, weight, (cos.at[token], sin.at[token]), norm)
 
         @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
         def _():
@@ -100,6 +95,17 @@ def _store_heads(heads, pieces):
     half = pieces[0].shape[1]
     for i, piece in enumerate(pieces):
         access.store(heads.at[:, pl.ds(i * half, half)], piece)
+
+
+def _norm_and_rotate(pieces, weight, angles, norm):
+    """The pieces of heads with the roundings of the specification. All loads come first."""
+    half, first = pieces[0].shape[1], pieces[0]
+    columns = [pl.ds(i * half, half) for i in range(len(pieces))]
+    weights = [] if norm is None else [_row(weight.at[c], first) for c in columns]
+    cos, sin = (_row(ref, first) for ref in angles)
+    if norm is not None:
+        pieces = _norm(pieces, weights, norm.eps, norm.zero_centred)
+    return _rotate(pieces, cos, sin)
 
 
 def _norm(pieces, weights, eps, zero_centred):
