@@ -232,9 +232,9 @@ COMMAND = [
     (
         ["x", "--model", "UNKNOWN"],
         "UNKNOWN/config.json asks for the model 'DeepseekV3ForCausalLM', and jaxspec runs only "
-        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
-        "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
-        "Qwen3_5MoeForConditionalGeneration, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
+        "LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, "
+        "Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
+        "Qwen3_5MoeForConditionalGeneration, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, "
         "qwen3_5_text, qwen3_moe, qwen3_next. Use a checkpoint of one of those, or add the model: "
         "jaxspec/models/README.md says how.",
     ),
@@ -251,8 +251,9 @@ COMMAND = [
     ),
     (
         ["x", "--model", "SCALED"],
-        "config.json: the rope type must be 'default', got 'yarn', which jaxspec does not "
-        "implement. Remove the scaling to run within the original context length.",
+        "config.json: the rope type must be 'default' or 'llama3', got 'yarn', which jaxspec "
+        "does not implement. If the model was trained without the scaling, remove it to run within "
+        "the original context length; else use another checkpoint.",
     ),
     (
         ["x", "--model", "NO_TOKENIZER"],

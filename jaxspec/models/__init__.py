@@ -32,6 +32,8 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
+    "LlamaForCausalLM": "jaxspec.models.llama:Llama",
+    "llama": "jaxspec.models.llama:Llama",
     "Qwen3_5ForCausalLM": "jaxspec.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "jaxspec.models.qwen3_5:Qwen3_5",
     "qwen3_5": "jaxspec.models.qwen3_5:Qwen3_5",

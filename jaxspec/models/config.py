@@ -13,11 +13,26 @@ _Part = TypeVar("_Part")
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """What `layers.rope.frequencies` divides slow turns by, and which turns are slow.
+
+    A pair of channels is slow if it turns less than `low_freq_factor` times in the context that the
+    model was first trained with, and fast from `high_freq_factor` turns on.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float  # above `low_freq_factor`
+    original_max_position_embeddings: int  # tokens of that context
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding: its base, and how many channels of a head it rotates."""
 
     theta: float
     rotary_dim: int  # the first of the head's `head_dim` channels
+    scaling: Llama3Scaling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +59,7 @@ class ModelConfig:
     tie_word_embeddings: bool | None  # None: config.json does not say
     gated_attention: bool = False  # each query head comes with a gate of its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
+    normed_heads: bool = True  # queries and keys are normalised head by head
     num_draft_layers: int = 0  # that config.json or the family promises; a checkpoint may lack them
     parts: tuple[Any, ...] = ()
 

@@ -1,7 +1,7 @@
 """Fields: the config.json that a family reads its `ModelConfig` from."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from jaxspec.models.config import (
     LINEAR_ATTENTION,
     SPARSE,
     ModelConfig,
-    RopeConfig,
 )
 from jaxspec.models.kinds import (
     FLAG,
@@ -22,12 +21,12 @@ from jaxspec.models.kinds import (
     TOKEN_IDS,
     WORD,
     Block,
-    Kind,
     number,
     numbers,
     whole,
     words,
 )
+from jaxspec.models.rope_fields import read_rope
 
 _MAX_ARCHITECTURES = 8
 _LAYERS = whole(1, MAX_LAYERS)
@@ -35,8 +34,6 @@ _LAYER_INDICES = numbers(MAX_LAYERS, whole(0, MAX_LAYERS - 1))
 _VOCABULARY = whole(1, 2**24)
 _POSITIONS = whole(1, 2**31 - 1)
 _EPS = number(1e-12, 0.1)
-_THETA = number(10, 1e12)
-_SHARE = number(1e-3, 1)
 
 # Options of any family that change the output, and their values that the layers compute.
 _COMMON_OPTIONS = {
@@ -130,40 +127,20 @@ class Fields(Block):
             for index in range(self.need("num_hidden_layers", _LAYERS))
         )
 
-    def rope(self, head_dim: int, default_partial: float) -> RopeConfig:
-        """The rotation of a head; `default_partial`: the share of it that the family rotates.
-
-        Raises:
-            ValueError: a field is missing or malformed, two of them contradict each other, or the
-                rotation is one that jaxspec does not implement.
-        """
-        nested = [self.block(name) for name in ("rope_parameters", "rope_scaling")]
-        for block in nested:
-            _refuse_scaling(block)
-        theta = _agreed("rope_theta", _THETA, [*nested, self])
-        theta = self.need("rope_theta", _THETA) if theta is None else theta
-        partial = _agreed("partial_rotary_factor", _SHARE, [*nested, self])
-        partial = default_partial if partial is None else partial
-        rotary_dim = int(head_dim * partial)
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(
-                f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
-                f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
-            )
-        return RopeConfig(float(theta), rotary_dim)
-
     def common(
         self,
         layer_types: tuple[str, ...],
         feed_forward_types: tuple[str, ...] | None = None,
         *,
         default_partial_rotary: float = 1.0,
+        default_theta: float | None = None,
     ) -> ModelConfig:
         """What every family reads alike; a family adds its own by `dataclasses.replace`.
 
         `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
         `feed_forward_types`: keys of `FEED_FORWARDS` likewise, None: all are dense;
-        `default_partial_rotary`: the share of a head that is rotated unless config.json says.
+        `default_partial_rotary`: the share of a head that is rotated unless config.json says;
+        `default_theta`: the rotation's base likewise, None: config.json must say.
 
         Raises:
             ValueError: a field is missing, malformed or not implemented.
@@ -191,7 +168,7 @@ class Fields(Block):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rope=self.rope(head_dim, default_partial_rotary),
+            rope=read_rope(self, head_dim, default_partial_rotary, default_theta),
             rms_norm_eps=float(self.need("rms_norm_eps", _EPS)),
             layer_types=layer_types,
             feed_forward_types=feed_forward_types,
@@ -256,28 +233,3 @@ def _joined(*blocks: Block) -> tuple[int, ...]:
         found = block.find("eos_token_id", TOKEN_IDS)
         ids += found if isinstance(found, list) else [] if found is None else [found]
     return tuple(dict.fromkeys(ids))
-
-
-def _refuse_scaling(block: Block) -> None:
-    """ValueError where rope's parameters ask for more than a base and a share of the channels."""
-    for name in ("rope_type", "type"):
-        kind = block.find(name, WORD)
-        # For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
-        if kind not in (None, "default", "mrope"):
-            raise ValueError(
-                f"config.json: the rope type must be 'default', got {shown(kind)}, which jaxspec "
-                "does not implement. Remove the scaling to run within the original context length."
-            )
-    block.refuse_all_but({"factor": ()})  # a scaling that does not say its type
-
-
-def _agreed(name: str, kind: Kind[float], blocks: Sequence[Block]) -> float | None:
-    """The one value that the `blocks` give `name`; None where none gives it."""
-    values = {value for block in blocks if (value := block.find(name, kind)) is not None}
-    if len(values) > 1:
-        raise ValueError(
-            f"config.json must give one `{name}`, and gives {sorted(values)}, at its top level, in "
-            "`rope_parameters` or in `rope_scaling`. Take the config.json that was published with "
-            "the weights."
-        )
-    return values.pop() if values else None

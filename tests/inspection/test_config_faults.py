@@ -83,6 +83,14 @@ def test_options_in_nested_blocks_are_found():
     assert "`rope_parameters.rope_theta`" in theta and "`rope_parameters.factor`" in factor
 
 
+def test_faults_of_a_scaling_are_found_beside_others():
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 0, "low_freq_factor": 1}
+    faults = faults_of("llama", rope_parameters=rope, sliding_window=9)
+    names = ("factor", "high_freq_factor", "original_max_position_embeddings")
+    expected = {f"`rope_parameters.{name}`" for name in names} | {"`sliding_window`"}
+    assert len(faults) == 4 and all(any(name in fault for fault in faults) for name in expected)
+
+
 def test_a_rule_of_several_fields_is_found_beside_an_option():
     bias, groups = faults_of(attention_bias=True, num_key_value_heads=3)
     assert "`attention_bias`" in bias and "not a multiple of 3" in groups

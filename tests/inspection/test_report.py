@@ -55,6 +55,12 @@ def test_experts_are_told():
     assert re.search("experts +8 a layer, of which a token goes to 3\n", str(plain))
 
 
+def test_a_model_without_norms_of_heads_is_told():
+    found = jaxspec.inspect(FIXTURES / "llama")
+    assert (found.family, found.draft_heads, found.refused) == ("Llama", (), ())
+    assert found.layers == {"Attention + GatedMLP": 6}
+
+
 def test_what_the_options_ask_of_the_model_is_refused(device_with):
     device_with(10**5)
     lengths = jaxspec.inspect(FIXTURES / "qwen3", max_model_len=10**6)

@@ -140,6 +140,7 @@ OTHERS = [
     ("qwen3", "mtp", 0, GREEDY),
     ("qwen3_5_moe", "oracle-mixed", 3, GREEDY),
     ("qwen3_5_moe", "mtp", 3, SAMPLED),
+    ("llama", "oracle-mixed", 3, GREEDY),
 ]
 
 
@@ -181,6 +182,8 @@ RUNS = [  # fixture, drafts, policies
     ("qwen3_5_vl", 3, BOTH[:1]),
     ("qwen3", 0, BOTH[:1]),
     ("qwen3_moe", 0, BOTH[:1]),
+    ("llama", 0, BOTH[:1]),
+    ("llama_draft", 0, BOTH[:1]),
     *itertools.product(("qwen3_5_moe", "qwen3_next"), (0, 3), (BOTH,)),
     ("qwen3_5_moe_vl", 3, BOTH[1:]),
 ]

@@ -28,7 +28,10 @@ def kinds(model):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))]
 
 
-@pytest.mark.parametrize("folder", ["qwen3", "qwen3_5", "qwen3_5_tied", "qwen3_moe"], indirect=True)
+FOLDERS = ["qwen3", "qwen3_5", "qwen3_5_tied", "qwen3_moe", "llama"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, indirect=True)
 def test_it_has_the_parameters_of_the_checkpoint(folder, fixture_folder, request):
     drawn = load_model(folder, jnp.bfloat16, load_format="dummy")
     published = fixture_folder(request.node.callspec.params["folder"])

@@ -1,4 +1,4 @@
-"""Some 8,100 checkpoints with one thing wrong: each gets one clear error, or means the same.
+"""Some 8,500 checkpoints with one thing wrong: each gets one clear error, or means the same.
 
 An error is clear if it is a ValueError or FileNotFoundError, names what is wrong, and is short. A
 change that is harmless loads to exactly the same model; the tables here say which are and why. No
@@ -437,10 +437,36 @@ EXPERT_FIELDS = {
     "moe_latent_size": NONE,
     "swiglu_limit": NONE,
 }
+# The same of Llama with llama3's rotation, beside those above.
+LLAMA_FIELDS = {
+    "sliding_window": NONE,
+    "rope_theta": NONE,
+    "rope_parameters": [],
+    "rope_parameters.rope_theta": [],
+    "rope_parameters.rope_type": [],
+    "rope_parameters.type": NONE,
+    "rope_parameters.factor": [],
+    "rope_parameters.low_freq_factor": [],
+    "rope_parameters.high_freq_factor": [],
+    "rope_parameters.original_max_position_embeddings": [],
+    "rope_scaling.rope_type": NONE,
+    "rope_scaling.type": NONE,
+    "rope_scaling.factor": NONE,
+    "rope_scaling.low_freq_factor": NONE,
+    "rope_scaling.high_freq_factor": NONE,
+    "rope_scaling.original_max_position_embeddings": NONE,
+}
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
 NOT_WRONG |= {"norm_topk_prob": [False]}
+NOT_WRONG_OF_LLAMA = {
+    "rope_parameters": [*NONE, {}, {"x": 1}],  # as Llama 2's: its base, and no scaling
+    "rope_parameters.rope_type": NONE,  # another field is named, see test_rope_fields.py
+    "rope_parameters.factor": [1.5],
+    "rope_parameters.low_freq_factor": [1.5],
+    "rope_parameters.high_freq_factor": [1.5],
+}
 # Where another name than the field's tells what is wrong.
 CULPRITS = {
     "head_dim": "self_attn",  # by default the heads share the hidden channels
@@ -469,15 +495,19 @@ def with_field(config, path, value):
 
 
 @pytest.mark.parametrize(
-    ("corpus", "fields"),
-    [("qwen3_5", FIELDS), ("qwen3_next", EXPERT_FIELDS)],
+    ("corpus", "fields", "not_wrong"),
+    [
+        ("qwen3_5", FIELDS, NOT_WRONG),
+        ("qwen3_next", EXPERT_FIELDS, NOT_WRONG),
+        ("llama", LLAMA_FIELDS, NOT_WRONG_OF_LLAMA),
+    ],
     indirect=["corpus"],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "llama"],
 )
-def test_a_field_of_another_kind_is_named(corpus, fields):
+def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     for path, harmless in fields.items():
         for value in WRONG:
-            if is_among(value, NOT_WRONG.get(path, ())):
+            if is_among(value, not_wrong.get(path, ())):
                 continue
             content = json.dumps(with_field(corpus.config, path, value)).encode()
             culprits = (path, CULPRITS.get(path, path), path.rpartition(".")[2])
@@ -487,7 +517,9 @@ def test_a_field_of_another_kind_is_named(corpus, fields):
     corpus.done(20 * len(fields))
 
 
-@pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", *EXPERTS], indirect=True)
+@pytest.mark.parametrize(
+    "corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", "llama", *EXPERTS], indirect=True
+)
 def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     seen, find, refuse = set(), Block.find, Block.refuse_all_but
 
@@ -502,7 +534,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     monkeypatch.setattr(Block, "find", noted_find)
     monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
     corpus.check("as it is", SAME)
-    assert len(seen) > 20 and seen <= (FIELDS | EXPERT_FIELDS).keys()
+    assert len(seen) > 20 and seen <= (FIELDS | EXPERT_FIELDS | LLAMA_FIELDS).keys()
 
 
 @pytest.mark.parametrize(

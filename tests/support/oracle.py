@@ -30,6 +30,20 @@ def _unit(x):
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
+def turns(rope, dim):
+    """Radians that each pair of `dim` channels turns a token, by the wavelength of each."""
+    plain = rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    if rope.get("rope_type", "default") != "llama3":
+        return plain
+    length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelength = 2 * np.pi / plain
+    share = (length / wavelength - low) / (high - low)
+    between = (1 - share) * plain / factor + share * plain
+    slow, fast = wavelength > length / low, wavelength < length / high
+    return np.where(slow, plain / factor, np.where(fast, plain, between))
+
+
 class Oracle:
     """A checkpoint, and the greedy or sampled continuation of any prompt."""
 
@@ -78,6 +92,9 @@ class Run:
     def _norm(self, x, name):
         return self._rms(x) * (self._w(name) + self.oracle.is_hybrid)
 
+    def _head_norm(self, x, name):
+        return self._norm(x, name) if f"{name}.weight" in self.oracle.weights else x  # Llama's
+
     def _mlp(self, x, prefix):
         if prefix + "gate.weight" in self.oracle.weights:
             return self._experts(x, prefix)
@@ -113,8 +130,8 @@ class Run:
         query, gate = query[:, :dim], query[:, dim:]
         key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
         value = (self._w(prefix + "v_proj") @ x).reshape(-1, dim)
-        query = self._rotate(self._norm(query, prefix + "q_norm"))
-        key = self._rotate(self._norm(key, prefix + "k_norm"))
+        query = self._rotate(self._head_norm(query, prefix + "q_norm"))
+        key = self._rotate(self._head_norm(key, prefix + "k_norm"))
         memory.setdefault("kv", []).append((key, value))
         keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
         group = heads // key.shape[0]
@@ -129,7 +146,7 @@ class Run:
     def _rotate(self, x):
         rope = self.oracle.config["rope_parameters"]
         dim = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
-        angle = self.position * rope["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+        angle = self.position * turns(rope, dim)
         cos, sin, half = np.cos(angle), np.sin(angle), dim // 2
         a, b, rest = x[:, :half], x[:, half:dim], x[:, dim:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)

@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages: Qwen3's, and Qwen3.5's with an output gate."""
+"""Attention over keys and values in pages: Llama's, Qwen3's, and Qwen3.5's with a gate."""
 
 from collections.abc import Iterator
 
@@ -27,13 +27,14 @@ _Heads = Float[Array, "tokens heads head_dim"]
 class AttentionTokens:
     """What attention reads of each token whose keys and values are already in their pages."""
 
-    queries: _Heads  # normalised and rotated
+    queries: _Heads  # rotated, after their norm if there is one
     gate: OutputGate | None
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with normalised queries and keys and rotary positions (Qwen3).
+    """Grouped-query attention with rotary positions (Llama).
 
+    With `config.normed_heads` queries and keys are normalised before they are rotated (Qwen3).
     With `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5):
     `q_proj` gives, head by head, `head_dim` channels of query and then as many of gate.
     """
@@ -50,7 +51,7 @@ class Attention(nnx.Module):
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
         # The norms of queries and of keys, in one matrix: a kernel gets it without a copy.
-        self.norms = declare((2, config.head_dim), dtype, init)
+        self.norms = declare((2, config.head_dim), dtype, init) if config.normed_heads else None
         self.out = Linear(width, {"o_proj": config.hidden_size}, dtype)
 
     @property
@@ -72,10 +73,12 @@ class Attention(nnx.Module):
         layer: int,
     ) -> tuple[AttentionTokens, Pools]:
         """Queries and gate; the pages have the keys and values of all tokens then."""
-        config = self.config
+        config, norm = self.config, None
+        if self.norms is not None:
+            norm = QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms)
         queries, kv = attention_inputs(
             projected,
-            QKNorm(self.norms[...], config.rms_norm_eps, config.zero_centred_norms),
+            norm,
             inputs.rotation,
             pools[self.pool],
             layer,
@@ -124,6 +127,7 @@ class Attention(nnx.Module):
         """The published tensors, under `self_attn.`."""
         prefix += "self_attn."
         yield from self.qkv.checkpoint(prefix)
-        for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
-            yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
+        if self.norms is not None:
+            for row, name in enumerate(("q_norm.weight", "k_norm.weight")):
+                yield Placement(prefix + name, self.norms.shape[1:], self.norms, index=row)
         yield from self.out.checkpoint(prefix)

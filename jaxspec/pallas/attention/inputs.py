@@ -1,4 +1,4 @@
-"""What attention reads: normalised, rotated queries, and the pool with this step's keys, values."""
+"""What attention reads: rotated queries, and the pool with this step's keys and values."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class QKNorm:
 
 def attention_inputs(
     qkv: Float[Array, "tokens columns"],
-    norm: QKNorm,
+    norm: QKNorm | None,
     angles: Rotation,
     kv: KVPool,
     layer: int,
@@ -35,12 +35,12 @@ def attention_inputs(
 
     `qkv` is a whole projection, its columns side by side: `heads` query heads, all key heads, all
     value heads. Where the queries are `gated`, a gate of its size follows each, and is not read.
-    Queries and keys go through `norm` and then through `rotate` with the token's float32
-    `angles`; keys and values go through `kv_write`, whose docstring defines `kv_slots` and the
-    casts.
+    Queries and keys go through `norm`, unless it is None, and then through `rotate` with the
+    token's float32 `angles`; keys and values go through `kv_write`, whose docstring defines
+    `kv_slots` and the casts.
 
-    One kernel does all of it where projection, norm and pool are all bfloat16 or all float32, heads
-    have 64, 128 or 256 channels, and the rotated channels divide them.
+    One kernel does all of it where projection, norm if any, and pool are all bfloat16 or all
+    float32, heads have 64, 128 or 256 channels, and the rotated channels divide them.
 
     Raises:
         ValueError: the projection has other columns.
@@ -81,11 +81,12 @@ def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
     q, k, v = jnp.split(qkv, [query_columns, query_columns + kv_heads * head_dim], axis=-1)
     q = q.reshape(tokens, heads, -1)[..., :head_dim]
     k, v = (x.reshape(tokens, kv_heads, head_dim) for x in (k, v))
-    q, k = (
-        rotate(rms_norm(x, weight, norm.eps, zero_centred=norm.zero_centred), angles)
-        for x, weight in ((q, norm.weights[0]), (k, norm.weights[1]))
-    )
-    return q, k, v
+    if norm is not None:
+        q, k = (
+            rms_norm(x, weight, norm.eps, zero_centred=norm.zero_centred)
+            for x, weight in ((q, norm.weights[0]), (k, norm.weights[1]))
+        )
+    return rotate(q, angles), rotate(k, angles), v
 
 
 def rotate(
@@ -105,9 +106,11 @@ def rotate(
 
 def _why_not_kernel(qkv, norm, angles, kv):
     """Why `attention_inputs_kernel` does not take these operands, or None."""
-    head_dim, half, norm_dtype = kv.shape[5], angles[0].shape[1], norm.weights.dtype
+    head_dim, half = kv.shape[5], angles[0].shape[1]
+    norm_dtype = qkv.dtype if norm is None else norm.weights.dtype
     if not qkv.dtype == norm_dtype == kv.dtype or qkv.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"a projection in {qkv.dtype} and norms in {norm_dtype} for a {kv.dtype} pool"
+        norms = "" if norm is None else f" and norms in {norm_dtype}"
+        return f"a projection in {qkv.dtype}{norms} for a {kv.dtype} pool"
     if head_dim not in (64, 128, 256):
         return f"heads of {head_dim}, not 64, 128 or 256"
     if half < 8 or head_dim % (2 * half):

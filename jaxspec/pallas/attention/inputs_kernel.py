@@ -21,7 +21,8 @@ def attention_inputs_kernel(
 ):
     """`attention_inputs` with `layer` on the device, so that all layers share one kernel.
 
-    A block has some query heads of a token, or some of its key heads with their values.
+    A block has some query heads of a token, or some of its key heads with their values. Whether
+    there is a norm is known while the kernel is traced.
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, (num_pages, page_size, kv_heads, head_dim) = qkv.shape[0], kv.shape[2:]
@@ -32,12 +33,10 @@ def attention_inputs_kernel(
 
     def body(by_query, by_head, weights, cos, sin, layer, kv_slots, kv, queries):
         block, token = lax.axis_index("block"), lax.axis_index("token")
-        token_angles = cos.at[token], sin.at[token]
 
-        def norm_and_rotate(weight, pieces):
-            return _norm_and_rotate(
-                pieces, weight, token_angles, qkv.dtype, norm.eps, norm.zero_centred
-            )
+        def norm_and_rotate(row, pieces):
+            weight = None if norm is None else weights.at[row]  # 0: of queries, 1: of keys
+            return _norm_and_rotate(pieces, weight, (cos.at[token], sin.at[token]), norm)
 
         @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
         def _():
@@ -45,7 +44,7 @@ def attention_inputs_kernel(
             k = _load_heads(by_head.at[token, pl.ds(first_key + head, block_keys)], half, head_dim)
             v = by_head.at[token, pl.ds(first_key + kv_heads + head, block_keys)]
             v = _load_heads(v, half, head_dim)
-            k = norm_and_rotate(weights.at[1], k)
+            k = norm_and_rotate(1, k)
             page = lax.div(slot, page_size)
 
             @pl.when((slot >= page_size) & (page < num_pages))
@@ -58,7 +57,7 @@ def attention_inputs_kernel(
         def _():
             heads = pl.ds((block - key_blocks) * block_queries, block_queries)
             q = _load_heads(by_query.at[token, heads], half, head_dim)
-            _store_heads(queries.at[token, heads], norm_and_rotate(weights.at[0], q))
+            _store_heads(queries.at[token, heads], norm_and_rotate(0, q))
 
     kernel = plgpu.kernel(
         body,
@@ -74,7 +73,8 @@ def attention_inputs_kernel(
     # Two views of one array: with a gate, a query head is the first half of a wider head.
     by_query = qkv.reshape(tokens, -1, (1 + gated) * head_dim)
     by_head = qkv.reshape(tokens, -1, head_dim)
-    queries = kernel(by_query, by_head, norm.weights, *angles, layer[None], kv_slots, pool)
+    weights = None if norm is None else norm.weights
+    queries = kernel(by_query, by_head, weights, *angles, layer[None], kv_slots, pool)
     return queries, jax.freeze(pool)
 
 
@@ -97,24 +97,38 @@ def _store_heads(heads, pieces):
         access.store(heads.at[:, pl.ds(i * half, half)], piece)
 
 
-def _norm_and_rotate(pieces, weight, angles, dtype, eps, zero_centred):
-    """The pieces of heads, normalised and rotated, with the roundings of the specification."""
-    heads, half = pieces[0].shape
-    layout = layouts.piece_layout(heads, half, dtype.itemsize).reduce(0)
+def _norm_and_rotate(pieces, weight, angles, norm):
+    """The pieces of heads with the roundings of the specification. All loads come first."""
+    half, first = pieces[0].shape[1], pieces[0]
+    columns = [pl.ds(i * half, half) for i in range(len(pieces))]
+    weights = [] if norm is None else [_row(weight.at[c], first) for c in columns]
+    cos, sin = (_row(ref, first) for ref in angles)
+    if norm is not None:
+        pieces = _norm(pieces, weights, norm.eps, norm.zero_centred)
+    return _rotate(pieces, cos, sin)
 
-    def broadcast(ref):
-        """A row in float32, the same for every head."""
-        row = access.load(ref, layout).astype(jnp.float32)
-        return lax.broadcast_in_dim(row, (heads, half), (1,))
 
-    weights = [broadcast(weight.at[pl.ds(i * half, half)]) for i in range(len(pieces))]
-    cos, sin = map(broadcast, angles)
+def _norm(pieces, weights, eps, zero_centred):
+    """The pieces of heads, normalised, with the roundings of `rms_norm`."""
+    shape = pieces[0].shape
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = functools.reduce(jnp.add, [x * x for x in wide])
-    scale = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / (half * len(pieces))) + eps)
-    scale = lax.broadcast_in_dim(scale, (heads, half), (0,))
+    scale = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / (shape[1] * len(pieces))) + eps)
+    scale = lax.broadcast_in_dim(scale, shape, (0,))
     weights = [w + 1.0 if zero_centred else w for w in weights]
-    normed = [(x * scale * w).astype(dtype) for x, w in zip(wide, weights, strict=True)]
-    first, second = (x.astype(jnp.float32) for x in normed[:2])
+    return [(x * scale * w).astype(pieces[0].dtype) for x, w in zip(wide, weights, strict=True)]
+
+
+def _rotate(pieces, cos, sin):
+    """The pieces of heads, the first two of them rotated, with the roundings of `rotate`."""
+    first, second = (x.astype(jnp.float32) for x in pieces[:2])
     rotated = first * cos - second * sin, second * cos + first * sin
-    return *(x.astype(dtype) for x in rotated), *normed[2:]
+    return *(x.astype(pieces[0].dtype) for x in rotated), *pieces[2:]
+
+
+def _row(ref, piece):
+    """A row in float32, the same for every head of `piece`."""
+    heads, half = piece.shape
+    layout = layouts.piece_layout(heads, half, piece.dtype.itemsize).reduce(0)
+    row = access.load(ref, layout).astype(jnp.float32)
+    return lax.broadcast_in_dim(row, piece.shape, (1,))

@@ -21,9 +21,10 @@ SMALL = AttentionShape(4, 2, 8)
 reference = jax.jit(attention_inputs_reference, static_argnames=("layer", "heads", "gated"))
 
 
-def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None):
+def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None, normed=True):
     """Random operands, in the op's order; gated heads have norms centred at zero, as Qwen3.5's.
 
+    Without `normed` there is no norm, as in Llama.
     The second token has a NaN in each head. Among seven tokens or more, four have slots that are
     not written: none, the null page's, and two beyond the pool.
     """
@@ -40,22 +41,24 @@ def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None):
     if tokens > 6:
         slots[[0, 2, 3, 4]] = -1, page_size - 1, PAGES * page_size, 2**31 - 1
     x, pool = jnp.asarray(x.reshape(tokens, -1), dtype), jnp.asarray(pool, pool_dtype or dtype)
-    norm = QKNorm(jnp.asarray(norms, dtype), eps=EPS, zero_centred=gated)
+    norm = QKNorm(jnp.asarray(norms, dtype), eps=EPS, zero_centred=gated) if normed else None
     return x, norm, angles, pool, LAYER, jnp.asarray(slots, jnp.int32)
 
 
 def oracle(x, norm, angles, pool, layer, slots, shape, gated):
     """Queries and pool in float64, from the projection as it is rounded; a token at a time."""
-    arrays = x, norm.weights, *angles, pool
-    x, norms, cos, sin, pool = (np.array(a, np.float64) for a in arrays)
+    x, cos, sin, pool = (np.array(a, np.float64) for a in (x, *angles, pool))
+    norms = None if norm is None else np.array(norm.weights, np.float64)
     half, page_size = cos.shape[1], pool.shape[3]
     queries = np.empty((len(x), shape.heads, shape.head_dim))
     for t, slot in enumerate(np.asarray(slots)):
         heads = x[t].reshape(-1, shape.head_dim)
         k, v = heads[-2 * shape.kv_heads :].reshape(2, shape.kv_heads, -1)
         q = heads[: (1 + gated) * shape.heads : 1 + gated]
-        for y, weight in ((q, norms[0]), (k, norms[1])):
-            y *= (weight + gated) / np.sqrt((y**2).mean(axis=1, keepdims=True) + EPS)
+        for row, y in enumerate((q, k)):
+            if norms is not None:
+                scale = 1 / np.sqrt((y**2).mean(axis=1, keepdims=True) + EPS)
+                y *= (norms[row] + gated) * scale
             first, second = y[:, :half].copy(), y[:, half : 2 * half].copy()
             y[:, :half] = first * cos[t] - second * sin[t]
             y[:, half : 2 * half] = second * cos[t] + first * sin[t]
@@ -79,12 +82,14 @@ def check(shape, gated, run, *args, **sizes):
         np.testing.assert_allclose(actual, expected, rtol=8 * eps, atol=8 * eps)
     kept = expected_after == np.asarray(before, np.float64)
     np.testing.assert_array_equal(np.asarray(after)[kept], np.asarray(before)[kept])
-    # A NaN fills the heads that are normed; in a value it stays in its channel.
-    assert np.isnan(np.asarray(queries, np.float32)).all(axis=(1, 2)).tolist() == [
-        token == 1 for token in range(len(x))
-    ]
+    # A NaN fills the heads that are normed, or it goes to the channel that it is rotated with; in
+    # a value it stays in its channel.
+    half = given[2][0].shape[1]
+    spread = shape.head_dim if given[1] is not None else 1 + (half * 2 > 3)
+    num_nan = np.isnan(np.asarray(queries, np.float32)).sum(axis=(1, 2))
+    assert num_nan.tolist() == [(token == 1) * shape.heads * spread for token in range(len(x))]
     num_nan = np.isnan(np.asarray(after, np.float32)).sum()
-    assert num_nan == (len(x) > 1) * shape.kv_heads * (shape.head_dim + 1)
+    assert num_nan == (len(x) > 1) * shape.kv_heads * (spread + 1)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -92,6 +97,13 @@ def check(shape, gated, run, *args, **sizes):
 @pytest.mark.parametrize("half", [1, 4])
 def test_queries_and_keys_are_normalised_and_rotated_and_keys_and_values_stored(half, dtype, gated):
     check(SMALL, gated, attention_inputs, dtype, half)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("half", [1, 4])
+def test_without_a_norm_queries_and_keys_are_rotated_alone(half, dtype, gated):
+    check(SMALL, gated, attention_inputs, dtype, half, normed=False)
 
 
 def test_a_rotation_by_nothing_changes_nothing_and_by_a_right_angle_swaps():
@@ -129,6 +141,8 @@ def test_columns_that_are_not_those_of_the_heads_are_refused():
         (AttentionShape(4, 1, 64), False, jnp.float32, 16, {}),
         (AttentionShape(4, 2, 64), True, jnp.float32, 8, {"tokens": 1}),
         (AttentionShape(3, 3, 256), True, jnp.float32, 128, {}),
+        (AttentionShape(8, 2, 64), False, jnp.bfloat16, 32, {"normed": False}),  # Llama 3.2
+        (AttentionShape(4, 1, 128), True, jnp.float32, 16, {"normed": False, "tokens": 2}),
     ],
     ids=str,
 )
@@ -150,13 +164,14 @@ def test_the_kernel_equals_the_oracle_without_races(shape, gated, dtype, half, s
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 256])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
-def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(shape, gated, dtype, tokens):
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(shape, gated, normed, dtype, tokens):
     """As in the published models all of a head is rotated, or a quarter where it has a gate."""
     dispatch._chosen.pop("attention_inputs", None)
     half = shape.head_dim // (8 if gated else 2)
-    check(shape, gated, attention_inputs, dtype, half, tokens=tokens, page_size=tokens)
+    sizes = {"tokens": tokens, "page_size": tokens, "normed": normed}
+    check(shape, gated, attention_inputs, dtype, half, **sizes)
     assert dispatch.implementations()["attention_inputs"] == ("kernel",)
 
 
@@ -167,19 +182,26 @@ def test_on_a_gpu_a_long_prompt_is_taken_too():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("head_dim", "half", "pool_dtype", "why"),
+    ("head_dim", "half", "pool_dtype", "normed", "why"),
     [
-        (96, 48, jnp.float32, "heads of 96, not 64, 128 or 256"),
-        (64, 24, jnp.float32, "48 rotated channels of 64"),
-        (64, 16, jnp.float16, "a projection in float32 and norms in float32 for a float16 pool"),
+        (96, 48, jnp.float32, True, "heads of 96, not 64, 128 or 256"),
+        (64, 24, jnp.float32, True, "48 rotated channels of 64"),
+        (
+            64,
+            16,
+            jnp.float16,
+            True,
+            "a projection in float32 and norms in float32 for a float16 pool",
+        ),
+        (64, 16, jnp.float16, False, "a projection in float32 for a float16 pool"),
     ],
 )
 def test_on_a_gpu_operands_that_no_kernel_takes_run_the_reference_and_say_so(
-    head_dim, half, pool_dtype, why
+    head_dim, half, pool_dtype, normed, why
 ):
     dispatch._chosen.pop("attention_inputs", None)
     shape = AttentionShape(4, 2, head_dim)
-    given = operands(shape, True, jnp.float32, half, pool_dtype=pool_dtype)
+    given = operands(shape, True, jnp.float32, half, pool_dtype=pool_dtype, normed=normed)
     actual = attention_inputs(*given, heads=shape.heads, gated=True)
     expected = reference(*given, heads=shape.heads, gated=True)
     for x, y in zip(actual, expected, strict=True):

@@ -11,10 +11,10 @@ from jaxspec.pallas.attention.inputs import QKNorm, attention_inputs
 OPTIMIZED = True  # as for a user
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [*ATTENTION.values(), AttentionShape(4, 1, 64)], ids=str)
-def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
+def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated, normed):
     """The projection, which the kernel reads in two shapes, is not copied either.
 
     As in the published models all of a head is rotated, or a quarter where it has a gate.
@@ -32,7 +32,9 @@ def test_attention_inputs(h200, monkeypatch, capfd, shape, dtype, gated):
     tokens, half = 64, shape.head_dim // (8 if gated else 2)
     columns = ((1 + gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     qkv = array(tokens, columns, dtype=dtype)
-    norm = QKNorm(array(2, shape.head_dim, dtype=dtype), eps=1e-6, zero_centred=gated)
+    norm = None
+    if normed:
+        norm = QKNorm(array(2, shape.head_dim, dtype=dtype), eps=1e-6, zero_centred=gated)
     angles, slots = (array(tokens, half),) * 2, array(tokens, dtype=jnp.int32)
     pool = array(2, 2, 32768, 16, shape.kv_heads, shape.head_dim, dtype=dtype)
     compiled = compile_for(h200, monkeypatch, step, (qkv, norm, angles, pool, slots), donated=3)

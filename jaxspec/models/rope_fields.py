@@ -1,0 +1,122 @@
+"""read_rope: the rotation that a config.json asks for, in any published spelling."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jaxspec.checks import shown
+from jaxspec.models.config import Llama3Scaling, RopeConfig
+from jaxspec.models.kinds import WORD, Block, Kind, number, whole
+
+_Number = TypeVar("_Number", int, float)
+
+_THETA = number(10, 1e12)
+_SHARE = number(1e-3, 1)
+_FACTOR = number(1, 1e4)
+_TURNS = number(1e-3, 1e6)
+_POSITIONS = whole(1, 2**31 - 1)
+
+_NESTED = ("rope_parameters", "rope_scaling")
+# For text the three position rows of multimodal RoPE are equal, which is plain RoPE.
+_TYPES = {"default": "default", "mrope": "default", "llama3": "llama3"}
+
+
+def read_rope(
+    fields: Block, head_dim: int, default_partial: float, default_theta: float | None = None
+) -> RopeConfig:
+    """The rotation of a head of `head_dim` channels.
+
+    `default_partial`: the share of a head that the family rotates; `default_theta`: its base.
+    They count where `fields` are silent. Without a `default_theta`, or with a scaling, these must
+    give the base.
+
+    Raises:
+        ValueError: a field is missing or malformed, two of them contradict each other, or the
+            rotation is one that jaxspec does not implement.
+    """
+    nested = [fields.block(name) for name in _NESTED]
+    scaling = _scaling(nested)
+    theta = _agreed("rope_theta", _THETA, [*nested, fields])
+    if theta is None and scaling is None:
+        theta = default_theta
+    if theta is None:
+        theta = fields.need("rope_theta", _THETA)
+    partial = _agreed("partial_rotary_factor", _SHARE, [*nested, fields])
+    partial = default_partial if partial is None else partial
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} rotates "
+            f"{rotary_dim} channels; it must be an even number in 2..{head_dim}."
+        )
+    return RopeConfig(float(theta), rotary_dim, scaling)
+
+
+def _scaling(nested: Sequence[Block]) -> Llama3Scaling | None:
+    """The scaling that the blocks of rope's parameters ask for; None: there is none."""
+    kinds = sorted({kind for block in nested for kind in _types(block)})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"config.json must give one rope type, and gives {kinds}, in `rope_parameters` or in "
+            "`rope_scaling`. Take the config.json that was published with the weights."
+        )
+    if "llama3" in kinds:
+        return _llama3(nested)
+    for block in nested:
+        block.refuse_all_but({"factor": ()})  # a scaling that does not say its type
+    return None
+
+
+def _types(block: Block) -> set[str]:
+    """What one block says of the type, in either spelling; ValueError for an unknown one."""
+    kinds: set[str] = set()
+    for name in ("rope_type", "type"):
+        kind = block.find(name, WORD)
+        if kind is None:
+            continue
+        if kind not in _TYPES:
+            raise ValueError(
+                f"config.json: the rope type must be 'default' or 'llama3', got {shown(kind)}, "
+                "which jaxspec does not implement. If the model was trained without the scaling, "
+                "remove it to run within the original context length; else use another checkpoint."
+            )
+        kinds.add(_TYPES[kind])
+    return kinds
+
+
+def _llama3(nested: Sequence[Block]) -> Llama3Scaling:
+    low = _needed("low_freq_factor", _TURNS, nested)
+    high = _needed("high_freq_factor", _TURNS, nested)
+    if low >= high:
+        raise ValueError(
+            f"config.json: `low_freq_factor` must be below `high_freq_factor`, got {low:g} and "
+            f"{high:g}. Take the config.json that was published with the weights."
+        )
+    return Llama3Scaling(
+        factor=float(_needed("factor", _FACTOR, nested)),
+        low_freq_factor=float(low),
+        high_freq_factor=float(high),
+        original_max_position_embeddings=_needed(
+            "original_max_position_embeddings", _POSITIONS, nested
+        ),
+    )
+
+
+def _needed(name: str, kind: Kind[_Number], nested: Sequence[Block]) -> _Number:
+    """The one value that the blocks give `name`; where none gives it, the type's block must."""
+    value = _agreed(name, kind, nested)
+    if value is not None:
+        return value
+    asking = next(block for block in nested if _types(block))
+    return asking.need(name, kind)
+
+
+def _agreed(name: str, kind: Kind[_Number], blocks: Sequence[Block]) -> _Number | None:
+    """The one value that the `blocks` give `name`; None where none gives it."""
+    values = {value for block in blocks if (value := block.find(name, kind)) is not None}
+    if len(values) > 1:
+        raise ValueError(
+            f"config.json must give one `{name}`, and gives {sorted(values)}, at its top level, in "
+            "`rope_parameters` or in `rope_scaling`. Take the config.json that was published with "
+            "the weights."
+        )
+    return values.pop() if values else None
