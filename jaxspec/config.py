@@ -197,10 +197,10 @@ class StepShapes:
     def reach(self, num_tokens: int, num_steps: int = 1) -> int:
         """Positions that so many steps may write for a row of at most `num_tokens` tokens.
 
-        In each the last token and its K drafts are verified, which may make 1 + K new tokens; after
-        the newest of them the draft head runs K - 1 positions ahead.
+        In each the last token and its K drafts are verified, which may make 1 + K new tokens; from
+        the newest of them a drafter reads K positions.
         """
-        return num_tokens + (num_steps - 1) * self.width + max(2 * self.num_drafts - 1, 0)
+        return num_tokens + (num_steps - 1) * self.width + 2 * self.num_drafts
 
     def num_steps(self, prefill_tokens: int) -> list[int]:
         """For how many steps programs with so many prompt tokens are compiled, ascending."""

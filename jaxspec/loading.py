@@ -1,7 +1,8 @@
 """Options to what runs them: the checkpoint's folder, its configuration, and the runner."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
-from jaxspec.models import dtype_of, resolve_folder, unread
-from jaxspec.models.base import Model
+from jaxspec.models import Unread, dtype_of, resolve_folder, unread
+from jaxspec.models.base import Model, ModelRecipe
 from jaxspec.models.config import ModelConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
@@ -46,6 +47,27 @@ def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
     return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
 
 
+@contextlib.contextmanager
+def unread_drafter(
+    config: EngineConfig, dtype: jnp.dtype, *, progress: bool
+) -> Iterator[Unread | None]:
+    """The checkpoint that the speculation names beside the model's, as `unread`; None: it has none.
+
+    Raises:
+        FileNotFoundError, ValueError: as `folder_of` and `unread`.
+    """
+    speculation = config.speculative_config
+    options = speculation.options if isinstance(speculation, SpeculativeConfig) else None
+    name = getattr(options, "model", None)
+    if options is None or name is None:
+        yield None
+        return
+    has_weights = config.load_format != "dummy"
+    folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
+    with unread(folder, dtype, load_format=config.load_format) as found:
+        yield found
+
+
 class Settled(NamedTuple):
     """What the options mean for one model on this device."""
 
@@ -71,22 +93,25 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
     return config.step_shapes(own, draft_counts)
 
 
-def settle(config: EngineConfig, model: Model, dtype: jnp.dtype) -> Settled:
+def settle(
+    config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: Model | None = None
+) -> Settled:
     """The options with every "auto" and None that the model or the device decides decided.
 
-    The model's parameters need no values.
+    The parameters of the model and of its `drafter` need no values.
 
     Raises:
         ValueError: an option does not go with the model, or sizes do not go together.
     """
     speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
     has_kernels = dispatch.kernels_here()[1] is None
-    proposer = make_proposer(speculation, model) if speculation else None
+    recipe = None if drafter is None else ModelRecipe.of(drafter, dtype)
+    proposer = make_proposer(speculation, model, recipe) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
     counts = speculation.draft_counts(has_kernels) if speculation else (0,)
     shapes = shapes_of(config, model, counts)
-    holdings = Holdings.of(model, proposer, dtype=dtype, kv_dtype=kv_dtype, states=states)
+    holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 
 
@@ -104,10 +129,14 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
-    with unread(folder, dtype, load_format=config.load_format) as found:
-        settled = settle(config, found.model, dtype)
+    with (
+        unread(folder, dtype, load_format=config.load_format) as found,
+        unread_drafter(config, dtype, progress=progress) as found_drafter,
+    ):
+        settled = settle(config, found.model, dtype, found_drafter and found_drafter.model)
         shapes = settled.fitting(budget)
         model = found.read(progress)
+        drafter = found_drafter and found_drafter.read(progress)
     runner = ModelRunner(
         model,
         shapes,
@@ -116,6 +145,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         verifier=make_verifier(settled.speculation),
         states=settled.states,
         kv_dtype=settled.kv_dtype,
+        drafter=drafter,
     )
     resolved = dataclasses.replace(
         config,

@@ -1,5 +1,6 @@
 """What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
 
+from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
@@ -29,6 +30,7 @@ __all__ = [
     "CacheSpec",
     "Conv",
     "Moves",
+    "Owned",
     "PagedKV",
     "PerSlot",
     "PoolSizes",
@@ -45,5 +47,8 @@ __all__ = [
     "holders",
     "kv_dtype_of",
     "merged",
+    "owned",
+    "pools_of",
     "state_policy",
+    "with_pools_of",
 ]

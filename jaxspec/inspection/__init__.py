@@ -16,7 +16,7 @@ from jaxspec.inspection.sizes import (
     parameters,
     weight_bytes,
 )
-from jaxspec.loading import Settled, settle
+from jaxspec.loading import Settled, settle, unread_drafter
 from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
 from jaxspec.options import EngineConfig
@@ -45,8 +45,8 @@ def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     facts = {} if found.model is None else _facts(found.model)
     settled = None
     if found.model is not None:
-        with found.noting():
-            settled = settle(config, found.model, dtype)
+        with found.noting(), unread_drafter(config, dtype, progress=False) as drafter:
+            settled = settle(config, found.model, dtype, drafter and drafter.model)
         if settled is not None:
             facts |= _needs(settled)
             facts["fits"] = fits(config, found.model, settled, budget)

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
 from jaxspec.pallas import dispatch
 from jaxspec.weight import Weight
 
-__all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "Selection"]
+__all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "ModelRecipe", "Selection"]
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -215,3 +215,22 @@ class Model(nnx.Module, abc.ABC):
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()
+
+
+class ModelRecipe(NamedTuple):
+    """What a model without values is made from."""
+
+    family: type[Model]
+    config: Any  # the model's own
+    dtype: jnp.dtype
+    tensors: tuple[str, ...]  # canonical names, which tell what the checkpoint has
+
+    @staticmethod
+    def of(model: Model, dtype: jnp.dtype) -> "ModelRecipe":
+        """The recipe of a model whose parameters are of `dtype`."""
+        tensors = tuple(placement.name for placement in model.checkpoint())
+        return ModelRecipe(type(model), model.config, dtype, tensors)
+
+    def model(self) -> Model:
+        """The model without values."""
+        return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))

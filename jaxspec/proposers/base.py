@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.base import Model, ModelInputs
+from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.regions import DecodeRegion
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
 
@@ -28,12 +30,43 @@ class DraftInputs:
     num_computed: Int[Array, " rows"]  # index in its request of the row's newest token
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
+    num_emitted: Int[Array, " decode_rows"]  # tokens of the rectangle that stand, in each row
+    # Of each row, as `DecodeRegion` has them, for a step that begins with the newest token.
+    state_offset: Int[Array, " rows"]
+    ring_length: Int[Array, " rows"]
     should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
     proposer_key: Int[Array, " rows"]  # what `Proposer.request_key` gave for the row's request
     sampling: SamplingInputs  # per row
     page_size: int = flax.struct.field(pytree_node=False)
     sampler: Sampler = flax.struct.field(pytree_node=False)
     num_drafts: int = flax.struct.field(pytree_node=False)  # to make: as many as the step verified
+
+    def row_inputs(self, ahead: int) -> ModelInputs:
+        """A decode rectangle of width 1: each row at the position `ahead` of its newest token's.
+
+        Rows that draft nothing, or would read beyond their end, are padding. `tokens` are zeros.
+        """
+        positions = self.num_computed + ahead
+        live = self.should_draft & (positions < self.max_len)
+        tables = self.model.page_tables
+        slots = jnp.where(live, self.slots, 0)  # no slice of the rows: see `runner.prepare`
+        return ModelInputs(
+            tokens=jnp.zeros_like(positions),
+            positions=positions,
+            kv_slots=slot_mapping(tables, slots, positions, live, page_size=self.page_size),
+            live=live,
+            page_tables=tables,
+            decode=DecodeRegion(
+                slots=slots,
+                num_computed=positions,
+                query_len=jnp.where(live, 1, 0),
+                # A pass of one token leaves its state in candidate 0, and is in the ring.
+                state_offset=jnp.zeros_like(positions) if ahead > 0 else self.state_offset,
+                ring_length=self.ring_length + ahead,
+            ),
+            prefill=None,
+            width=1,
+        )
 
 
 @flax.struct.dataclass
@@ -74,11 +107,11 @@ class Proposer(abc.ABC):
         """Pools of the drafter's own, beside the model's and in the same pages and slots."""
         return ()
 
-    def init_tables(self, model: Model) -> Any:
+    def init_tables(self, model: Model, drafter: Model | None = None) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.
 
         Called when the engine is made: traced, for the memory that they take, and then with the
-        loaded `model`.
+        loaded `model`. `drafter` is the checkpoint that the user named for it, if any.
         """
         return ()
 

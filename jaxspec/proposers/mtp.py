@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import Pools
-from jaxspec.models.base import DraftHead, Model, ModelInputs, Selection
-from jaxspec.pallas.paging.slot_mapping import slot_mapping
+from jaxspec.models.base import DraftHead, Model, Selection
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.regions import DecodeRegion
 from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.weight import Weight
@@ -43,7 +41,9 @@ class MTPProposer(Proposer):
             vocab_ids=config.options.draft_ids(model.vocab_size),
         )
 
-    def init_tables(self, model: Model) -> tuple[Array, Weight] | tuple[()]:
+    def init_tables(
+        self, model: Model, drafter: Model | None = None
+    ) -> tuple[Array, Weight] | tuple[()]:
         """The ids and their columns of the output head, gathered once.
 
         In each step the gather would cost what it saves.
@@ -63,7 +63,8 @@ class MTPProposer(Proposer):
         """See `Proposer.propose`. ValueError if the model has no draft head."""
         head = _head_of(model)
         ids, columns = tables or (None, None)
-        last_tokens = Selection(inputs.last_index, _one_token_inputs(inputs, 0))
+        # The newest token stands at `num_computed`; the first pass reads the one before it.
+        last_tokens = Selection(inputs.last_index, inputs.row_inputs(-1))
         hidden, pools = head.select(
             model.embed(inputs.next_tokens), inputs.hidden, inputs.model, pools, last_tokens
         )
@@ -72,7 +73,7 @@ class MTPProposer(Proposer):
         tokens, logits = [], []
         for draft in range(inputs.num_drafts):
             if draft:
-                row_inputs = _one_token_inputs(inputs, draft)
+                row_inputs = inputs.row_inputs(draft - 1)
                 hidden, pools = head(model.embed(tokens[-1]), hidden, row_inputs, pools)
             if draws:
                 scores = model.logits(hidden, columns)
@@ -124,30 +125,3 @@ def _over_all_ids(
     """
     all_scores = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
     return all_scores.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)
-
-
-def _one_token_inputs(inputs: DraftInputs, draft: int) -> ModelInputs:
-    """A decode rectangle of width 1: each row at the position its draft number `draft` reads.
-
-    The newest token stands at `num_computed`; the first pass reads the one before it.
-    """
-    positions = inputs.num_computed + draft - 1
-    live = inputs.should_draft & (positions < inputs.max_len)
-    tables = inputs.model.page_tables
-    slots = jnp.where(live, inputs.slots, 0)  # no slice of the rows: see `runner.prepare`
-    return ModelInputs(
-        tokens=jnp.zeros_like(positions),  # not read by the head
-        positions=positions,
-        kv_slots=slot_mapping(tables, slots, positions, live, page_size=inputs.page_size),
-        live=live,
-        page_tables=tables,
-        decode=DecodeRegion(
-            slots=slots,
-            num_computed=positions,
-            query_len=jnp.where(live, 1, 0),
-            state_offset=jnp.zeros_like(positions),  # the head has no recurrent layer
-            ring_length=jnp.zeros_like(positions),
-        ),
-        prefill=None,
-        width=1,
-    )

@@ -61,18 +61,18 @@ class Holdings:
     def of(
         model: Model,
         proposer: Proposer | None,
+        drafter: Model | None = None,
         *,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
         states: StateConfig,
     ) -> "Holdings":
-        """Those of a runner for `model`, whose parameters need no values."""
+        """Those of a runner for `model` and its `drafter`, whose parameters need no values."""
         options = CacheOptions(dtype, kv_dtype, jnp.dtype(states.dtype), state_policy(states))
-        graph, weights = nnx.split(model)
-        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+        weights = _described(model)
         tables, drawn_ids, specs = (), 0, model.cache_specs(options)
         if proposer is not None:
-            tables = jax.eval_shape(lambda w: proposer.init_tables(nnx.merge(graph, w)), weights)
+            tables = nnx.eval_shape(proposer.init_tables, model, drafter)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
             specs += proposer.cache_specs(options)
         return Holdings(weights, tables, specs, drawn_ids)
@@ -91,6 +91,10 @@ class Holdings:
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()
         }
+
+
+def _described(model: Model) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(model))
 
 
 def fit(

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, ModelRecipe
 from jaxspec.plan import MOVES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
@@ -24,7 +24,7 @@ from jaxspec.runner.memory import Holdings
 from jaxspec.runner.output import PendingOutput
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
-from jaxspec.runner.trace_worker import Recipe, TraceRequest
+from jaxspec.runner.trace_worker import TraceRequest
 from jaxspec.sampling import Verifier
 
 _log = logging.getLogger(__name__)
@@ -43,19 +43,26 @@ class ModelRunner:
         verifier: Verifier,
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
+        drafter: Model | None = None,
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
-        `kv_dtype`: of the cached keys and values; None: `dtype`.
+        `kv_dtype`: of the cached keys and values; None: `dtype`. `drafter`: the checkpoint that the
+        proposer was made for, if any.
         """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
         self._holdings = Holdings.of(
-            model, proposer, dtype=dtype, kv_dtype=kv_dtype or dtype, states=states
+            model,
+            proposer,
+            drafter,
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
+            states=states,
         )
         self._weights = tuple(leaves)
-        self._recipe = Recipe.of(model, dtype)
-        self._tables = proposer.init_tables(model) if proposer else ()
+        self._recipe = ModelRecipe.of(model, dtype)
+        self._tables = proposer.init_tables(model, drafter) if proposer else ()
         self.shapes = shapes
         self._config = StepConfig(
             shapes=self.shapes,

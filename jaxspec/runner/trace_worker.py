@@ -11,39 +11,19 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec import device
-from jaxspec.models.base import Model
+from jaxspec.models.base import ModelRecipe
 from jaxspec.plan import Program
 from jaxspec.runner.programs import program_cache, program_key
 from jaxspec.runner.step import StepConfig, jitted_step
 
 
-class Recipe(NamedTuple):
-    """What a model without values is made from."""
-
-    family: type[Model]
-    config: Any  # the model's own
-    dtype: jnp.dtype
-    tensors: tuple[str, ...]  # canonical names, which tell what the checkpoint has
-
-    @staticmethod
-    def of(model: Model, dtype: jnp.dtype) -> "Recipe":
-        """The recipe of a model whose parameters are of `dtype`."""
-        tensors = tuple(placement.name for placement in model.checkpoint())
-        return Recipe(type(model), model.config, dtype, tensors)
-
-    def model(self) -> Model:
-        """The model without values."""
-        return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))
-
-
 class TraceRequest(NamedTuple):
     """A program in what another process can make it from."""
 
-    recipe: Recipe
+    recipe: ModelRecipe
     config: StepConfig  # without the model and its weights, which can't be pickled
     program: Program
     arguments: tuple[Any, ...]  # of the step, behind the weights, as shapes and dtypes
@@ -54,7 +34,7 @@ class TraceRequest(NamedTuple):
 
     @staticmethod
     def of(
-        recipe: Recipe,
+        recipe: ModelRecipe,
         config: StepConfig,
         program: Program,
         args: tuple[Any, ...],

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from jaxspec.checks import is_integer, items, real, shown
 from jaxspec.config import MAX_DRAFTS
+from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
 
@@ -21,6 +22,7 @@ class MethodOptions(Protocol):
 METHODS: dict[str, type[MethodOptions]] = {
     "mtp": MTPOptions,
     "ngram": NgramOptions,
+    "draft_model": DraftModelOptions,
 }
 
 

@@ -11,10 +11,10 @@ from harness import FIXTURES, REPLAY, Harness, model, prompts
 from jax import export
 
 from jaxspec import device
+from jaxspec.models.base import ModelRecipe
 from jaxspec.plan import MOVES, Program
 from jaxspec.runner import trace_worker
 from jaxspec.runner.programs import program_cache, trace_processes
-from jaxspec.runner.trace_worker import Recipe
 from jaxspec.sampler import GREEDY
 
 DECODE = Program(4, 0, GREEDY)
@@ -35,7 +35,7 @@ def request_for(runner, program=DECODE):
     "fixture", sorted({path.parent.name for path in FIXTURES.glob("qwen*/model*.safetensors")})
 )
 def test_a_recipe_makes_the_model_again(fixture):
-    recipe = Recipe.of(model(fixture), jnp.dtype("float32"))
+    recipe = ModelRecipe.of(model(fixture), jnp.dtype("float32"))
     again, here = (nnx.split(each) for each in (recipe.model(), model(fixture)))
     assert again[0] == here[0]
     shapes = [

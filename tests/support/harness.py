@@ -10,6 +10,7 @@ from oracle import Oracle, expect
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.engine import Engine
 from jaxspec.models import load_model
+from jaxspec.models.base import ModelRecipe
 from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.request import Finish, Request
@@ -76,6 +77,7 @@ class Harness:
         states: StateConfig = SNAPSHOT,
         kv_dtype=None,
         draft_counts: tuple[int, ...] = (),
+        drafter: str | None = None,  # another fixture
     ):
         speculation = None
         if drafts:
@@ -112,7 +114,8 @@ class Harness:
                 accuracy=accuracy,
             )
         elif speculation is not None:
-            self.proposer = make_proposer(speculation, model(fixture))
+            recipe = drafter and ModelRecipe.of(model(drafter), jnp.dtype("float32"))
+            self.proposer = make_proposer(speculation, model(fixture), recipe)
         self.runner = ModelRunner(
             model(fixture),
             self.buckets,
@@ -121,6 +124,7 @@ class Harness:
             verifier=make_verifier(speculation),
             states=states,
             kv_dtype=kv_dtype,
+            drafter=drafter and model(drafter),
         )
         warm_up(self.runner, samplers)
         self.scheduler = Scheduler(self.buckets)

@@ -41,7 +41,7 @@ class OracleProposer(Proposer):
                 f"{self.accuracy}. None is always right."
             )
 
-    def init_tables(self, model: Model) -> tuple[Array, Array, Array]:
+    def init_tables(self, model: Model, drafter: Model | None = None) -> tuple[Array, Array, Array]:
         """Sequences, accuracy and seed. Sequence 0 is empty, for requests without a match."""
         longest = max(map(len, self.sequences)) + self.num_drafts
         table = np.full((1 + len(self.sequences), longest), -1, np.int32)

@@ -1,0 +1,127 @@
+"""Drafts from a second model, which reads the same tokens as the target."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxspec.cache import (
+    CacheOptions,
+    CacheSpec,
+    Pools,
+    RecurrentPool,
+    owned,
+    pools_of,
+    with_pools_of,
+)
+from jaxspec.models.base import Model, ModelInputs, ModelRecipe
+from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
+from jaxspec.sampling import draw_draft
+from jaxspec.speculation import SpeculativeConfig
+
+_OWNER = "draft"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelProposer(Proposer):
+    """A model of its own weights and pools, on the target's page tables and slots.
+
+    A pass over the step's tokens takes what stands: a row's last token, the drafts that were
+    accepted, and chunks of prompts. So nothing of it is ever rolled back. Then come K passes of one
+    token a row, from the newest on. What these leave is never counted: keys and values behind the
+    newest token are overwritten before they are read, and recurrent states are dropped.
+
+    "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192).
+    """
+
+    num_drafts: int
+    recipe: ModelRecipe
+    is_probabilistic: bool = False
+
+    @classmethod
+    def from_config(
+        cls, config: SpeculativeConfig, model: Model, drafter: ModelRecipe
+    ) -> "DraftModelProposer":
+        """A proposer of `config.num_drafts` drafts.
+
+        Raises:
+            ValueError: the drafter has another vocabulary than `model`.
+        """
+        size = drafter.config.vocab_size
+        if size != model.vocab_size:
+            raise ValueError(
+                f"A draft model must have the target's vocabulary of {model.vocab_size} ids, and "
+                f"{config.options.model} has {size}. Use one of the same model family."
+            )
+        is_drawn = config.draft_sample_method == "probabilistic"
+        return cls(config.num_drafts, drafter, is_drawn)
+
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """The drafter's own pools."""
+        return owned(_OWNER, self.recipe.model().cache_specs(options))
+
+    def init_tables(self, model: Model, drafter: Model | None) -> tuple[Array, ...]:
+        """The drafter's weights."""
+        return tuple(jax.tree.leaves(nnx.state(drafter)))
+
+    def propose(
+        self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
+    ) -> tuple[Drafts, Pools]:
+        """See `Proposer.propose`."""
+        graph, tree = _structure(self.recipe)
+        drafter: Model = nnx.merge(graph, jax.tree.unflatten(tree, tables))
+        _, own = drafter.forward(_that_stand(inputs), pools_of(_OWNER, pools))
+        pools = with_pools_of(_OWNER, pools, own)
+        if not inputs.num_drafts:
+            return Drafts.none(inputs.slots.shape[0]), pools
+        draws = self.is_probabilistic and inputs.sampler.draws
+        token, tokens, logits = inputs.last_token, [], []
+        for draft in range(inputs.num_drafts):
+            row_inputs = dataclasses.replace(inputs.row_inputs(draft), tokens=token)
+            output, own = drafter.forward(row_inputs, own)
+            token, scores = self._draft(drafter, output.hidden, inputs, draft, draws)
+            tokens.append(token)
+            logits.append(scores)
+            token = jnp.maximum(token, 0)
+        ahead = {k: pool for k, pool in own.items() if not isinstance(pool, RecurrentPool)}
+        drafts = Drafts(
+            tokens=jnp.stack(tokens, axis=1),
+            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
+            logits=jnp.stack(logits, axis=1) if draws else None,
+        )
+        return drafts, with_pools_of(_OWNER, pools, ahead)
+
+    def _draft(
+        self, drafter: Model, hidden: Array, inputs: DraftInputs, draft: int, draws: bool
+    ) -> tuple[Array, Float[Array, "rows vocab"] | None]:
+        """Draft number `draft` of each row, and the logits that it was drawn from, if it was."""
+        if not draws:
+            return drafter.greedy_tokens(hidden, jnp.zeros((hidden.shape[0], 0), jnp.int32)), None
+        scores = drafter.logits(hidden)
+        return draw_draft(scores, inputs.sampling, inputs.num_computed + 1 + draft), scores
+
+
+@functools.lru_cache(maxsize=8)
+def _structure(recipe: ModelRecipe) -> tuple[Any, Any]:
+    """The graph of a drafter, and how its weights lie in it."""
+    graph, weights = nnx.split(recipe.model())
+    return graph, jax.tree.structure(weights)
+
+
+def _that_stand(inputs: DraftInputs) -> ModelInputs:
+    """The step's tokens without the drafts that were rejected."""
+    step = inputs.model
+    stand = jnp.arange(step.width)[None, :] < inputs.num_emitted[:, None]
+    chunks = jnp.ones(step.live.shape[0] - stand.size, bool)
+    live = step.live & jnp.concatenate([stand.reshape(-1), chunks])
+    query_len = jnp.minimum(step.decode.query_len, inputs.num_emitted)
+    return dataclasses.replace(
+        step,
+        live=live,
+        kv_slots=jnp.where(live, step.kv_slots, -1),
+        decode=dataclasses.replace(step.decode, query_len=query_len),
+    )
