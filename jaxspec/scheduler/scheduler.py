@@ -96,6 +96,7 @@ class Scheduler:
         and the stop string "b", 2 tokens stay and the reason is STOP, whatever followed.
         """
         del request.tokens[len(request.prompt) + num_tokens :]
+        del request.draft_positions[num_tokens:]
         request.metrics.num_tokens = num_tokens
         self.end(request, Finish.STOP)
         request.finish = Finish.STOP
@@ -143,12 +144,13 @@ class Scheduler:
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
+            request.draft_positions.extend(got.draft_positions)  # an interrupt leaves too many
             request.tokens.extend(got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
-            request.metrics.record(got.num_verifies, got.num_drafts, got.accepted)
+            request.metrics.record(got.drafted, got.accepted)
             if got.finish:
                 self.end(request, Finish(got.finish))
-            progress.append(Progress(request, got.tokens))
+            progress.append(Progress(request, got))
         return progress
 
     # Which rows get tokens.
