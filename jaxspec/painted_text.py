@@ -67,7 +67,7 @@ class TokenPieces:
         return [*pieces, Piece(text[start:], self._position)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PaintedText:
     """A sample in colours, in a notebook (`_repr_html_`) or a terminal (`str`, `ansi`).
 
@@ -105,6 +105,10 @@ class PaintedText:
                 "Pass the `tokenizer` of the LLM that the output came from."
             )
         return PaintedText(prompt, _first(pieces, len(output.text)), positions)
+
+    def __repr__(self) -> str:
+        """Short: it stands beside the HTML in a stored notebook."""
+        return f"PaintedText({len(self.draft_positions)} tokens)"
 
     def _repr_html_(self) -> str:
         style = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere"

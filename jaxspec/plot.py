@@ -87,7 +87,8 @@ def acceptance(metrics: DraftCounts | _Runs, ax: Axes | None = None) -> Axes:
         drafted = [count / run.num_drafts for count in run.drafted_per_position]
         if min(drafted) < 0.95:  # the last verify of a request may have fewer, which is no news
             right = [start + bar for start in edges]
-            ax.hlines(drafted, edges, right, colors="#555555", linewidths=1.5)
+            label = "_" if ax.collections else "steps that had such a draft"  # once in the legend
+            ax.hlines(drafted, edges, right, colors="#555555", linewidths=1.5, label=label)
     ax.set(xlabel="draft", ylabel="verify steps in which it stood", ylim=(0, 1.12))
     ax.set_xticks(range(1, width + 1))
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])

@@ -144,4 +144,5 @@ def test_what_cannot_be_painted_is_refused(tokenizer):
 def test_no_tokens_are_no_error(tokenizer):
     painted = PaintedText.of(sample("", [], []), tokenizer)
     assert "0 tokens" in str(painted) and painted._repr_html_()
+    assert repr(painted) == "PaintedText(0 tokens)"
     assert ansi_legend([]) == "0 tokens"
