@@ -79,12 +79,12 @@ def test_acceptance_of_engines_is_named_by_their_methods():
     counts = {"drafted_per_position": [8, 4], "accepted_per_position": [4, 2]}
     metrics = {"num_steps": 3, "acceptance": {"mtp": counts}}
     there = "steps that had such a draft"
-    assert legend(plot.acceptance(metrics)) == ["mtp: 1.75 tokens per verify step", there]
+    assert legend(plot.acceptance(metrics)) == [there, "mtp: 1.75 tokens per verify step"]
     ax = plot.acceptance({"new": metrics, "a day": drafted([9])})
     assert legend(ax) == [
+        there,
         "new, mtp: 1.75 tokens per verify step",
         "a day: 1.90 tokens per verify step",
-        there,
     ]
     assert [bar.get_height() for bar in ax.patches] == [0.5, 0.25, 0.9]
     (lines,) = ax.collections  # "a day" always had its draft
