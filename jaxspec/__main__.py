@@ -15,7 +15,8 @@ from jaxspec import replay
 from jaxspec.arguments import engine_options, inspect_parser, parser, prompts_of
 from jaxspec.inspection import inspect
 from jaxspec.llm import LLM
-from jaxspec.outputs import RequestOutput
+from jaxspec.outputs import RequestOutput, TextDelta
+from jaxspec.painted_text import PaintedText, TokenPieces, ansi, ansi_legend
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
 
@@ -74,6 +75,8 @@ _COMMANDS = {"inspect": _inspect, "replay": replay.main}  # by the first word; e
 def _run(args: argparse.Namespace) -> tuple[int, int]:
     """Complete the prompts; how many the model failed on, and how many there were."""
     prompts = prompts_of(args)
+    if args.json and args.color:
+        raise ValueError("--color is for text, and --json prints none. Drop one of the two.")
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
@@ -81,29 +84,39 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     if args.verbose:
         print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
     if len(prompts) == 1 and not args.json:
-        reasons = [_stream(llm, prompts[0], params)]
+        reasons = [_stream(llm, prompts[0], params, color=args.color)]
     else:
-        reasons = _batch(llm, prompts, params, as_json=args.json)
+        reasons = _batch(llm, prompts, params, as_json=args.json, color=args.color)
     return reasons.count("error"), len(prompts)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> str | None:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> str | None:
     """Print a completion as it comes; why it ended."""
     stream = llm.stream(prompt, params)  # compiles before it returns
     print(prompt, end="", flush=True)
     started, num_tokens, reason = time.perf_counter(), 0, None
+    positions = list[int]()
+    pieces = TokenPieces(llm.tokenizer) if color and llm.tokenizer else None
     for delta in stream:
+        positions += delta.draft_positions
         num_tokens += len(delta.token_ids)
         reason = delta.finish_reason
-        print(delta.text, end="", flush=True)
+        print(delta.text if pieces is None else _painted(pieces, delta), end="", flush=True)
         if delta.metrics is not None:
             seconds = time.perf_counter() - started
-            print(f"\n\n{summary(delta.metrics, num_tokens, seconds)}")
+            legend = f"{ansi_legend(positions)}\n" if color else ""
+            print(f"\n\n{legend}{summary(delta.metrics, num_tokens, seconds)}")
     return reason
 
 
+def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
+    """What a delta adds to a text in colours."""
+    new = pieces.push(delta.token_ids, delta.draft_positions)
+    return ansi(new + pieces.flush() if delta.finish_reason else new)
+
+
 def _batch(
-    llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool
+    llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool, color: bool
 ) -> list[str | None]:
     """Print all completions when they are done; why each ended."""
     outputs = llm.generate(prompts, params)
@@ -113,6 +126,8 @@ def _batch(
     for output in outputs:
         if as_json:
             print(json.dumps(_as_dict(output)))
+        elif color:
+            print(f"{PaintedText.of(output, llm.tokenizer)}\n{'-' * 60}")
         else:
             print(f"{output.prompt}{output.outputs[0].text}\n{'-' * 60}")
     if not as_json:
@@ -127,10 +142,12 @@ def _as_dict(output: RequestOutput) -> dict[str, object]:
         "prompt": output.prompt,
         "text": output.outputs[0].text,
         "token_ids": output.outputs[0].token_ids,
+        "draft_positions": output.outputs[0].draft_positions,
         "finish_reason": output.outputs[0].finish_reason,
         "num_drafts": metrics.num_drafts,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
+        "drafted_per_position": metrics.drafted_per_position,
         "accepted_per_position": metrics.accepted_per_position,
         "mean_acceptance_length": metrics.mean_acceptance_length,
         "ttft": metrics.ttft,

@@ -12,6 +12,7 @@ examples:
   python -m jaxspec "def fibonacci(n):"
   python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
+  python -m jaxspec "class Stack:" --color
   python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
   python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
@@ -65,6 +66,11 @@ def parser() -> argparse.ArgumentParser:
     _add_speculation(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="first print what holds the memory (default: not)"
+    )
+    parser.add_argument(
+        "--color",
+        action="store_true",
+        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt (default: text)"

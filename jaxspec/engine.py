@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from jaxspec.plan import Program, StepOutput, StepPlan
+from jaxspec.request import DraftCounts
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
 
@@ -43,9 +45,10 @@ class Runner(Protocol):
 
 @dataclasses.dataclass
 class EngineMetrics:
-    """Steps dispatched, and where the host's time went (seconds)."""
+    """Steps dispatched, tokens that came of them, and where the host's time went (seconds)."""
 
     num_steps: int = 0  # a dispatch may make several
+    num_tokens: int = 0  # given to requests, also those that a stop string then cut away
     plan_time: float = 0.0
     dispatch_time: float = 0.0
     wait_time: float = 0.0  # for the device
@@ -95,7 +98,7 @@ class Engine:
                 f"{max_in_flight}."
             )
         self.scheduler, self.runner, self.max_in_flight = scheduler, runner, max_in_flight
-        self.metrics = EngineMetrics()
+        self.metrics, self.draft_counts = EngineMetrics(), DraftCounts()
         self.trace: list[StepTimes] | None = None  # if a list, collected steps are noted there
         self._in_flight: deque[tuple[ScheduledStep, Pending, tuple[float, float, float]]] = deque()
         self._seen_end: float | None = None  # of the last step collected, if the host waited for it
@@ -136,6 +139,24 @@ class Engine:
         self._in_flight.clear()
         self.runner.close()
 
+    def figures(self) -> dict[str, Any]:
+        """Counts and seconds of the engine's life, and what came in a second.
+
+        A round is one verify of one request. A second is one in which the engine was stepped:
+        `plan_time`, `dispatch_time`, `wait_time` and `collect_time` together.
+        """
+        metrics, num_rounds = self.metrics, self.draft_counts.num_drafts
+        parts = metrics.plan_time, metrics.dispatch_time, metrics.wait_time, metrics.collect_time
+        seconds = sum(parts)
+        return {
+            **vars(metrics),
+            "num_rounds": num_rounds,
+            "tokens_per_second": metrics.num_tokens / seconds if seconds else 0.0,
+            "rounds_per_second": num_rounds / seconds if seconds else 0.0,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "max_in_flight": self.max_in_flight,
+        }
+
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step uncollected."""
@@ -152,6 +173,7 @@ class Engine:
         output = pending.result()
         waited = time.perf_counter()
         progress = self.scheduler.collect(step, output)
+        self._count(progress)
         collected = time.perf_counter()
         self._note_seconds(step.plan.program, launch[-1], started, waited)
         self.metrics.wait_time += waited - started
@@ -161,6 +183,14 @@ class Engine:
             sizes = (step.plan.program, len(step.decodes), step.num_prompt_tokens)
             self.trace.append(StepTimes(*sizes, *times))
         return progress
+
+    def _count(self, progress: Sequence[Progress]) -> None:
+        """Add what requests got to the counts of the engine's life, for all rows at once."""
+        given = [each.given for each in progress]
+        self.metrics.num_tokens += sum(len(row.tokens) for row in given)
+        drafted, accepted = ([row.drafted for row in given], [row.accepted for row in given])
+        sums = [list(map(sum, zip(*rows, strict=True))) for rows in (drafted, accepted)]
+        self.draft_counts.record(*sums)
 
     def _note_seconds(
         self, program: Program, dispatched: float, started: float, ended: float

@@ -55,6 +55,7 @@ class LLM:
         self._show_progress = progress
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._compile_seconds: dict[str, float] = {}
+        self._method = loaded.speculation.method if loaded.speculation else None
         self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         self.shapes = self._runner.shapes  # with the pages that fit
         self._inputs = InputProcessor(
@@ -196,7 +197,7 @@ class LLM:
         return self.generate(prompt, sampling_params)[0]
 
     def metrics(self) -> dict[str, Any]:
-        """Counts, seconds (of the host, of compiling), shapes, bytes by pool, what each op runs.
+        """Counts, acceptance by method, seconds, speeds, shapes, bytes by pool, what each op runs.
 
         Raises:
             RuntimeError: as in `generate`.
@@ -204,9 +205,8 @@ class LLM:
         self.session.require_usable()
         engine = self.session.engine
         return {
-            **vars(engine.metrics),
-            "num_preemptions": engine.scheduler.num_preemptions,
-            "max_in_flight": engine.max_in_flight,
+            **engine.figures(),
+            "acceptance": {self._method: vars(engine.draft_counts).copy()} if self._method else {},
             "shapes": self.shapes.compiled(),
             "compile_seconds": dict(self._compile_seconds),
             "memory_bytes": self._runner.memory(),

@@ -30,6 +30,7 @@ class Loaded(NamedTuple):
 
     folder: Path  # of the checkpoint
     model: ModelConfig
+    speculation: SpeculativeConfig | None
     proposer: Proposer | None
     runner: ModelRunner
     config: EngineConfig  # with every "auto" and None that the device decided resolved
@@ -158,4 +159,4 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         steps_per_dispatch=runner.shapes.steps_per_dispatch,
         speculative_config=settled.speculation,
     )
-    return Loaded(folder, model.config, settled.proposer, runner, resolved)
+    return Loaded(folder, model.config, settled.speculation, settled.proposer, runner, resolved)

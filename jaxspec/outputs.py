@@ -10,13 +10,19 @@ from jaxspec.tokenizer import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
-    """One sample."""
+    """One sample.
+
+    `draft_positions` says of each of `token_ids` who gave it: 0 the target itself, j the draft j of
+    its verify, which the target let stand. The last token of a sample that ends at a stop id or its
+    length counts as the target's, drafted or not.
+    """
 
     index: int
     text: str  # without special tokens; ends before a stop string
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length", "error", "abort"
     metrics: RequestMetrics
+    draft_positions: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,7 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None  # with the last one
+    draft_positions: list[int] = dataclasses.field(default_factory=list)  # as `CompletionOutput`'s
 
 
 class Stream(Iterator[TextDelta]):
@@ -144,10 +151,12 @@ class Sample:
         if not tokens and not is_over:
             return None
         text = self.text[self._num_characters_taken :]
-        self._num_tokens_taken += len(tokens)
+        first, self._num_tokens_taken = self._num_tokens_taken, self._num_tokens_taken + len(tokens)
+        positions = request.draft_positions[first : self._num_tokens_taken]
         self._num_characters_taken += len(text)
         self._is_end_taken = is_over
-        return TextDelta(text, tokens, request.finish.reason, request.metrics if is_over else None)
+        metrics = request.metrics if is_over else None
+        return TextDelta(text, tokens, request.finish.reason, metrics, positions)
 
     def output(self) -> CompletionOutput:
         """The sample as it stands."""
@@ -157,4 +166,5 @@ class Sample:
             token_ids=self.request.output,
             finish_reason=self.request.finish.reason,
             metrics=self.request.metrics,
+            draft_positions=self.request.draft_positions[: self.request.num_output],
         )

@@ -76,10 +76,10 @@ class RowOutput(NamedTuple):
     """What the steps of one dispatch gave one row together."""
 
     tokens: tuple[int, ...]  # emitted ids
+    draft_positions: tuple[int, ...]  # of each: j, if it was draft j of its verify; 0, the target's
     finish: int  # a `Finish`
-    num_verifies: int  # steps that had drafts
-    num_drafts: int  # verified
-    accepted: list[int]  # [K]; in how many verifies the first draft stood, the first two, ...
+    drafted: list[int]  # [K]; how many verifies had a first draft, a second, ...
+    accepted: list[int]  # [K]; in how many of them it stood
 
 
 def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int32) -> Any:
@@ -107,22 +107,27 @@ class StepOutput:
     def by_row(self) -> list[RowOutput]:
         """The steps joined, row by row.
 
-        NumPy counts for all rows at once: meanwhile the host cannot plan the next step.
+        A verify emits the drafts that stand, in order, and then one token of the target's. NumPy
+        counts for all rows at once: meanwhile the host cannot plan the next step.
         """
-        num_rows, num_drafts = self.tokens.shape[1], self.tokens.shape[2] - 1
+        num_rows, width = self.tokens.shape[1:]
         tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
         emitted = tokens != -1
         ends = emitted.sum(axis=1).cumsum().tolist()
+        spans = list(map(slice, [0, *ends[:-1]], ends))
+        places = np.arange(1, width + 1)
+        stood = self.num_accepted[:, :, None] >= places
+        positions = (stood * places).transpose(1, 0, 2).reshape(num_rows, -1)
         flat = tuple(tokens[emitted].tolist())
-        stood = self.num_accepted[:, :, None] > np.arange(num_drafts)
+        flat_positions = tuple(positions[emitted].tolist())
         fields = (
-            [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)],
+            [flat[span] for span in spans],
+            [flat_positions[span] for span in spans],
             self.finish[-1].tolist(),
-            np.count_nonzero(self.num_drafts, axis=0).tolist(),
-            self.num_drafts.sum(axis=0).tolist(),
-            stood.sum(axis=0).tolist(),
+            (self.num_drafts[:, :, None] >= places[:-1]).sum(axis=0).tolist(),
+            stood[:, :, :-1].sum(axis=0).tolist(),
         )
-        return [RowOutput(*row) for row in zip(*fields, strict=True)]
+        return list(map(RowOutput._make, zip(*fields, strict=True)))
 
 
 @functools.cache

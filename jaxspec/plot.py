@@ -1,6 +1,6 @@
 """Pictures of what an LLM did, with matplotlib (`pip install "jaxspec[notebook]"`).
 
-Each function draws on `ax`, or on a new figure, and returns the axes.
+`tokens` paints text. Each other function draws on `ax`, or on a new figure, and returns the axes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,10 @@ from typing import Any
 
 from jaxspec.cache import HOLDERS
 from jaxspec.engine import StepTimes
-from jaxspec.outputs import RequestOutput
-from jaxspec.request import RequestMetrics
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.painted_text import PaintedText
+from jaxspec.request import DraftCounts
+from jaxspec.tokenizer import Tokenizer
 
 try:
     import matplotlib.pyplot as plt
@@ -20,6 +22,7 @@ except ModuleNotFoundError as error:
         'jaxspec.plot needs matplotlib, which is not installed: pip install "jaxspec[notebook]".'
     ) from error
 
+_Runs = Mapping[str, DraftCounts | Mapping[str, Any]]  # or of one engine what `LLM.metrics` gives
 _STAGES = {  # of the timeline: colour, and what it is
     "plan": ("#3b6fb6", "host: plan"),
     "dispatch": ("#e08a2e", "host: dispatch"),
@@ -37,18 +40,32 @@ _HOLDERS = {  # of the memory map, in words
 }
 
 
-def acceptance(
-    metrics: RequestMetrics | Mapping[str, RequestMetrics], ax: Axes | None = None
-) -> Axes:
+def tokens(
+    output: RequestOutput | CompletionOutput, tokenizer: Tokenizer | None = None
+) -> PaintedText:
+    """The text of one sample, coloured by who gave each token: the target, or draft 1, 2, ...
+
+    A notebook shows the colours, and so does `print` in a terminal. `tokenizer` is that of the
+    LLM (`llm.tokenizer`); without one the token ids are shown.
+
+    Raises:
+        ValueError: several samples, or the tokenizer of another model.
+    """
+    return PaintedText.of(output, tokenizer)
+
+
+def acceptance(metrics: DraftCounts | _Runs, ax: Axes | None = None) -> Axes:
     """The share of verify steps in which draft 1, 2, ... stood, for one run or several by name.
 
-    A draft stands only if all before it do, so the bars fall. The tokens a verify step gives, one
-    more than the drafts that stand, are in the legend.
+    A run is the `RequestMetrics` of requests, or what `LLM.metrics` gives: the engine's whole life,
+    by the method that drafts. A draft stands only if all before it do, so the bars fall. The
+    tokens a verify step gives, one more than the drafts that stand, are in the legend. Lines mark
+    how often each draft was there at all, where verifies had fewer.
 
     Raises:
         ValueError: nothing was drafted.
     """
-    runs = {"": metrics} if isinstance(metrics, RequestMetrics) else dict(metrics)
+    runs = _runs(metrics)
     for name, run in runs.items():
         if not run.num_drafts:
             raise ValueError(
@@ -61,11 +78,17 @@ def acceptance(
     for place, (name, run) in enumerate(runs.items()):
         rates = [count / run.num_drafts for count in run.accepted_per_position]
         width = max(width, len(rates))
-        left = [i + 1 + (place - (len(runs) - 1) / 2) * bar for i in range(len(rates))]
+        centre = [i + 1 + (place - (len(runs) - 1) / 2) * bar for i in range(len(rates))]
+        edges = [middle - bar / 2 for middle in centre]
         label = f"{name}: " if name else ""
         label += f"{run.mean_acceptance_length:.2f} tokens per verify step"
-        bars = ax.bar(left, rates, bar * 0.94, label=label)
+        bars = ax.bar(centre, rates, bar * 0.94, label=label)
         ax.bar_label(bars, [f"{rate:.0%}" for rate in rates], padding=2, fontsize=8)
+        drafted = [count / run.num_drafts for count in run.drafted_per_position]
+        if min(drafted) < 0.95:  # the last verify of a request may have fewer, which is no news
+            right = [start + bar for start in edges]
+            label = "_" if ax.collections else "steps that had such a draft"  # once in the legend
+            ax.hlines(drafted, edges, right, colors="#555555", linewidths=1.5, label=label)
     ax.set(xlabel="draft", ylabel="verify steps in which it stood", ylim=(0, 1.12))
     ax.set_xticks(range(1, width + 1))
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
@@ -169,6 +192,19 @@ def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"megabytes on the device, {_megabytes(total)} in all")
     ax.margins(x=0.2)
     return ax
+
+
+def _runs(metrics: DraftCounts | Mapping[str, Any], name: str = "") -> dict[str, DraftCounts]:
+    """The counts of each run by name; of an engine, by its own name and the method's."""
+    if isinstance(metrics, DraftCounts):
+        return {name: metrics}
+    if "acceptance" not in metrics:
+        several = (_runs(run, key) for key, run in metrics.items())
+        return {key: counts for runs in several for key, counts in runs.items()}
+    of_method = {method: DraftCounts(**counts) for method, counts in metrics["acceptance"].items()}
+    if not of_method:
+        return {name: DraftCounts()}
+    return {f"{name}, {m}" if name else m: counts for m, counts in of_method.items()}
 
 
 def _new_axes(width: float, height: float) -> Axes:

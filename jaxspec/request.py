@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import itertools
+import operator
 import time
 from collections.abc import Sequence
 
@@ -28,29 +29,54 @@ class Finish(enum.IntEnum):
 
 
 @dataclasses.dataclass
-class RequestMetrics:
+class DraftCounts:
+    """In how many verifies there was a first draft, a second, ..., and in how many it stood."""
+
+    drafted_per_position: list[int] = dataclasses.field(default_factory=list)
+    accepted_per_position: list[int] = dataclasses.field(default_factory=list)
+
+    def record(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count verifies: how many drafted at each position, and in how many that draft stood."""
+        # New lists: copies of these counts keep theirs.
+        self.drafted_per_position = _added(self.drafted_per_position, drafted)
+        self.accepted_per_position = _added(self.accepted_per_position, accepted)
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifies that had drafts."""
+        return self.drafted_per_position[0] if self.drafted_per_position else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts in all of them."""
+        return sum(self.drafted_per_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that stood."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verify gives on average: 1 + accepted / drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
+    """The sums by position; a position that one of them lacks counts 0 there."""
+    if len(counts) == len(more):  # each step of each request adds
+        return list(map(operator.add, counts, more))
+    return [sum(pair) for pair in itertools.zip_longest(counts, more, fillvalue=0)]
+
+
+@dataclasses.dataclass
+class RequestMetrics(DraftCounts):
     """What speculation did for a request, and when its tokens came (seconds, `time.monotonic`)."""
 
-    num_drafts: int = 0  # verify steps that had drafts
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = dataclasses.field(default_factory=list)
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_tokens: int = 0
-
-    def record(self, num_verifies: int, num_drafts: int, accepted: Sequence[int]) -> None:
-        """Count verify steps of `num_drafts` drafts together.
-
-        `accepted`: in how many of them the first draft stood, the first two, ...
-        """
-        self.num_drafts += num_verifies
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += sum(accepted)
-        # A new list: copies of these metrics keep theirs.
-        sums = itertools.zip_longest(self.accepted_per_position, accepted, fillvalue=0)
-        self.accepted_per_position = [before + count for before, count in sums]
 
     def record_tokens(self, count: int, now: float) -> None:
         """Count tokens that came at the time `now`."""
@@ -64,25 +90,15 @@ class RequestMetrics:
         """Counts of `parts` added up; times from the first arrival to the last token."""
         firsts = [p.first_token_time for p in parts if p.first_token_time is not None]
         lasts = [p.last_token_time for p in parts if p.last_token_time is not None]
-        width = max(len(part.accepted_per_position) for part in parts)
-        columns = [[0] * width]
-        columns += [p.accepted_per_position + [0] * width for p in parts]
-        return dataclasses.replace(
-            parts[0],
-            num_drafts=sum(part.num_drafts for part in parts),
-            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
-            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
+        together = RequestMetrics(
             num_tokens=sum(part.num_tokens for part in parts),
             arrival_time=min(part.arrival_time for part in parts),
             first_token_time=min(firsts, default=None),
             last_token_time=max(lasts, default=None),
-            accepted_per_position=[sum(column) for column in zip(*columns, strict=False)],
         )
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens a verify step gives on average: 1 + accepted / drafts."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        for part in parts:
+            together.record(part.drafted_per_position, part.accepted_per_position)
+        return together
 
     @property
     def ttft(self) -> float | None:
@@ -111,6 +127,7 @@ class Request:
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
+    draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # somebody reads its tokens as they come
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)

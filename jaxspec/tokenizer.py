@@ -210,10 +210,15 @@ class TextStream:
 
     def flush(self) -> str:
         """The text still waiting, at the end of the output: unfinished bytes come out as U+FFFD."""
-        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        shown = text[self._num_shown :]
+        shown = self.waiting
         self._window, self._num_context, self._num_shown = [], 0, 0
         return shown
+
+    @property
+    def waiting(self) -> str:
+        """The text still waiting, as it would be if the output ended here."""
+        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        return text[self._num_shown :]
 
     def _certain_length(self, text: str) -> int:
         """How much of the window's `text` no further id can change."""

@@ -85,7 +85,7 @@ def test_steps_are_collected_in_order_and_the_lead_is_depth_plus_one(depth):
     while engine.has_work:
         progress += engine.step()
         assert len(runner.in_flight) <= depth
-    assert request.output == [5] * 8 == [t for p in progress for t in p.tokens]
+    assert request.output == [5] * 8 == [t for p in progress for t in p.given.tokens]
     assert request.finish == Finish.LENGTH
     assert runner.max_lead == min(depth + 1, 8)
     # Step n is collected right after step n + depth is dispatched, or when nothing is left to.
@@ -95,6 +95,30 @@ def test_steps_are_collected_in_order_and_the_lead_is_depth_plus_one(depth):
         expected += [("collect", number - depth)] * (0 <= number - depth < 8)
     assert runner.log == expected
     assert engine.metrics.num_steps == 8
+
+
+def test_figures_are_of_the_engines_whole_life_and_of_its_own_seconds(monkeypatch):
+    engine, _, request = make_engine(2)
+    assert engine.figures()["tokens_per_second"] == engine.figures()["rounds_per_second"] == 0
+    collect = engine.scheduler.collect
+
+    def with_drafts(step, output):
+        return [
+            progress._replace(given=progress.given._replace(drafted=[1, 1, 0], accepted=[1, 0, 0]))
+            for progress in collect(step, output)
+        ]
+
+    monkeypatch.setattr(engine.scheduler, "collect", with_drafts)
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.add([Request((1, 2, 3), SamplingParams(max_tokens=1), seed=1)])
+    while engine.has_work:
+        engine.step()
+    figures, counts = engine.figures(), engine.draft_counts
+    assert counts.drafted_per_position == [9, 9, 0] and counts.accepted_per_position == [9, 0, 0]
+    assert (figures["num_tokens"], figures["num_rounds"]) == (9, 9)
+    seconds = sum(figures[f"{part}_time"] for part in ("plan", "dispatch", "wait", "collect"))
+    assert figures["tokens_per_second"] == figures["rounds_per_second"] == 9 / seconds
 
 
 def test_depth_zero_collects_each_step_before_the_next():

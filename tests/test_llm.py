@@ -487,11 +487,37 @@ def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
     assert len(ends) == len(steps) and drafted.session.engine.trace is None
 
 
+def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(short_model):
+    """With stop strings, stop ids, several steps a dispatch and preemption: 4 rows on 13 pages."""
+    with LLM(short_model, **OPTIONS, num_pages=14, steps_per_dispatch=2) as llm:
+        ends = [{}, {"stop": ["e"]}, {"n": 2}, {"min_tokens": 3}]
+        params = [SamplingParams(max_tokens=48, **end) for end in ends]
+        outputs = llm.generate([*PROMPTS, "x"], params)
+        metrics = llm.metrics()
+    assert metrics["num_preemptions"] > 0
+    total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
+    for sample in (sample for output in outputs for sample in output.outputs):
+        assert len(sample.draft_positions) == len(sample.token_ids)
+        for before, after in itertools.pairwise([0, *sample.draft_positions]):
+            assert after in (0, before + 1), "drafts stand in order"
+        counts = [sample.draft_positions.count(j) for j in (1, 2, 3)]
+        if sample.finish_reason == "length":
+            assert counts == sample.metrics.accepted_per_position
+    assert set(metrics["acceptance"]) == {"mtp"}
+    assert metrics["acceptance"]["mtp"] == {
+        "drafted_per_position": total.drafted_per_position,
+        "accepted_per_position": total.accepted_per_position,
+    }
+    assert metrics["num_rounds"] == total.num_drafts > 0
+    assert metrics["num_tokens"] >= total.num_tokens  # what a stop string cut was given first
+
+
 def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     before = drafted.metrics()["num_steps"]
     drafted.generate(PROMPTS, GREEDY)
     metrics = drafted.metrics()
     assert metrics["num_steps"] > before and metrics["plan_time"] > 0
+    assert metrics["num_tokens"] > 0 and metrics["tokens_per_second"] > 0
     assert metrics["compile_seconds"]["4 rows, 64 prompt tokens, greedy"] > 0
     pools = drafted._runner.state.pools
     memory = metrics["memory_bytes"]

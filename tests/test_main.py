@@ -29,6 +29,24 @@ def test_json_gives_an_object_a_prompt(capsys, tmp_path, short_model):
     assert main([*typed, "def f(x):"]) == 0
     single = json.loads(capsys.readouterr().out)
     assert single["token_ids"] == several[1]["token_ids"] and single["num_drafts"] > 0
+    assert len(single["draft_positions"]) == 6
+
+
+@pytest.mark.parametrize("prompts", [["def f(x):"], ["def f(x):", "import os"]])
+def test_colours_change_no_text_and_a_legend_says_who_gave_how_much(prompts, capsys, short_model):
+    typed = [*prompts, "--max-tokens", "12", "--model", str(short_model)]
+    assert main(typed) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert main([*typed, "--color"]) == 0
+    colored = capsys.readouterr().out
+    assert colored.count("\x1b[38;5;16;48;5;151m") > 1  # draft 1, and its name
+    lines = re.sub(r"\x1b\[[\d;]+m", "", colored).splitlines()
+    legends = [line for line in lines if re.match(r"target \d+ \(\d+%\)   draft 1 \d", line)]
+    assert len(legends) == len(prompts)
+    for legend in legends:
+        assert sum(map(int, re.findall(r"(\d+) \(", legend))) == 12
+    figures = [line for line in lines if line not in legends and line][:-1]
+    assert figures == [line for line in plain if line][:-1]
 
 
 def test_speculation_can_be_turned_off(capsys, short_model):

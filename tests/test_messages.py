@@ -138,6 +138,10 @@ COMMAND = [
         "one of the two.",
     ),
     (
+        ["x", "--json", "--color"],
+        "--color is for text, and --json prints none. Drop one of the two.",
+    ),
+    (
         ["x", "--draft-vocab", "0"],
         "draft_vocab must be an integer of at least 1, got 0.",
     ),
@@ -563,12 +567,15 @@ options:
   --draft-vocab N       draft only the first N token ids, which costs less and accepts fewer; the
                         text stays the same (default: draft any token)
   --verbose             first print what holds the memory (default: not)
+  --color               colour each token by who gave it, the model itself or draft 1, 2, ...
+                        (default: not)
   --json                print one JSON object a prompt (default: text)
 
 examples:
   python -m jaxspec "def fibonacci(n):"
   python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
+  python -m jaxspec "class Stack:" --color
   python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
   python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 

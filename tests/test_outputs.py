@@ -50,6 +50,7 @@ def feed(sample, pieces, finish):
     deltas = []
     for number, piece in enumerate(pieces, 1):
         request.tokens += map(ord, piece)
+        request.draft_positions += [*range(1, len(piece)), 0]
         request.metrics.record_tokens(len(piece), now=number)
         if number == len(pieces) and finish:
             scheduler.end(request, finish)
@@ -76,7 +77,7 @@ def test_tokens_behind_a_stop_string_inside_one_verify_step_are_dropped():
     sample = make_sample(["b"])
     (delta,) = feed(sample, ["abcd"], Finish.RUNNING)
     assert (sample.text, sample.request.output) == ("a", [97, 98])
-    assert delta == TextDelta("a", [97, 98], "stop", sample.request.metrics)
+    assert delta == TextDelta("a", [97, 98], "stop", sample.request.metrics, [1, 2])
     assert delta.metrics.num_tokens == 2
 
 
@@ -97,6 +98,9 @@ def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed
             assert (output.text, output.token_ids, output.finish_reason) == expected
             assert output.token_ids == sample.request.output, "tokens have one owner"
             assert output.metrics.num_tokens == len(output.token_ids)
+            givers = [position for piece in pieces for position in (*range(1, len(piece)), 0)]
+            assert output.draft_positions == givers[: len(output.token_ids)]
+            assert [j for delta in deltas for j in delta.draft_positions] == output.draft_positions
             assert "".join(delta.text for delta in deltas) == shown
             assert [t for delta in deltas for t in delta.token_ids] == expected[1]
             assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
@@ -130,6 +134,7 @@ def test_an_output_is_not_changed_by_what_comes_after_it():
     before = sample.output()
     feed(sample, ["b"], Finish.RUNNING)
     assert (before.text, before.token_ids, before.finish_reason) == ("a", [97], None)
+    assert before.draft_positions == [0]
 
 
 def test_deltas_joined_are_the_output_however_often_they_are_taken():
@@ -139,8 +144,9 @@ def test_deltas_joined_are_the_output_however_often_they_are_taken():
     assert sample.take() is None
     for token in b"ab":
         request.tokens.append(token)
+        request.draft_positions.append(0)
         sample.read()
-    assert sample.take() == TextDelta("ab", [97, 98])
+    assert sample.take() == TextDelta("ab", [97, 98], draft_positions=[0, 0])
     assert sample.take() is None
     request.finish = Finish.ABORT
     assert sample.take() == TextDelta("", [], "abort", request.metrics)
@@ -149,7 +155,7 @@ def test_deltas_joined_are_the_output_however_often_they_are_taken():
 
 def test_metrics_of_a_prompt_are_those_of_its_samples_together():
     parts = []
-    for steps in [[(1, 3, [1, 1, 0]), (1, 3, [1, 0, 0])], [(1, 2, [0, 0])], []]:
+    for steps in [[([1, 1, 1], [1, 1, 0]), ([1, 1, 1], [1, 0, 0])], [([1, 1], [0, 0])], []]:
         metrics = RequestMetrics(num_tokens=4)
         for step in steps:
             metrics.record(*step)
@@ -160,6 +166,7 @@ def test_metrics_of_a_prompt_are_those_of_its_samples_together():
         8,
         3,
     )
+    assert together.drafted_per_position == [3, 3, 2]
     assert together.accepted_per_position == [2, 1, 0]
     assert together.num_tokens == 12
     assert together.arrival_time == parts[0].metrics.arrival_time

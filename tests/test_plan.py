@@ -109,7 +109,31 @@ def test_the_steps_of_a_dispatch_are_joined_row_by_row():
         finish=np.array([[0, 1, 0], [0, 1, 0]]),
     )
     assert output.by_row() == [
-        RowOutput((5, 6, 8), 0, num_verifies=2, num_drafts=3, accepted=[1, 0]),
-        RowOutput((7,), 1, num_verifies=0, num_drafts=0, accepted=[0, 0]),
-        RowOutput((), 0, num_verifies=0, num_drafts=0, accepted=[0, 0]),
+        RowOutput((5, 6, 8), (1, 0, 0), 0, drafted=[2, 1], accepted=[1, 0]),
+        RowOutput((7,), (0,), 1, drafted=[0, 0], accepted=[0, 0]),
+        RowOutput((), (), 0, drafted=[0, 0], accepted=[0, 0]),
     ]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_each_token_is_a_draft_that_stands_or_the_target_s_own(num_drafts):
+    """Against a loop over steps and rows: drafts 1 to a, then one token of the target's."""
+    random = np.random.default_rng(num_drafts)
+    drafts = random.integers(0, num_drafts + 1, (4, 16))
+    stood = random.integers(0, drafts + 1)
+    tokens = random.integers(0, 99, (4, 16, 1 + num_drafts))
+    tokens[np.arange(1 + num_drafts) > stood[:, :, None]] = -1
+    idle = random.random((4, 16)) < 0.3
+    tokens[idle], drafts[idle], stood[idle] = -1, 0, 0
+    output = StepOutput(tokens, drafts, stood, np.zeros((4, 16), int))
+    for row, got in enumerate(output.by_row()):
+        ids, positions, verified = [], [], []
+        for step in np.flatnonzero(~idle[:, row]):
+            count = stood[step, row]
+            ids += tokens[step, row, : count + 1].tolist()
+            positions += [*range(1, count + 1), 0]
+            verified.append(drafts[step, row])
+        assert (got.tokens, got.draft_positions) == (tuple(ids), tuple(positions))
+        places = range(1, num_drafts + 1)
+        assert got.drafted == [sum(count >= j for count in verified) for j in places]
+        assert got.accepted == [positions.count(j) for j in places]

@@ -18,8 +18,7 @@ def no_windows():
 
 def drafted(accepted, num_drafts=10):
     return RequestMetrics(
-        num_drafts=num_drafts,
-        num_accepted_tokens=sum(accepted),
+        drafted_per_position=[num_drafts] * len(accepted),
         accepted_per_position=list(accepted),
     )
 
@@ -73,6 +72,31 @@ def test_acceptance_bars_are_the_share_of_verify_steps():
 
 def test_acceptance_of_one_run_needs_no_name():
     assert legend(plot.acceptance(drafted([5]))) == ["1.50 tokens per verify step"]
+
+
+def test_acceptance_of_engines_is_named_by_their_methods():
+    """What `LLM.metrics` gives, of one engine or several, beside the metrics of requests."""
+    counts = {"drafted_per_position": [8, 4], "accepted_per_position": [4, 2]}
+    metrics = {"num_steps": 3, "acceptance": {"mtp": counts}}
+    there = "steps that had such a draft"
+    assert legend(plot.acceptance(metrics)) == [there, "mtp: 1.75 tokens per verify step"]
+    ax = plot.acceptance({"new": metrics, "a day": drafted([9])})
+    assert legend(ax) == [
+        there,
+        "new, mtp: 1.75 tokens per verify step",
+        "a day: 1.90 tokens per verify step",
+    ]
+    assert [bar.get_height() for bar in ax.patches] == [0.5, 0.25, 0.9]
+    (lines,) = ax.collections  # "a day" always had its draft
+    assert [float(line[0][1]) for line in lines.get_segments()] == [1.0, 0.5]
+    with pytest.raises(ValueError, match="plain had none"):
+        plot.acceptance({"plain": {"acceptance": {}}})
+
+
+def test_tokens_are_painted_by_who_gave_them():
+    sample = CompletionOutput(0, "ab", [97, 98], "length", RequestMetrics(), [0, 1])
+    painted = plot.tokens(RequestOutput("say ", [1], [sample]))
+    assert str(painted).startswith("say 97 \x1b[38;5;16;48;5;151m98 \x1b[0m\n")
 
 
 def test_acceptance_without_drafts_says_so():

@@ -11,16 +11,16 @@ from jaxspec.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("steps", "totals", "per_position"),
     [
-        # (verifies, drafts, accepted by position), totals of the peer's table.
-        ([(1, 3, [1, 1, 1])], (1, 3, 3), [1, 1, 1]),
-        ([(1, 3, [1, 0, 0])], (1, 3, 1), [1, 0, 0]),
-        ([(1, 2, [1, 1]), (1, 1, [1])], (2, 3, 3), [2, 1]),
-        ([(1, 1, [1]), (1, 2, [1, 1])], (2, 3, 3), [2, 1]),
-        ([(1, 1, [1])], (1, 1, 1), [1]),
+        # (drafted and accepted by position), totals of the peer's table.
+        ([([1, 1, 1], [1, 1, 1])], (1, 3, 3), [1, 1, 1]),
+        ([([1, 1, 1], [1, 0, 0])], (1, 3, 1), [1, 0, 0]),
+        ([([1, 1], [1, 1]), ([1], [1])], (2, 3, 3), [2, 1]),
+        ([([1], [1]), ([1, 1], [1, 1])], (2, 3, 3), [2, 1]),
+        ([([1], [1])], (1, 1, 1), [1]),
         ([], (0, 0, 0), []),
-        ([(0, 0, [0, 0, 0]), (1, 1, [0, 0, 0])], (1, 1, 0), [0, 0, 0]),
-        ([(1, 3, [1, 1, 0]), (1, 3, [1, 0, 0])], (2, 6, 3), [2, 1, 0]),
-        ([(2, 6, [2, 1, 0])], (2, 6, 3), [2, 1, 0]),
+        ([([0, 0, 0], [0, 0, 0]), ([1, 0, 0], [0, 0, 0])], (1, 1, 0), [0, 0, 0]),
+        ([([1, 1, 1], [1, 1, 0]), ([1, 1, 1], [1, 0, 0])], (2, 6, 3), [2, 1, 0]),
+        ([([2, 2, 2], [2, 1, 0])], (2, 6, 3), [2, 1, 0]),
     ],
 )
 def test_acceptance_statistics_equal_the_table(steps, totals, per_position):
@@ -50,8 +50,10 @@ def test_no_request_shares_what_grows():
     one, other = Request((1, 2), params, 0), Request((1, 2), params, 0)
     one.tokens.append(3)
     one.pages.append(4)
-    one.metrics.record(1, 1, [1])
+    one.draft_positions.append(1)
+    one.metrics.record([1], [1])
     assert (other.tokens, other.pages, other.metrics.num_drafts) == ([1, 2], [], 0)
+    assert other.draft_positions == []
     assert one != other and len({one, other}) == 2
 
 

@@ -12,6 +12,7 @@ from threads import in_threads
 
 from jaxspec.config import StepShapes
 from jaxspec.outputs import Sample
+from jaxspec.plan import RowOutput
 from jaxspec.request import Finish, Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduled_step import Progress
@@ -55,7 +56,7 @@ class FakeEngine:
         request.tokens += tokens
         if request.num_output == request.params.max_tokens:
             self.scheduler.end(request, Finish.LENGTH)
-        return Progress(request, tokens)
+        return Progress(request, RowOutput(tokens, (0,), 0, [], []))
 
     def drain(self):
         assert not self.is_stepping

@@ -3,10 +3,8 @@ import random
 import time
 
 import pytest
-import tokenizers
 from threads import ctrl_c_after
-from tokenizer_folders import BYTES, folder_with
-from tokenizers import decoders, models
+from tokenizer_folders import BYTES, folder_with, sentencepiece_folder
 
 from jaxspec.tokenizer import SHRINKING, Tokenizer
 
@@ -55,26 +53,6 @@ def test_streamed_text_is_the_decoded_text(alphabet, skip_special_tokens, tokeni
         expected = tokenizer.decode(ids, skip_special_tokens)
         for pieces in ([ids], [[i] for i in ids], split(ids, rng)):
             assert streamed(tokenizer.stream(skip_special_tokens), pieces) == expected
-
-
-def sentencepiece_folder(tmp_path):
-    """A tokenizer that decodes as SentencePiece's do: byte tokens, and no space at the start."""
-    words = ["<unk>", "▁", "▁Hello", "▁world", "lo", "▁▁", "你", "�", "</s>"]
-    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")
-    )
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
 
 
 def test_streamed_text_is_the_decoded_text_with_byte_fallback(tmp_path):

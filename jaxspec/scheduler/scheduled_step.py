@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxspec.plan import StepPlan
+from jaxspec.plan import RowOutput, StepPlan
 from jaxspec.request import Request
 
 
@@ -47,4 +47,4 @@ class Progress(NamedTuple):
     """What a collected step gave one request."""
 
     request: Request
-    tokens: tuple[int, ...]
+    given: RowOutput

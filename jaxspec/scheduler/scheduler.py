@@ -98,6 +98,7 @@ class Scheduler:
         and the stop string "b", 2 tokens stay and the reason is STOP, whatever followed.
         """
         del request.tokens[len(request.prompt) + num_tokens :]
+        del request.draft_positions[num_tokens:]
         request.metrics.num_tokens = num_tokens
         self.end(request, Finish.STOP)
         request.finish = Finish.STOP
@@ -131,7 +132,7 @@ class Scheduler:
         """Record a dispatch's results, keyed by request and generation."""
         if not (step.decodes or step.prefills):
             return []
-        progress, accepted = [], list[list[int]]()
+        progress = []
         now, given = time.monotonic(), output.by_row()
         for row, entry in step.rows:
             request = entry.request
@@ -145,14 +146,14 @@ class Scheduler:
                     "A step must give each of its rows a token or an end; row "
                     f"{row} got neither: the device lost its request. This is a bug in jaxspec."
                 )
+            request.draft_positions.extend(got.draft_positions)  # an interrupt leaves too many
             request.tokens.extend(got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
-            request.metrics.record(got.num_verifies, got.num_drafts, got.accepted)
-            accepted.append(got.accepted)
+            request.metrics.record(got.drafted, got.accepted)
             if got.finish:
                 self.end(request, Finish(got.finish))
-            progress.append(Progress(request, got.tokens))
-        self.draft_count.note(step, accepted)
+            progress.append(Progress(request, got))
+        self.draft_count.note(step, [each.given.accepted for each in progress])
         return progress
 
     # Which rows get tokens.

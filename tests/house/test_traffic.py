@@ -209,7 +209,7 @@ def test_a_request_that_ends_early_is_no_measurement(monkeypatch):
 def test_amounts_tell_room_from_plans_and_plans_from_need(monkeypatch):
     """A prompt of 10 in a program of 64; then 2 rows of 4, twice 8 steps, for 3 verifies."""
     served = traffic.serve(FakeLLM(monkeypatch, rows=1), work(6), at_once=1)
-    served.metrics[0].num_accepted_tokens = 2  # so that 3 verifies gave 5 tokens
+    served.metrics[0].accepted_per_position = [2]  # so that 3 verifies gave 5 tokens
     decode = step(Program(4, 0, GREEDY, num_steps=8), 2, 0, 1.0, 2.0)
     steps = [step(Program(1, 64, GREEDY), 0, 10, 0.0, 1.0), decode, decode]
     assert traffic.amounts(served, steps) == {

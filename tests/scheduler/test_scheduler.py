@@ -42,7 +42,7 @@ class Loop:
         ended = {request for request in self.requests.values() if request.finish}
         for progress in self.scheduler.collect(step, output):
             assert progress.request not in ended, "a result of a request that had ended"
-            self.given[progress.request] += progress.tokens
+            self.given[progress.request] += progress.given.tokens
 
     def turn(self):
         step = self.schedule()
@@ -68,6 +68,10 @@ class Loop:
         for request in self.requests.values():
             tokens, finish = expected_output(request)
             assert request.output == self.given[request]
+            assert len(request.draft_positions) == request.num_output
+            metrics = request.metrics
+            for j, accepted in enumerate(metrics.accepted_per_position, 1):
+                assert request.draft_positions.count(j) == accepted
             if request.finish == Finish.ABORT:
                 assert request.output == tokens[: len(request.output)]
             else:

@@ -150,7 +150,7 @@ class Harness:
 
     def step(self) -> None:
         for progress in self.engine.step():
-            self.emitted[progress.request] += progress.tokens
+            self.emitted[progress.request] += progress.given.tokens
             assert self.emitted[progress.request] == progress.request.output
 
     def run(self) -> "Harness":
