@@ -30,12 +30,13 @@ def decoding(max_tokens, num_pages=3, **fields):
         ([decoding(7)], 0, 9, 1),
         ([decoding(30, in_flight_bound=23)], 0, 9, 1),  # 7 are left if all drafts stand
         ([decoding(7), decoding(8)], 0, 9, 4),  # it is over when the last one is
-        ([decoding(30)], 0, 0, 4),  # 12 positions fill its 3 pages
+        ([decoding(30, num_pages=4)], 0, 0, 4),  # 13 positions, which 3 pages do not hold
+        ([decoding(30)], 0, 0, 1),
         ([decoding(30, in_flight_bound=1)], 0, 0, 1),
         ([decoding(30, in_flight_bound=1)], 0, 1, 4),
         # The second lacks a page, and pages that the first has to spare are not its.
-        ([decoding(30, num_pages=5), decoding(30, num_pages=2)], 0, 0, 1),
-        ([decoding(30, num_pages=5), decoding(30, num_pages=2)], 0, 1, 4),
+        ([decoding(30, num_pages=5), decoding(30, num_pages=3)], 0, 0, 1),
+        ([decoding(30, num_pages=5), decoding(30, num_pages=3)], 0, 1, 4),
         ([], 0, 9, 1),
     ],
 )
