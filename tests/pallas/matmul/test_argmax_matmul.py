@@ -114,7 +114,7 @@ def test_the_kernel_equals_the_oracle_without_races(
     monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
     x, weight, forbidden = operands(rows, features, ids, num_forbidden)
     kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
-    tokens = kernel(x, weight, jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
+    tokens = kernel(x, Dense(weight), jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
     np.testing.assert_array_equal(tokens, oracle(x, weight, forbidden))
     assert not get_races().races_found
 
