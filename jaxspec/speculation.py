@@ -20,6 +20,9 @@ class SpeculativeConfig:
     merges first, and what ends a text last. A draft reads only these columns of the output head.
     The target still scores every token, so no output changes; where drafts are drawn, its
     distribution does not.
+    `draft_head_dtype`: what greedy drafts are scored in: "float8_e4m3fn" is a copy of the output
+    head, which has half of bfloat16's bytes; None is the head itself; "auto" is the copy where it
+    is faster, on a GPU with kernels. No output changes by it: the target scores with the head.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
@@ -29,6 +32,7 @@ class SpeculativeConfig:
     method: Literal["mtp"] = "mtp"
     num_speculative_tokens: int = 3
     draft_vocab: int | Sequence[int] | None = None
+    draft_head_dtype: Literal["auto", "float8_e4m3fn"] | None = "auto"
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
 
@@ -47,6 +51,19 @@ class SpeculativeConfig:
         if not isinstance(way, str) or way not in ("greedy", "probabilistic"):
             raise ValueError(
                 f"draft_sample_method must be 'greedy' or 'probabilistic', got {shown(way)}."
+            )
+        head = self.draft_head_dtype
+        if head is not None and (
+            not isinstance(head, str) or head not in ("auto", "float8_e4m3fn")
+        ):
+            raise ValueError(
+                "draft_head_dtype must be 'auto', 'float8_e4m3fn' or None, the model's, got "
+                f"{shown(head)}."
+            )
+        if head == "float8_e4m3fn" and way == "probabilistic":
+            raise ValueError(
+                "draft_head_dtype='float8_e4m3fn' scores greedy drafts; probabilistic ones need "
+                "the head's own distribution. Drop one of the two."
             )
         object.__setattr__(self, "num_speculative_tokens", int(drafts))
         object.__setattr__(self, "draft_vocab", _draft_vocab(self.draft_vocab))

@@ -52,7 +52,7 @@ class Float8:
 
     @staticmethod
     def of(weight: Dense) -> "Float8":
-        """The nearest to `weight`; what is not finite becomes NaN."""
+        """The nearest to `weight`, copied; of one that is not finite it may be NaN everywhere."""
         return Float8(*_float8_of(weight.array))
 
     @property
@@ -118,7 +118,7 @@ def to_float8(
     """`array` in float8_e4m3fn, and its scale: a power of two, for all of it or along `axis`.
 
     The largest number becomes one from 128 to 256; the format ends at 448. What is not finite
-    becomes NaN.
+    becomes NaN, and so may what has the same scale.
     """
     numbers = array.astype(jnp.float32)
     _, exponent = jnp.frexp(jnp.max(jnp.abs(numbers), axis, keepdims=axis is not None))

@@ -25,6 +25,12 @@ from jaxspec.speculation import SpeculativeConfig
             },
             "drop the synthetic rates",
         ),
+        ({"draft_head_dtype": "int8"}, "must be 'auto', 'float8_e4m3fn' or None.* got 'int8'"),
+        ({"draft_head_dtype": ["auto"]}, r"draft_head_dtype must be .* got \['auto'\]"),
+        (
+            {"draft_head_dtype": "float8_e4m3fn", "draft_sample_method": "probabilistic"},
+            "scores greedy drafts.* Drop one",
+        ),
         ({"draft_vocab": 0}, "draft_vocab must be an integer of at least 1, got 0"),
         ({"draft_vocab": True}, "draft_vocab must be an integer of at least 1, got True"),
         ({"draft_vocab": []}, "draft_vocab must be .* a list of token ids .* got a list of none"),

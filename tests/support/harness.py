@@ -63,6 +63,7 @@ class Harness:
         vary: bool = False,
         probabilistic: bool = False,
         draft_vocab=None,
+        draft_head_dtype="auto",
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
         steps_per_dispatch: int = 1,
@@ -81,6 +82,7 @@ class Harness:
                 num_speculative_tokens=drafts,
                 draft_sample_method="probabilistic" if probabilistic else "greedy",
                 draft_vocab=draft_vocab,
+                draft_head_dtype=draft_head_dtype,
                 synthetic_acceptance_rates=synthetic,
             )
         self.buckets = StepShapes(

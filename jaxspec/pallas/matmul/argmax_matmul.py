@@ -12,7 +12,7 @@ from jaxspec.weight import Float8, Weight, to_float8
 
 _MIN_ROWS = 8  # of a product in 16 bits
 _MIN_FEATURES = 1024  # the same; below it XLA is as fast
-_CHUNK, _FLOAT8_CHUNK = 64, 128  # features that the kernel takes at once, in 16 bits and in 8
+_DENSE_TILE, _FLOAT8_TILE = (64, 64), (128, 8)  # features and columns that are copied together
 
 
 def argmax_matmul(
@@ -49,7 +49,7 @@ def gains_from_float8(weight: Weight) -> bool:
     """Whether `argmax_matmul` is faster here with `weight` in 8 bits (`Float8.of`)."""
     runs_kernels = dispatch.kernels_here()[1] is None
     is_large = weight.inner >= _MIN_FEATURES and weight.dtype in products.DTYPES
-    return runs_kernels and is_large and _why_not_shape(weight, _FLOAT8_CHUNK) is None
+    return runs_kernels and is_large and _why_not_shape(weight, _FLOAT8_TILE) is None
 
 
 def argmax_matmul_reference(x, weight, forbidden):
@@ -65,19 +65,19 @@ def why_not_kernel(x, weight):
     if isinstance(weight, Float8):
         if x.dtype not in products.DTYPES or rows < 1:
             return f"{rows} rows in {x.dtype} for 8 bits"
-        return _why_not_shape(weight, _FLOAT8_CHUNK)
+        return _why_not_shape(weight, _FLOAT8_TILE)
     if why := products.why_not_dtypes(x, weight):
         return why
     if features < _MIN_FEATURES:
         return f"{features} features"
-    if why := _why_not_shape(weight, _CHUNK):
+    if why := _why_not_shape(weight, _DENSE_TILE):
         return why
     if rows < _MIN_ROWS:  # the last check: rows alone change from program to program
         return f"less than {_MIN_ROWS} rows"
     return None
 
 
-def _why_not_shape(weight, chunk):
-    if weight.inner % chunk or weight.outer % 8:
+def _why_not_shape(weight, tile):
+    if weight.inner % tile[0] or weight.outer % tile[1]:
         return f"a weight of {weight.inner} x {weight.outer}"
     return None

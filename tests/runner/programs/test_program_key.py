@@ -47,6 +47,7 @@ OTHER = [
     {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
     {"probabilistic": True},
     {"draft_vocab": tuple(range(64))},
+    {"draft_head_dtype": "float8_e4m3fn"},
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},
     {"page_size": 8},
