@@ -353,6 +353,18 @@ def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypa
     chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
+def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):
+    matmul = importlib.import_module("benchmarks.kernels.cases.matmul")
+    monkeypatch.setattr(matmul, "_WEIGHTS", 1)
+    monkeypatch.setattr(matmul, "HIDDEN", {"qwen3.5-0.8b": 64, "qwen3.5-9b": 64})
+    monkeypatch.setattr(matmul, "_draw", lambda seed, count, *dims: (jnp.ones(dims, jnp.bfloat16),))
+    in_8_bits = [c for c in matmul.argmax_matmul_cases() if c.about["dtype"] == "float8_e4m3fn"]
+    assert [case.about["rows"] for case in in_8_bits] == 2 * [1, 8, 64, 256]
+    first = in_8_bits[0]
+    assert first.layer_bytes == 64 * 248320 and first.total_bytes == 64 * 248320 + 2 * 64 + 4
+    assert first.run((), 0, *first.operands)[0].tolist() == [0]
+
+
 @pytest.fixture(scope="module")
 def ab(short_model, tmp_path_factory):
     """The A/B of a few generations: its module, what it wrote, and the requests of both arms."""

@@ -130,12 +130,19 @@ def argmax_matmul_cases() -> Iterator[Case]:
         runs = (functools.partial(run, argmax_matmul, 0),) * 2
         for tokens in (1, 8, 64, 256):
             about = model, "draft head", tokens
-            case = _plain_case("argmax_matmul", runs, about, HIDDEN[model], 248320, of=Float8.of)
+            case = _plain_case("argmax_matmul", runs, about, HIDDEN[model], 248320, _in_8_bits)
             yield dataclasses.replace(case, reference=None)  # it copies the weight in float32
 
 
-def _plain_case(name, ops, about, inner, outer, times=1, of=Dense):
-    """The case of `op(x, weight)`, where `x` has `times` as many columns as the weight has rows."""
+def _in_8_bits(array):
+    return Float8.of(Dense(array))
+
+
+def _plain_case(name, ops, about, inner, outer, of=Dense, times=1):
+    """The case of `op(x, weight)`, where `x` has `times` as many columns as the weight has rows.
+
+    `of` makes the weight of its matrix.
+    """
 
     def run(op, weight, index, x):
         return op(x[index], weight)

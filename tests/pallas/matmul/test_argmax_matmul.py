@@ -124,7 +124,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 
 
 def integers(rows, features, ids):
-    """bfloat16 operands that 8 bits hold, and whose sums float32 holds; each column comes twice.
+    """bfloat16 operands that 8 bits hold, and whose sums have 13 bits; each column comes twice.
 
     The last row has a NaN, if there are several.
     """
