@@ -565,6 +565,20 @@ def test_what_a_text_repeats_is_looked_up_and_changes_no_text(embedded_plain):
     assert llm.metrics()["memory_bytes"]["tokens"] > 0
 
 
+def test_drafts_from_a_head_in_8_bits_stand_and_change_no_text(embedded_plain):
+    accepted = []
+    for dtype in (None, "float8_e4m3fn"):
+        llm = LLM(speculative_config={"draft_head_dtype": dtype}, **OPTIONS)
+        outputs = llm.generate(PROMPTS, GREEDY)
+        for output, expected in zip(outputs, embedded_plain.generate(PROMPTS, GREEDY), strict=True):
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        total = jaxspec.RequestMetrics.total([output.metrics for output in outputs])
+        accepted.append(total.mean_acceptance_length)
+    assert accepted[1] > 0.97 * accepted[0]
+    # A byte for each weight of the tied head, and a scale.
+    assert llm.metrics()["memory_bytes"]["proposer_tables"] == 2048 * 160 + 4
+
+
 def test_synthetic_acceptance_gives_its_rates_whatever_the_target_says():
     rates = [0.8, 0.6, 0.45]
     llm = LLM(

@@ -226,6 +226,7 @@ SPECULATION = {
         [None, 9, [1, 2], range(5)],
         lambda v: v is None or is_integer(v, 1, 2**63 - 1) or are_ids(v),
     ),
+    "draft_head_dtype": (["auto", None], is_word("auto", "float8_e4m3fn", None)),
     "draft_sample_method": (["greedy", "probabilistic"], is_word("greedy", "probabilistic")),
     "synthetic_acceptance_rates": ([None], lambda v: v is None),
 }

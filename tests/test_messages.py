@@ -432,6 +432,20 @@ CALLS = [
         "draft_vocab must list an id once, got id 7 2 times.",
     ),
     (
+        lambda llm: SpeculativeConfig.of({"draft_head_dtype": "int8"}),
+        "draft_head_dtype must be 'auto', 'float8_e4m3fn' or None, the model's, got 'int8'.",
+    ),
+    (
+        lambda llm: LLM(
+            speculative_config={
+                "draft_head_dtype": "float8_e4m3fn",
+                "draft_sample_method": "probabilistic",
+            }
+        ),
+        "draft_head_dtype='float8_e4m3fn' scores greedy drafts; probabilistic ones need the head's "
+        "own distribution. Drop one of the two.",
+    ),
+    (
         lambda llm: LLM(speculative_config={"draft_vocab": [3, 2048]}),
         "draft_vocab must lie in the model's vocabulary, ids 0 to 2047, got id 2048. Leave out "
         "what is beyond.",
@@ -501,7 +515,7 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
         "'num_speculative_tokens', 'draft_sample_method', 'synthetic_acceptance_rates', "
-        "'draft_vocab']."
+        "'draft_vocab', 'draft_head_dtype']."
     )
 
 

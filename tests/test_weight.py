@@ -1,10 +1,10 @@
-"""A Dense weight is its array, and costs a program nothing."""
+"""A Dense weight is its array, and costs a program nothing; one in 8 bits is nearly that array."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.weight import Dense
+from jaxspec.weight import Dense, Float8, to_float8
 
 ARRAY = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
 
@@ -26,3 +26,36 @@ def test_a_program_gets_the_array_alone():
     typed = jax.make_jaxpr(product)(jnp.ones((2, 3)), Dense(ARRAY))
     plain = jax.make_jaxpr(lambda x, weight: x @ weight)(jnp.ones((2, 3)), ARRAY)
     assert str(typed) == str(plain)
+
+
+def test_8_bits_are_within_a_16th_down_to_an_8000th_of_the_largest():
+    random = np.random.default_rng(0)
+    sizes = 2.0 ** random.uniform(-13, 0, (40, 50)) * random.choice([-1, 1], (40, 50))
+    dense = jnp.asarray(np.append(sizes, np.ones((40, 1)), axis=1), jnp.float32)
+    weight = Float8.of(Dense(dense))
+    assert (weight.inner, weight.outer, weight.dtype) == (40, 51, jnp.float8_e4m3fn)
+    assert weight.array.shape == (51, 40) and weight.scale.shape == ()
+    np.testing.assert_allclose(weight.dense().array, dense, rtol=2**-4)
+
+
+def test_what_8_bits_have_is_kept_whatever_its_size():
+    """Integers up to 16 have 4 bits."""
+    array = jnp.arange(-16, 17, dtype=jnp.bfloat16).reshape(3, 11)
+    for scale in (1.0, 2.0**-40, 2.0**60):
+        np.testing.assert_array_equal(Float8.of(Dense(array * scale)).dense().array, array * scale)
+    rows = jnp.stack([array[0], array[1] * 2.0**-30, array[2] * 0])
+    in_8_bits, scales = to_float8(rows, axis=1)
+    np.testing.assert_array_equal(in_8_bits.astype(jnp.float32) * scales, rows)
+
+
+def test_columns_in_8_bits_are_those_of_the_weight():
+    weight = Float8.of(Dense(ARRAY))
+    part = weight.columns(jnp.asarray([3, 1, 1]))
+    np.testing.assert_array_equal(part.dense().array, weight.dense().array[:, [3, 1, 1]])
+
+
+def test_what_is_not_finite_is_not_a_number_in_8_bits():
+    array = jnp.asarray([[1.0, jnp.nan], [-jnp.inf, 2.0], [3.0, 4.0]])
+    in_8_bits, _ = to_float8(array, axis=1)
+    is_nan = np.isnan(in_8_bits.astype(jnp.float32))
+    assert is_nan[0, 1] and is_nan[1, 0] and not is_nan[2].any()

@@ -1,11 +1,12 @@
 """The least time that a decode step of a Qwen can take: what must move, and what it computes.
 
 A verify reads the weights of the trunk and the output head once, each draft those of the draft head
-and the columns of the output head that score its vocabulary. A layer with experts reads those that
-some token chose: each expert is as likely as any other, and tokens choose independently. Keys and
-values of the context are read by each attention layer and by each draft. A recurrent layer reads
-its state and writes what it keeps: one after each token (snapshot), or one now and then, with a
-ring of tokens beside it (replay). Left out are norms and logits, and what need not leave the chip.
+and, in 8 bits, the columns of the output head that score its vocabulary. A layer with experts reads
+those that some token chose: each expert is as likely as any other, and tokens choose independently.
+Keys and values of the context are read by each attention layer and by each draft. A recurrent layer
+reads its state and writes what it keeps: one after each token (snapshot), or one now and then, with
+a ring of tokens beside it (replay). Left out are norms and logits, and what need not leave the
+chip.
 """
 
 import math
@@ -75,6 +76,7 @@ def step_bytes(
     context: int,
     drafts: int,
     draft_vocab: int | None = None,
+    draft_head_dtype: str = "float8_e4m3fn",
     emitted: float,
     states: StateConfig,
     dtype: str = "bfloat16",
@@ -88,12 +90,13 @@ def step_bytes(
 
     Convolutions count as engines write them that shift a window; our ring moves two inputs a
     channel less, half a percent of the 9B's floor at 64 rows. `draft_vocab`: tokens that a draft
-    scores; None: all. `emitted`: tokens a row gets on average. `kv_dtype`, `ring_dtype`: None is
-    `dtype`, the states'.
+    scores; None: all. `draft_head_dtype`: of the output head, for drafts. `emitted`: tokens a row
+    gets on average. `kv_dtype`, `ring_dtype`: None is `dtype`, the states'.
     """
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
-    head = head_size(config, rows) + config.hidden_size * (draft_vocab or config.vocab_size)
+    scored = config.hidden_size * (draft_vocab or config.vocab_size)
+    draft = size * head_size(config, rows) + ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
     if config.num_linear_attention_layers:
         sizes = config.part(GatedDeltaNetConfig)
@@ -107,7 +110,7 @@ def step_bytes(
         "kv": attention * kv_token * (rows * (context + width) + prompt_tokens),
         "io": recurrent * io,
         "states": recurrent * state,
-        "drafts": drafts * (size * head + rows * context * kv_token),
+        "drafts": drafts * (draft + rows * context * kv_token),
     }
 
 

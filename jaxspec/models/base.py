@@ -20,7 +20,7 @@ from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
 from jaxspec.pallas import dispatch
-from jaxspec.weight import Weight
+from jaxspec.weight import Dense, Weight
 
 __all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "ModelRecipe", "Selection"]
 
@@ -187,7 +187,8 @@ class Model(nnx.Module, abc.ABC):
     ) -> Float[Array, "n ids"]:
         """float32 scores of the next token, given the trunk's output or the draft head's.
 
-        `columns`: what `lm_head_columns` gave for the ids to score; None: all ids.
+        `columns`: what `lm_head_columns` gave for the ids to score, or a copy of that in 8 bits
+        (`Float8`); None: all ids.
         """
         return self.trunk.lm_head(hidden, columns)
 
@@ -206,8 +207,11 @@ class Model(nnx.Module, abc.ABC):
         """
         return self.trunk.lm_head.greedy_tokens(hidden, forbidden, columns)
 
-    def lm_head_columns(self, ids: Int[Array, " ids"]) -> Weight:
-        """A copy of the part of the output head that scores `ids` (int32, each in range)."""
+    def lm_head_columns(self, ids: Int[Array, " ids"] | None) -> Dense:
+        """A copy of the part of the output head that scores `ids` (int32, each in range).
+
+        None: the head itself.
+        """
         return self.trunk.lm_head.columns(ids)
 
     def checkpoint(self) -> Iterator[Placement]:

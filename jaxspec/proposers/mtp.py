@@ -1,16 +1,20 @@
 """Drafts with the model's own multi-token-prediction head, run K times in a row."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import Pools
 from jaxspec.models.base import DraftHead, Model, Selection
+from jaxspec.pallas.matmul.argmax_matmul import gains_from_float8
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import NO_TOKEN, draw_draft
 from jaxspec.speculation import SpeculativeConfig
-from jaxspec.weight import Weight
+from jaxspec.weight import Float8, Weight
+
+_Tables = tuple[Array | None, Weight] | tuple[()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,40 +29,61 @@ class MTPProposer(Proposer):
 
     With `vocab_ids` each pass scores those tokens alone, by a copy of their columns of the output
     head, which is most of what a draft reads (FR-Spec, arXiv 2502.14856).
+
+    Greedy drafts may be scored by a copy in 8 bits, which has half the bytes: the target verifies
+    them by the head itself. Those that are drawn need the distribution, hence the head.
     """
 
     num_drafts: int
     is_probabilistic: bool = False
     # Ascending; None: all. They are read from the tables, so that proposers share a program.
     vocab_ids: tuple[int, ...] | None = dataclasses.field(default=None, compare=False)
+    head_dtype: Literal["auto", "float8_e4m3fn"] | None = dataclasses.field(
+        default="auto", compare=False
+    )
 
     @classmethod
     def from_config(cls, config: SpeculativeConfig, model: Model) -> "MTPProposer":
-        """A proposer of `config.num_speculative_tokens` drafts."""
+        """A proposer of `config.num_drafts` drafts.
+
+        Raises:
+            ValueError: a draft vocabulary is not the model's, or 8 bits are to give a distribution.
+        """
+        is_drawn = config.draft_sample_method == "probabilistic"
+        if is_drawn and config.options.draft_head_dtype == "float8_e4m3fn":
+            raise ValueError(
+                "draft_head_dtype='float8_e4m3fn' scores greedy drafts; probabilistic ones need "
+                "the head's own distribution. Drop one of the two."
+            )
         return cls(
             num_drafts=config.num_drafts,
-            is_probabilistic=config.draft_sample_method == "probabilistic",
+            is_probabilistic=is_drawn,
             vocab_ids=config.options.draft_ids(model.vocab_size),
+            head_dtype=config.options.draft_head_dtype,
         )
 
-    def init_tables(
-        self, model: Model, drafter: Model | None = None
-    ) -> tuple[Array, Weight] | tuple[()]:
-        """The ids and their columns of the output head, gathered once.
+    def init_tables(self, model: Model, drafter: Model | None = None) -> _Tables:
+        """The ids (None: all) and their columns of the output head, copied once.
 
-        In each step the gather would cost what it saves.
+        In each step the copy would cost what it saves. There are none for the head as it is.
         """
-        if self.vocab_ids is None:
-            return ()
-        ids = jnp.asarray(self.vocab_ids, jnp.int32)
-        return ids, model.lm_head_columns(ids)
+        ids = None if self.vocab_ids is None else jnp.asarray(self.vocab_ids, jnp.int32)
+        columns = model.lm_head_columns(ids)
+        if self._takes_float8(columns):
+            return ids, Float8.of(columns)
+        return () if ids is None else (ids, columns)
+
+    def _takes_float8(self, columns: Weight) -> bool:
+        if self.is_probabilistic or self.head_dtype is None:
+            return False
+        return self.head_dtype == "float8_e4m3fn" or gains_from_float8(columns)
 
     def propose(
         self,
         model: Model,
         inputs: DraftInputs,
         pools: Pools,
-        tables: tuple[Array, Weight] | tuple[()],
+        tables: _Tables,
     ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`. ValueError if the model has no draft head."""
         head = _head_of(model)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxspec.checks import integer, is_integer, items, shown
 
@@ -19,15 +19,27 @@ class MTPOptions:
     merges first, and what ends a text last. A draft reads only these columns of the output head.
     The target still scores every token, so no output changes; where drafts are drawn, its
     distribution does not.
+    `draft_head_dtype`: what greedy drafts are scored in: "float8_e4m3fn" is a copy of the output
+    head, which has half of bfloat16's bytes; None is the head itself; "auto" is the copy where it
+    is faster, on a GPU with kernels. No output changes by it: the target scores with the head.
     """
 
     draft_vocab: int | Sequence[int] | None = None
+    draft_head_dtype: Literal["auto", "float8_e4m3fn"] | None = "auto"
     num_drafts: ClassVar[int] = 3
     has_distribution: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the ids, and keep them as Python's own types."""
         object.__setattr__(self, "draft_vocab", _draft_vocab(self.draft_vocab))
+        head = self.draft_head_dtype
+        if head is not None and (
+            not isinstance(head, str) or head not in ("auto", "float8_e4m3fn")
+        ):
+            raise ValueError(
+                "draft_head_dtype must be 'auto', 'float8_e4m3fn' or None, the model's, got "
+                f"{shown(head)}."
+            )
 
     def draft_ids(self, vocab_size: int) -> tuple[int, ...] | None:
         """The ids that may be drafted, ascending; None: all `vocab_size` of them.

@@ -236,6 +236,19 @@ def test_a_draft_vocabulary_never_changes_output():
         assert engine.runner.memory()["proposer_tables"] == 64 * (64 + 1) * 4
 
 
+def test_a_draft_head_in_8_bits_never_changes_output():
+    """Laws 1, 3 and 4, with drafts from a copy of the head that is rounded, or of a part of it."""
+    for depth, chunk, vocab in ((0, 7, None), (2, 64, SOME_IDS)):
+        engine = harness(
+            "qwen3_5", "mtp", 3, SAMPLED, max_in_flight=depth, chunk=chunk,
+            options=MTPOptions(vocab, "float8_e4m3fn"),
+        )  # fmt: skip
+        assert run_with_arrivals(engine, SAMPLED, depth).check() <= 1
+        # A scale, and for each id a column of 64 bytes, and itself where they are chosen.
+        ids, own = (264, 0) if vocab is None else (64, 4)
+        assert engine.runner.memory()["proposer_tables"] == 4 + ids * (64 + own)
+
+
 @pytest.mark.parametrize(
     "method, drafts, params, options",
     [

@@ -3,6 +3,7 @@
 import itertools
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from safetensors import safe_open
 
 from jaxspec.models.layers.mtp_head import MTPHead
 from jaxspec.models.qwen3_5 import Qwen3_5
-from jaxspec.proposers import DraftInputs, make_proposer
+from jaxspec.pallas import dispatch
+from jaxspec.proposers import DraftInputs, make_proposer, mtp
 from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.speculation.mtp import MTPOptions
+from jaxspec.weight import Dense, Float8
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,46 @@ def test_the_tables_hold_the_ids_and_their_part_of_the_head():
     assert proposer == others and hash(proposer) == hash(others)  # one program for both
     whole = make_proposer(SpeculativeConfig(options=MTPOptions(264)), qwen)
     assert whole.init_tables(qwen) == ()
+
+
+@pytest.mark.parametrize("vocab", [None, SHUFFLED], ids=["all", "listed"])
+def test_a_head_in_8_bits_is_a_copy_that_scores_greedy_drafts(vocab):
+    qwen = model("qwen3_5")
+    config = SpeculativeConfig(options=MTPOptions(vocab, "float8_e4m3fn"))
+    ids, head = make_proposer(config, qwen).init_tables(qwen)
+    assert isinstance(head, Float8)
+    of = np.arange(264) if vocab is None else np.asarray(ids)
+    weight = np.asarray(qwen.trunk.lm_head.weight[...])[:, of]
+    np.testing.assert_allclose(head.dense().array, weight, rtol=2**-4, atol=abs(weight).max() / 1e5)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, len(weight))), jnp.float32)
+    tokens = qwen.greedy_tokens(hidden, jnp.zeros((ROWS, 0), jnp.int32), head)
+    np.testing.assert_array_equal(tokens, np.argmax(hidden @ head.dense().array, axis=1))
+
+
+def test_8_bits_give_no_distribution():
+    config = {"draft_head_dtype": "float8_e4m3fn", "draft_sample_method": "probabilistic"}
+    with pytest.raises(ValueError, match="scores greedy drafts.* Drop one"):
+        make_proposer(SpeculativeConfig.of(config), model("qwen3_5"))
+
+
+def test_8_bits_are_chosen_where_they_are_faster(monkeypatch):
+    """Where kernels run, for a large head of a model in 16 bits, and for greedy drafts."""
+    gains = mtp.gains_from_float8
+    large = Dense(jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16))
+    assert not gains(large)  # on a CPU
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
+    assert gains(large)
+    for shape, dtype in (
+        ((1024, 4096), "float32"),
+        ((512, 4096), "bfloat16"),
+        ((1024, 9), "bfloat16"),
+    ):
+        assert not gains(Dense(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))))
+    monkeypatch.setattr(mtp, "gains_from_float8", lambda weight: True)
+    qwen = model("qwen3_5")
+    assert isinstance(make_proposer(SpeculativeConfig(), qwen).init_tables(qwen)[1], Float8)
+    for other in ({"draft_head_dtype": None}, {"draft_sample_method": "probabilistic"}):
+        assert make_proposer(SpeculativeConfig.of(other), qwen).init_tables(qwen) == ()
 
 
 def test_a_model_without_the_head_is_refused():

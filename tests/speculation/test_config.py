@@ -25,6 +25,8 @@ from jaxspec.speculation import SpeculativeConfig
             },
             "drop the synthetic rates",
         ),
+        ({"draft_head_dtype": "int8"}, "must be 'auto', 'float8_e4m3fn' or None.* got 'int8'"),
+        ({"draft_head_dtype": ["auto"]}, r"draft_head_dtype must be .* got \['auto'\]"),
         ({"draft_vocab": 0}, "draft_vocab must be an integer of at least 1, got 0"),
         ({"draft_vocab": True}, "draft_vocab must be an integer of at least 1, got True"),
         ({"draft_vocab": []}, "draft_vocab must be .* a list of token ids .* got a list of none"),

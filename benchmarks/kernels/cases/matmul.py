@@ -1,5 +1,6 @@
 """The cases of the products of up to 256 rows, and what a step runs without their kernels."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.row import MAX_STOP_IDS
-from jaxspec.weight import Dense
+from jaxspec.weight import Dense, Float8
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
 _VALUES = _SHAPE.value_heads * _SHAPE.value_dim
@@ -126,13 +127,25 @@ def argmax_matmul_cases() -> Iterator[Case]:
             runs = [functools.partial(run, op, num_forbidden) for op in ops]
             for tokens in (16, 64, 128, 256, 1024):
                 yield _plain_case("argmax_matmul", runs, (model, name, tokens), HIDDEN[model], ids)
+        runs = (functools.partial(run, argmax_matmul, 0),) * 2
+        for tokens in (1, 8, 64, 256):
+            about = model, "draft head", tokens
+            case = _plain_case("argmax_matmul", runs, about, HIDDEN[model], 248320, _in_8_bits)
+            yield dataclasses.replace(case, reference=None)  # it copies the weight in float32
 
 
-def _plain_case(name, ops, about, inner, outer, times=1):
-    """The case of `op(x, weight)`, where `x` has `times` as many columns as the weight has rows."""
+def _in_8_bits(array):
+    return Float8.of(Dense(array))
+
+
+def _plain_case(name, ops, about, inner, outer, of=Dense, times=1):
+    """The case of `op(x, weight)`, where `x` has `times` as many columns as the weight has rows.
+
+    `of` makes the weight of its matrix.
+    """
 
     def run(op, weight, index, x):
-        return op(x[index], Dense(weight))
+        return op(x[index], weight)
 
     x = _draw(0, INPUTS, about[2], times * inner)
     weight = jax.ShapeDtypeStruct((inner, outer), _DTYPE)
@@ -144,6 +157,7 @@ def _plain_case(name, ops, about, inner, outer, times=1):
         (inner, outer),
         (x,),
         x[0].nbytes + output.size * output.dtype.itemsize,
+        of,
     )
 
 
@@ -178,12 +192,13 @@ def _draw(seed, count, *dims):
     return tuple(jax.random.normal(key, dims).astype(_DTYPE) for key in keys)
 
 
-def _case(op, about, run, reference, weight, operands, other_bytes):
+def _case(op, about, run, reference, weight, operands, other_bytes, of=lambda array: array):
     """A case without a pool: each array in one would cost the host more than a kernel takes."""
     model, name, tokens = about
-    size = 2 * weight[0] * weight[1]
     # There are so many weights that no call finds its own in the cache.
-    weights = tuple(w * weight[0] ** -0.5 for w in _draw(2, -(-_WEIGHTS // size), *weight))
+    count = -(-_WEIGHTS // (weight[0] * weight[1]))
+    weights = tuple(of(w * weight[0] ** -0.5) for w in _draw(2, count, *weight))
+    array, *_ = jax.tree.leaves(weights[0])
 
     def with_pool(run, pool, layer, weights, *operands):
         return run(weights[layer % len(weights)], layer % INPUTS, *operands), pool
@@ -195,15 +210,15 @@ def _case(op, about, run, reference, weight, operands, other_bytes):
             "product": name,
             "features": weight[0],
             "columns": weight[1],
-            "dtype": jnp.dtype(_DTYPE).name,
+            "dtype": array.dtype.name,
             "rows": tokens,
         },
         run=functools.partial(with_pool, run),
         reference=functools.partial(with_pool, reference),
         pool=lambda layers: (),
-        layer_bytes=size,
+        layer_bytes=array.nbytes,
         operands=(weights, *operands),
-        total_bytes=size + other_bytes,
+        total_bytes=array.nbytes + other_bytes,
         calls=MANY,
         writes=False,
     )

@@ -115,7 +115,7 @@ class LMHead(nnx.Module):
         self.weight = declare((hidden_size, vocab_size), dtype)
 
     @property
-    def operand(self) -> Weight:
+    def operand(self) -> Dense:
         """The weight as ops take it."""
         return Dense(self.weight[...])
 
@@ -138,9 +138,12 @@ class LMHead(nnx.Module):
         """
         return argmax_matmul(hidden, self.operand if columns is None else columns, forbidden)
 
-    def columns(self, ids: Int[Array, " ids"]) -> Weight:
-        """The part of the head that scores `ids` (int32, each in range), copied."""
-        return self.operand.columns(ids)
+    def columns(self, ids: Int[Array, " ids"] | None) -> Dense:
+        """The part of the head that scores `ids` (int32, each in range), copied; None: all of it.
+
+        All of it is the head itself.
+        """
+        return self.operand if ids is None else self.operand.columns(ids)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         """The embeddings of `tokens`; ids out of range are clamped."""

@@ -7,6 +7,9 @@ half of the rows. Four threads hold a row's scores, so the best of them takes tw
 Every tile of columns reads the rows again. With more than 128 rows that is more than the L2 cache
 gives, so two neighbouring blocks with the same rows form a cluster: each copies half of a chunk's
 rows to both.
+
+In 8 bits a chunk has twice the features, and the weight lies the other way: tensor cores take bytes
+only with a row's features side by side.
 """
 
 import dataclasses
@@ -20,22 +23,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, tensor_cores
-from jaxspec.pallas.gpu.tensor_cores import CHUNK
 from jaxspec.pallas.matmul.scores import NO_COLUMN, NO_TOKEN, PartialArgmax, combine
+from jaxspec.weight import Float8
 
 _BLOCK_N = 128  # columns of a tile
+_CHUNK_BYTES = 128  # of a row or a column in a chunk: a row of a swizzled tile
 _REGISTERS = 232, 40  # of a thread that multiplies (with two warpgroups), and of one that copies
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @functools.partial(jax.jit, static_argnames=("cluster", "interpret"))
 def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
-    """`argmax_matmul`; `weight` is the array of a `Dense`.
+    """`argmax_matmul`, for `x` in the dtype of `weight`.
 
     `cluster` is the number of blocks that share their rows, and `interpret` has parameters of
     Mosaic's interpreter, which cannot copy to several blocks.
     """
-    (rows, _), ids = x.shape, weight.shape[1]
+    rows, ids = x.shape[0], weight.outer
     cluster = cluster or (2 if rows > 128 else 1)  # up to 128 rows cost little to read again
     # The blocks of a cluster copy the same number of rows each, in groups of 8.
     x = jnp.pad(x, ((0, -rows % (8 * cluster)), (0, 0)))
@@ -43,14 +47,14 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
     out = functools.partial(jax.ShapeDtypeStruct, (tiling.teams * cluster, tiling.padded))
 
     def body(x, weight, forbidden, low, high, score, column, nearest, **scratch):
-        operands = _Operands(x, weight, forbidden, low, high)
+        operands = _Operands(x, weight, forbidden, low, high, ids)
         _block(tiling, operands, PartialArgmax(score, column, nearest), _Buffers(**scratch))
 
     kernel = plgpu.kernel(
         body,
         kernel_name="argmax_matmul",
         out_type=(out(jnp.float32), out(jnp.int32), out(jnp.float32)),
-        scratch_types=tiling.scratch(x.dtype),
+        scratch_types=tiling.scratch(),
         grid=(tiling.teams * tiling.row_tiles,),
         grid_names=("team",),
         cluster=(cluster,),
@@ -64,7 +68,7 @@ def argmax_matmul_kernel(x, weight, forbidden, *, cluster=None, interpret=None):
         **({} if interpret is None else {"interpret": interpret}),
     )
     table, low, high = _forbidden_table(forbidden, ids, tiling.padded)
-    parts = PartialArgmax(*kernel(x, weight, table, low, high))
+    parts = PartialArgmax(*kernel(x, weight.array, table, low, high))
     return combine(parts, axis=0)[:rows]
 
 
@@ -90,6 +94,7 @@ class _Operands(NamedTuple):
     forbidden: Any  # the table, and its bounds
     low: Any
     high: Any
+    ids: int  # columns of the weight
 
 
 class _Buffers(NamedTuple):
@@ -113,19 +118,29 @@ class _Tiling:
     teams: int  # clusters that share a tile of rows
     cluster: int
     inner: int
+    dtype: Any
+    by_column: bool  # the weight is `[ids, inner]`
     stages: int  # of the ring
 
     @staticmethod
     def of(rows, weight, cluster):
-        inner, ids = weight.shape
         warpgroups, of_warpgroup = min(2, pl.cdiv(rows, 64)), 64 if rows <= 128 else 128
         row_tiles = pl.cdiv(rows, warpgroups * of_warpgroup)
-        column_tiles = pl.cdiv(ids, cluster * _BLOCK_N)
+        column_tiles = pl.cdiv(weight.outer, cluster * _BLOCK_N)
         teams = min(max(1, device.MULTIPROCESSORS // cluster // row_tiles), column_tiles)
-        stages = device.room(1) // (2 * CHUNK * (warpgroups * of_warpgroup + _BLOCK_N))
-        copied = min(warpgroups * of_warpgroup, rows)
+        stages = device.room(1) // (_CHUNK_BYTES * (warpgroups * of_warpgroup + _BLOCK_N))
         return _Tiling(
-            copied, of_warpgroup, warpgroups, row_tiles, column_tiles, teams, cluster, inner, stages
+            copied=min(warpgroups * of_warpgroup, rows),
+            rows=of_warpgroup,
+            warpgroups=warpgroups,
+            row_tiles=row_tiles,
+            column_tiles=column_tiles,
+            teams=teams,
+            cluster=cluster,
+            inner=weight.inner,
+            dtype=weight.dtype,
+            by_column=isinstance(weight, Float8),
+            stages=stages,
         )
 
     @property
@@ -139,15 +154,25 @@ class _Tiling:
         return self.row_tiles * self.tile
 
     @property
+    def chunk(self) -> int:
+        """Features of a chunk."""
+        return _CHUNK_BYTES // self.dtype.itemsize
+
+    @property
     def chunks(self) -> int:
         """Chunks of the features."""
-        return self.inner // CHUNK
+        return self.inner // self.chunk
 
-    def scratch(self, dtype) -> dict[str, Any]:
+    def part(self, features, columns) -> tuple[Any, Any]:
+        """The index of such a part in the weight."""
+        return (columns, features) if self.by_column else (features, columns)
+
+    def scratch(self) -> dict[str, Any]:
         """The ring, as tensor cores read it, and its barriers: the fields of `_Buffers`."""
+        of_weight = self.part(self.chunk, _BLOCK_N)
         return {
-            "tokens": tensor_cores.tile(self.stages, self.tile, CHUNK, dtype=dtype),
-            "ring": tensor_cores.tile(self.stages, CHUNK, _BLOCK_N, dtype=dtype),
+            "tokens": tensor_cores.tile(self.stages, self.tile, self.chunk, dtype=self.dtype),
+            "ring": tensor_cores.tile(self.stages, *of_weight, dtype=self.dtype),
             "filled": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             # A chunk's rows go to all blocks of a cluster, so all must be done with the stage.
             "freed": plgpu.ClusterBarrier(
@@ -179,13 +204,13 @@ def _block(tiling, operands, out, buffers):
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
         offset = warpgroup * tiling.rows
         rows, of_tile = pl.ds(first_row + offset, tiling.rows), pl.ds(offset, tiling.rows)
-        low, high, ids = operands.low[0], operands.high[0], operands.weight.shape[1]
+        low, high = operands.low[0], operands.high[0]
         tokens = buffers.tokens.at[:, of_tile]
         forbidden = operands.forbidden.at[:, rows]
 
         def step(i, best):
             scores = _multiply(tiling, count, i, buffers._replace(tokens=tokens))
-            scores = _mask(scores, column(i), forbidden, (low, high, ids))
+            scores = _mask(scores, column(i), forbidden, (low, high, operands.ids))
             return _update(best, scores, column(i))
 
         def full(value, dtype):
@@ -206,11 +231,11 @@ def _copy(tiling, count, column, first_row, operands, buffers):
 
     def fetch(j):
         stage = lax.rem(j, tiling.stages)
-        chunk = pl.ds(lax.rem(j, tiling.chunks) * CHUNK, CHUNK)
+        chunk = pl.ds(lax.rem(j, tiling.chunks) * tiling.chunk, tiling.chunk)
         columns = pl.ds(column(lax.div(j, tiling.chunks)), _BLOCK_N)
         filled = buffers.filled.at[stage]
         pl.when(j >= tiling.stages)(lambda: plgpu.barrier_wait(buffers.freed.at[stage]))
-        part = operands.weight.at[chunk, columns]
+        part = operands.weight.at[tiling.part(chunk, columns)]
         plgpu.copy_gmem_to_smem(part, buffers.ring.at[stage], filled)
         rows = operands.x.at[pl.ds(first_row, tiling.copied), chunk]
         to_rows = buffers.tokens.at[stage, : tiling.copied]
@@ -239,7 +264,9 @@ def _multiply(tiling, count, tile, buffers):
             j = first + i
             stage = lax.rem(j, tiling.stages)
             plgpu.barrier_wait(buffers.filled.at[stage])
-            plgpu.wgmma(sums, buffers.tokens.at[stage], buffers.ring.at[stage])
+            weight = buffers.ring.at[stage]
+            weight = weight.transpose((1, 0)) if tiling.by_column else weight
+            plgpu.wgmma(sums, buffers.tokens.at[stage], weight)
             plgpu.wgmma_wait(1)  # the product of the chunk before this one is done
             release(jnp.where(i > 0, j - 1, -1))
 

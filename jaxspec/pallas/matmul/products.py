@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec import device
-from jaxspec.weight import Weight
+from jaxspec.weight import Float8, Weight
 
 BLOCK_N = 64  # columns of the weight that one product of a block takes: the M of wgmma
 DTYPES = jnp.bfloat16, jnp.float16  # the dtypes that tensor cores multiply without a conversion
@@ -21,7 +21,11 @@ def matmul(
     On a GPU one row becomes two equal rows. XLA turns a product with a single row into
     multiplications and sums, and writes some of the multiplications to memory; a product of two
     rows is a matrix product, which reads the weight once.
+
+    A weight in 8 bits is multiplied in float32, as a copy.
     """
+    if isinstance(weight, Float8):
+        return matmul(x.astype(jnp.float32), weight.dense()).astype(dtype or x.dtype)
     rows = x.shape[0]
     if rows == 1 and device.default_device().platform == "gpu":
         x = jnp.broadcast_to(x, (2, x.shape[1]))

@@ -1,4 +1,4 @@
-"""argmax_matmul against NumPy in float64."""
+"""argmax_matmul against NumPy in float64; in 8 bits, of operands that these hold exactly."""
 
 import functools
 
@@ -8,10 +8,14 @@ import pytest
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
+from jaxspec.pallas.matmul.argmax_matmul import (
+    argmax_matmul,
+    argmax_matmul_reference,
+    why_not_kernel,
+)
 from jaxspec.pallas.matmul.scores import NO_TOKEN
 from jaxspec.row import MAX_STOP_IDS
-from jaxspec.weight import Dense
+from jaxspec.weight import Dense, Float8, to_float8
 
 INF, NAN = np.inf, np.nan
 ROWS, FEATURES, IDS = 7, 16, 333
@@ -114,9 +118,71 @@ def test_the_kernel_equals_the_oracle_without_races(
     monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
     x, weight, forbidden = operands(rows, features, ids, num_forbidden)
     kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
-    tokens = kernel(x, weight, jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
+    tokens = kernel(x, Dense(weight), jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
     np.testing.assert_array_equal(tokens, oracle(x, weight, forbidden))
     assert not get_races().races_found
+
+
+def integers(rows, features, ids):
+    """bfloat16 operands that 8 bits hold, and whose sums have 13 bits; each column comes twice.
+
+    The last row has a NaN, if there are several.
+    """
+    random = np.random.default_rng(rows)
+    x, half = random.integers(-4, 5, (rows, features)), random.integers(-4, 5, (features, ids // 2))
+    x, weight = x.astype(np.float32), np.concatenate([half, half], axis=1)
+    x[1:][-1:, 3] = NAN
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "num_forbidden"), [(1, 0), (ROWS, 2)])
+def test_in_8_bits_it_is_the_argmax_of_the_rounded_weight(rows, num_forbidden):
+    random = np.random.default_rng(rows)
+    x, dense = random.normal(size=(rows, FEATURES)), random.normal(size=(FEATURES, IDS))
+    x, dense = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dense, jnp.bfloat16)
+    weight, forbidden = Float8.of(Dense(dense)), np.full((rows, num_forbidden), -1)
+    rounded = weight.dense().array
+    for i in range(num_forbidden + 1):
+        tokens = argmax_matmul(x, weight, jnp.asarray(forbidden, jnp.int32))
+        np.testing.assert_array_equal(tokens, oracle(x, rounded, forbidden))
+        forbidden[:, i : i + 1] = np.asarray(tokens)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "ids", "num_forbidden"),
+    [(1, 384, 328, 0), (72, 256, 328, 2), (150, 128, 136, 1)],
+)
+def test_the_kernel_in_8_bits_equals_the_oracle_without_races(
+    interpreter, monkeypatch, rows, features, ids, num_forbidden
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
+
+    monkeypatch.setattr(device, "MULTIPROCESSORS", 2)
+    x, dense = integers(rows, features, ids)
+    forbidden = np.full((rows, num_forbidden), -1)
+    for i in range(num_forbidden):
+        forbidden[::2, i] = oracle(x, dense, forbidden)[::2]
+    weight, (in_8_bits, _) = Float8.of(Dense(dense)), to_float8(x, axis=1)
+    kernel = functools.partial(argmax_matmul_kernel.__wrapped__, cluster=1)
+    tokens = kernel(in_8_bits, weight, jnp.asarray(forbidden, jnp.int32), interpret=interpreter)
+    np.testing.assert_array_equal(tokens, oracle(x, dense, forbidden))
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 8, 64, 72, 128, 136, 200, 256, 260])
+@pytest.mark.parametrize(("features", "ids"), [(128, 136), (1024, 41024), (4096, 41032)])
+def test_on_a_gpu_the_op_in_8_bits_equals_the_oracle(features, ids, rows):
+    dispatch._chosen.pop("argmax_matmul", None)
+    x, dense = integers(rows, features, ids)
+    weight, forbidden = Float8.of(Dense(dense)), np.full((rows, 1), -1)
+    for _ in range(2):
+        tokens = argmax_matmul(x, weight, jnp.asarray(forbidden, jnp.int32))
+        np.testing.assert_array_equal(tokens, oracle(x, dense, forbidden))
+        forbidden[::2, 0] = np.asarray(tokens)[::2]
+    assert dispatch.implementations()["argmax_matmul"] == ("kernel",)
 
 
 @pytest.mark.gpu
@@ -160,6 +226,24 @@ def test_scores_are_not_rounded_to_the_operands_dtype():
     """256 and 257 are the same number in bfloat16."""
     weight = jnp.asarray([[256, 256], [0, 1]], jnp.bfloat16)
     assert check(jnp.ones((1, 2), jnp.bfloat16), weight, np.zeros((1, 0))) == [1]
+
+
+@pytest.mark.parametrize(
+    ("weight", "takes"),
+    [
+        (Dense(jnp.zeros((1024, 64), jnp.bfloat16)), True),
+        (Dense(jnp.zeros((1024, 72), jnp.bfloat16)), False),  # tiles have 64 columns
+        (Float8(jnp.zeros((72, 1024), jnp.float8_e4m3fn), jnp.ones(())), True),
+        (Float8(jnp.zeros((76, 1024), jnp.float8_e4m3fn), jnp.ones(())), False),
+        (Float8(jnp.zeros((72, 1088), jnp.float8_e4m3fn), jnp.ones(())), False),
+    ],
+)
+def test_the_kernel_takes_whole_tiles(weight, takes):
+    x = jnp.zeros((8, weight.inner), jnp.bfloat16)
+    assert (why_not_kernel(x, weight) is None) == takes
+    one, none = x[:1], x[:0]  # one row has no kernel in 16 bits
+    assert (why_not_kernel(one, weight) is None) == (takes and isinstance(weight, Float8))
+    assert why_not_kernel(none, weight) and why_not_kernel(x.astype(jnp.float32), weight)
 
 
 def test_a_weight_for_other_features_is_refused():

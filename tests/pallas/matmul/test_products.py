@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.pallas.matmul.products import check_gate_up, check_inner, matmul, silu_and_mul
-from jaxspec.weight import Dense
+from jaxspec.weight import Dense, Float8
 
 
 def run_on(monkeypatch, platform):
@@ -24,6 +24,19 @@ def test_a_product_has_as_many_rows_as_its_operand_on_any_device(monkeypatch, pl
     assert y.dtype == jnp.float32 and y.shape == (rows, 8)
     rounded = (np.asarray(jnp.asarray(z, jnp.bfloat16), np.float64) for z in (x, weight))
     np.testing.assert_allclose(y, np.matmul(*rounded), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_a_weight_in_8_bits_is_multiplied_as_it_is_rounded(dtype):
+    rng = np.random.default_rng(0)
+    x, dense = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((3, 32), (32, 8)))
+    weight = Float8.of(Dense(dense))
+    y = matmul(x, weight, dtype)
+    assert y.dtype == (dtype or x.dtype)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight.dense().array, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), expected, rtol=2**-8 if dtype is None else 1e-5, atol=1e-5
+    )
 
 
 def test_no_product_on_a_gpu_has_one_row(monkeypatch):

@@ -17,7 +17,7 @@ from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, 
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.row import MAX_STOP_IDS
-from jaxspec.weight import Dense
+from jaxspec.weight import Dense, Float8
 
 OPTIMIZED = True  # as for a user
 EPS = 1e-6
@@ -138,3 +138,27 @@ def test_argmax_matmul(h200, monkeypatch, capfd, features, tokens, ids, num_forb
     operands = x, Dense(weight), array(tokens, num_forbidden, dtype=jnp.int32)
     compiled = compile_for(h200, monkeypatch, argmax_matmul, operands)
     assert_lean(compiled, capfd.readouterr().out, between=tokens * ids / 8)
+
+
+@pytest.mark.parametrize(
+    ("features", "tokens", "ids"),
+    [
+        *((4096, tokens, 248320) for tokens in (1, 8, 64, 128, 136, 256)),
+        (1024, 64, 248320),
+        (5120, 64, 248320),
+        (4096, 8, 16376),
+    ],
+)
+def test_argmax_matmul_in_8_bits(h200, monkeypatch, capfd, features, tokens, ids):
+    """Neither the scores nor the weight in another dtype are written to memory."""
+    x = array(tokens, features, dtype=jnp.bfloat16)
+    weight = Float8(array(ids, features, dtype=jnp.float8_e4m3fn), array())
+    operands = x, weight, array(tokens, 0, dtype=jnp.int32)
+    compiled = compile_for(h200, monkeypatch, argmax_matmul, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=max(2**20, tokens * ids / 8))
+
+
+def test_a_weight_becomes_8_bits_without_a_copy_in_others(h200, monkeypatch):
+    weight = Dense(array(4096, 248320, dtype=jnp.bfloat16))
+    compiled = compile_for(h200, monkeypatch, Float8.of, (weight,))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -10,6 +10,8 @@ from harness import REPLAY, Harness
 from jaxspec.plan import Program
 from jaxspec.runner.programs import program_key
 from jaxspec.sampler import GREEDY, SAMPLED
+from jaxspec.speculation.draft_model import DraftModelOptions
+from jaxspec.speculation.mtp import MTPOptions
 
 FIRST = Program(4, 0, GREEDY)
 
@@ -46,7 +48,10 @@ OTHER = [
     {"accuracy": (0.5,), "continuations": [(1, 2)]},
     {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
     {"probabilistic": True},
-    {"draft_vocab": tuple(range(64))},
+    {"options": MTPOptions(tuple(range(64)))},
+    {"options": MTPOptions(draft_head_dtype="float8_e4m3fn")},
+    {"method": "ngram"},
+    {"method": "draft_model", "drafter": "llama", "options": DraftModelOptions("a")},
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},
     {"page_size": 8},
@@ -55,6 +60,7 @@ OTHER = [
     {"kv_dtype": jnp.dtype("bfloat16")},
     {"decode_rows": (2, 4)},
     {"program": dataclasses.replace(FIRST, num_steps=2)},
+    {"program": dataclasses.replace(FIRST, num_drafts=1)},
     {"program": dataclasses.replace(FIRST, sampler=SAMPLED)},
 ]
 
