@@ -22,6 +22,9 @@ class SpeculativeConfig:
     distribution does not.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
+    `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
+    (Leviathan et al. 2023), and "block" all together (Sun et al. 2024, arXiv 2403.10444). The
+    output has the same distribution, and with "block" as many drafts stand, or more.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
     says. Lossy: for speed benchmarks only.
     """
@@ -31,6 +34,7 @@ class SpeculativeConfig:
     draft_vocab: int | Sequence[int] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
+    rejection_sample_method: Literal["standard", "block"] = "standard"
 
     def __post_init__(self) -> None:
         """Check methods, widths, ids and rates, and keep them as Python's own types."""
@@ -48,6 +52,7 @@ class SpeculativeConfig:
             raise ValueError(
                 f"draft_sample_method must be 'greedy' or 'probabilistic', got {shown(way)}."
             )
+        _check_rejection(self.rejection_sample_method, way)
         object.__setattr__(self, "num_speculative_tokens", int(drafts))
         object.__setattr__(self, "draft_vocab", _draft_vocab(self.draft_vocab))
         rates = _rates(self.synthetic_acceptance_rates, int(drafts))
@@ -129,6 +134,19 @@ class SpeculativeConfig:
                 "speculative_config=None, or --num-speculative-tokens 0 to the command."
             )
         return config
+
+
+def _check_rejection(method: Any, draft_sample_method: str) -> None:
+    if not isinstance(method, str) or method not in ("standard", "block"):
+        raise ValueError(
+            f"rejection_sample_method must be 'standard' or 'block', got {shown(method)}."
+        )
+    if method == "block" and draft_sample_method != "probabilistic":
+        raise ValueError(
+            "rejection_sample_method 'block' judges drafts that are drawn, and draft_sample_method "
+            f"is {shown(draft_sample_method)}. Pass draft_sample_method='probabilistic', or keep "
+            "'standard': drafts that are not drawn it verifies exactly."
+        )
 
 
 def _draft_vocab(vocab: Any) -> int | tuple[int, ...] | None:

@@ -224,6 +224,7 @@ SPECULATION = {
     ),
     "draft_sample_method": (["greedy", "probabilistic"], is_word("greedy", "probabilistic")),
     "synthetic_acceptance_rates": ([None], lambda v: v is None),
+    "rejection_sample_method": (["standard"], is_word("standard")),
 }
 
 

@@ -492,7 +492,7 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
         "'num_speculative_tokens', 'draft_vocab', 'draft_sample_method', "
-        "'synthetic_acceptance_rates']."
+        "'synthetic_acceptance_rates', 'rejection_sample_method']."
     )
 
 

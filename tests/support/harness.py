@@ -62,6 +62,7 @@ class Harness:
         continuations=(),
         vary: bool = False,
         probabilistic: bool = False,
+        rejection: str = "standard",
         draft_vocab=None,
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
@@ -80,6 +81,7 @@ class Harness:
             speculation = SpeculativeConfig(
                 num_speculative_tokens=drafts,
                 draft_sample_method="probabilistic" if probabilistic else "greedy",
+                rejection_sample_method=rejection,
                 draft_vocab=draft_vocab,
                 synthetic_acceptance_rates=synthetic,
             )

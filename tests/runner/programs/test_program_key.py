@@ -46,6 +46,7 @@ OTHER = [
     {"accuracy": (0.5,), "continuations": [(1, 2)]},
     {"accuracy": (0.5,), "continuations": [(1, 2)], "vary": True},
     {"probabilistic": True},
+    {"probabilistic": True, "rejection": "block"},
     {"draft_vocab": tuple(range(64))},
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},
