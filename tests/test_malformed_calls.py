@@ -229,6 +229,7 @@ SPECULATION = {
     "draft_head_dtype": (["auto", None], is_word("auto", "float8_e4m3fn", None)),
     "draft_sample_method": (["greedy", "probabilistic"], is_word("greedy", "probabilistic")),
     "synthetic_acceptance_rates": ([None], lambda v: v is None),
+    "rejection_sample_method": (["standard"], is_word("standard")),
 }
 
 

@@ -514,8 +514,8 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
         SpeculativeConfig.of({"drafts": 3})
     assert str(caught.value) == (
         "Unknown keys ['drafts'] in speculative_config; known are ['method', "
-        "'num_speculative_tokens', 'draft_sample_method', 'synthetic_acceptance_rates', "
-        "'draft_vocab', 'draft_head_dtype']."
+        "'num_speculative_tokens', 'draft_sample_method', 'rejection_sample_method', "
+        "'synthetic_acceptance_rates', 'draft_vocab', 'draft_head_dtype']."
     )
 
 

@@ -102,7 +102,8 @@ class DraftModelProposer(Proposer):
         if not draws:
             return drafter.greedy_tokens(hidden, jnp.zeros((hidden.shape[0], 0), jnp.int32)), None
         scores = drafter.logits(hidden)
-        return draw_draft(scores, inputs.sampling, inputs.num_computed + 1 + draft), scores
+        position = inputs.num_computed + 1 + draft
+        return draw_draft(scores, inputs.sampling, position, draft), scores
 
 
 @functools.lru_cache(maxsize=8)

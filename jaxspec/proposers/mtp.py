@@ -105,7 +105,7 @@ class MTPProposer(Proposer):
                 if ids is not None:
                     scores = _over_all_ids(scores, ids, model.vocab_size)
                 position = inputs.num_computed + 1 + draft
-                tokens.append(draw_draft(scores, inputs.sampling, position))
+                tokens.append(draw_draft(scores, inputs.sampling, position, draft))
                 logits.append(scores)
             else:
                 tokens.append(_greedy_drafts(model, hidden, ids, columns))

@@ -3,18 +3,21 @@
 from jaxspec.sampling.draw import Use, draw, draw_draft, gumbel_noise, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import forbidden_ids
+from jaxspec.sampling.rejection import verify_block, verify_rejection
 from jaxspec.sampling.verifiers import (
+    BlockVerifier,
     ExactVerifier,
     RejectionVerifier,
     SyntheticVerifier,
     Verifier,
     make_verifier,
 )
-from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection
+from jaxspec.sampling.verify import Acceptance, verify_exact
 
 __all__ = [
     "NO_TOKEN",
     "Acceptance",
+    "BlockVerifier",
     "ExactVerifier",
     "RejectionVerifier",
     "SamplingInputs",
@@ -27,6 +30,7 @@ __all__ = [
     "gumbel_noise",
     "make_verifier",
     "uniform_noise",
+    "verify_block",
     "verify_exact",
     "verify_rejection",
 ]

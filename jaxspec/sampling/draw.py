@@ -24,6 +24,14 @@ class Use(enum.IntEnum):
     RESIDUAL = 3  # the token in place of a draft that fell
     CORRUPT = 4  # which drafts of the oracle proposer are wrong
 
+    def at_place(self, place: int | Int[Array, "..."]) -> Int[Array, "..."]:
+        """The use (int32) at a place of a step, from 0 on; at place 0 it is the use itself.
+
+        A token's position and its place tell of the step. Two steps of a request that draw at one
+        position draw it at two places, and their numbers are independent.
+        """
+        return jnp.asarray(self + len(Use) * place, jnp.int32)
+
 
 def draw(
     logits: Float[Array, "n vocab"],
@@ -48,14 +56,19 @@ def draw(
 
 
 def draw_draft(
-    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    place: int | Int[Array, " n"] = 0,
 ) -> Int[Array, " n"]:
-    """A draft (int32) from each row of a proposer's logits, for `verify_rejection` to judge.
+    """A draft (int32) from each row of a proposer's logits, for rejection sampling to judge.
 
-    Drawn from `draft_distribution`, with noise of its own. Arguments as in `draw`.
+    It is drawn from `draft_distribution`, with noise of its own. `place` is the draft's number in
+    its step, from 0 on: a position is drafted again after a draft before it fell, and block
+    verification then already knows something of the first draw there. Arguments as in `draw`.
     """
     scores = draft_distribution(logits, inputs, positions)
-    noisy = add_noise(scores, inputs, positions, Use.DRAFT)
+    noisy = add_noise(scores, inputs, positions, Use.DRAFT.at_place(place))
     return argmax_or_none(noisy, has_choice(logits, inputs, positions))
 
 

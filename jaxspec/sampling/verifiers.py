@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.sampler import Sampler
 from jaxspec.sampling.params import SamplingInputs
-from jaxspec.sampling.verify import Acceptance, verify_exact, verify_rejection, verify_synthetic
+from jaxspec.sampling.rejection import verify_block, verify_rejection
+from jaxspec.sampling.verify import Acceptance, verify_exact, verify_synthetic
 from jaxspec.speculation import SpeculativeConfig
 
 
@@ -62,6 +63,19 @@ class RejectionVerifier:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockVerifier:
+    """Drawn drafts are judged together: lossless in distribution, and the most that stand."""
+
+    def __call__(
+        self, target_tokens, logits, draft_tokens, draft_logits, inputs, positions, *, sampler
+    ):
+        """See `Verifier`; `target_tokens` are read where there is no chance."""
+        if not sampler.draws:
+            return verify_exact(target_tokens, draft_tokens)
+        return verify_block(logits, draft_tokens, draft_logits, inputs, positions, sampler=sampler)
+
+
+@dataclasses.dataclass(frozen=True)
 class SyntheticVerifier:
     """Draft j stands with unconditional rate `rates[j]`, whatever the target says. Lossy."""
 
@@ -80,5 +94,6 @@ def make_verifier(config: SpeculativeConfig | None) -> Verifier:
     if config is not None and config.synthetic_acceptance_rates is not None:
         return SyntheticVerifier(config.synthetic_acceptance_rates)
     if config is not None and config.draft_sample_method == "probabilistic":
-        return RejectionVerifier()
+        is_block = config.rejection_sample_method == "block"
+        return BlockVerifier() if is_block else RejectionVerifier()
     return ExactVerifier()

@@ -35,6 +35,9 @@ class SpeculativeConfig:
     kernels run as many of it, one or none, whichever gives the most tokens a second.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
+    `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
+    (Leviathan et al. 2023), and "block" all together (Sun et al. 2024, arXiv 2403.10444). The
+    output has the same distribution, and with "block" as many drafts stand, or more.
     `synthetic_acceptance_rates`: accept draft j with this unconditional rate whatever the target
     says. Lossy: for speed benchmarks only.
     `options`: of the method, of the class in `METHODS`; None: its defaults.
@@ -43,6 +46,7 @@ class SpeculativeConfig:
     method: str = "mtp"
     num_speculative_tokens: int | Literal["auto"] = "auto"
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "block"] = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     options: Any = None
 
@@ -63,6 +67,7 @@ class SpeculativeConfig:
                 f"Probabilistic drafts need a method that gives a distribution, one of {able}, got "
                 f"{self.method!r}. Its drafts are verified exactly: leave draft_sample_method out."
             )
+        _check_rejection(self.rejection_sample_method, way)
         keep(self, "synthetic_acceptance_rates", self._rates())
         if self.synthetic_acceptance_rates is not None and way == "probabilistic":
             raise ValueError(
@@ -189,6 +194,19 @@ def _options(method: str, kind: type[MethodOptions], options: Any) -> MethodOpti
             f"The options of the method {method!r} must be {kind.__name__}, got {shown(options)}."
         )
     return options
+
+
+def _check_rejection(method: Any, draft_sample_method: str) -> None:
+    if not isinstance(method, str) or method not in ("standard", "block"):
+        raise ValueError(
+            f"rejection_sample_method must be 'standard' or 'block', got {shown(method)}."
+        )
+    if method == "block" and draft_sample_method != "probabilistic":
+        raise ValueError(
+            "rejection_sample_method 'block' judges drafts that are drawn, and draft_sample_method "
+            f"is {shown(draft_sample_method)}. Pass draft_sample_method='probabilistic', or keep "
+            "'standard': drafts that are not drawn it verifies exactly."
+        )
 
 
 def _num_drafts(value: Any) -> int | Literal["auto"]:

@@ -1,5 +1,7 @@
 """Which decision each verifier leaves to which function, and on what."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ import pytest
 from jaxspec.sampler import FULL, GREEDY, SAMPLED
 from jaxspec.sampling import (
     NO_TOKEN,
+    BlockVerifier,
     ExactVerifier,
     RejectionVerifier,
     SyntheticVerifier,
     make_verifier,
+    verify_block,
     verify_exact,
     verify_rejection,
 )
@@ -18,7 +22,7 @@ from jaxspec.speculation import SpeculativeConfig
 
 ROWS, DRAFTS, VOCAB = 16, 3, 100
 ALWAYS = SyntheticVerifier((1.0,) * DRAFTS)
-VERIFIERS = [ExactVerifier(), RejectionVerifier(), ALWAYS]
+VERIFIERS = [ExactVerifier(), RejectionVerifier(), BlockVerifier(), ALWAYS]
 
 
 def name(verifier):
@@ -61,7 +65,7 @@ def test_a_greedy_program_is_verified_without_logits(verifier, places):
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, SAMPLED, FULL], ids=str)
-@pytest.mark.parametrize("verifier", VERIFIERS[:2], ids=name)
+@pytest.mark.parametrize("verifier", VERIFIERS[:3], ids=name)
 def test_greedy_rows_are_verified_exactly_whatever_the_sampler(verifier, sampler, places):
     target, logits, drafts, draft_logits, inputs, positions = places()
     logits = logits if sampler.makes_logits else None
@@ -81,15 +85,22 @@ def test_without_drafts_every_verifier_takes_the_targets_own_token(verifier, sam
 
 
 @pytest.mark.parametrize("sampler", [SAMPLED, FULL], ids=str)
-def test_rejection_decides_on_drawn_drafts_by_the_logits_alone(sampler, places):
+@pytest.mark.parametrize(
+    ("verifier", "verify"),
+    [(RejectionVerifier(), verify_rejection), (BlockVerifier(), verify_block)],
+    ids=["standard", "block"],
+)
+def test_drawn_drafts_are_decided_on_by_the_logits_alone(verifier, verify, sampler, places):
     target, logits, *others = places(temperature=0.9)
-    result = RejectionVerifier()(target * 0 + 7, logits, *others, sampler=sampler)
-    assert_same(result, verify_rejection(logits, *others, sampler=sampler))
+    result = verifier(target * 0 + 7, logits, *others, sampler=sampler)
+    assert_same(result, verify(logits, *others, sampler=sampler))
 
 
 def test_the_configuration_says_which_one():
     assert make_verifier(None) == make_verifier(SpeculativeConfig()) == ExactVerifier()
     drawn = SpeculativeConfig(draft_sample_method="probabilistic")
     assert make_verifier(drawn) == RejectionVerifier()
+    block = dataclasses.replace(drawn, rejection_sample_method="block")
+    assert make_verifier(block) == BlockVerifier()
     lossy = SpeculativeConfig(synthetic_acceptance_rates=(1.0,) * DRAFTS)
     assert make_verifier(lossy) == ALWAYS

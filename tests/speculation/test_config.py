@@ -40,6 +40,16 @@ from jaxspec.speculation import SpeculativeConfig
         ({"num_speculative_tokens": True}, "an integer from 1 to 15, got True"),
         ({"num_speculative_tokens": 10**5000}, "from 1 to 15, got an integer of 16,610 bits"),
         ({"draft_sample_method": None}, "draft_sample_method must be .* got None"),
+        (
+            {"draft_sample_method": "probabilistic", "rejection_sample_method": "blocks"},
+            "rejection_sample_method must be 'standard' or 'block', got 'blocks'",
+        ),
+        ({"rejection_sample_method": ["block"]}, r"rejection_sample_method must .* got \['block"),
+        (
+            {"rejection_sample_method": "block"},
+            "drafts that are drawn, and draft_sample_method is 'greedy'. Pass draft_sample_method="
+            "'probabilistic', or keep 'standard': drafts that are not drawn it verifies exactly",
+        ),
         ({"synthetic_acceptance_rates": 0.5}, r"needs one rate in \[0, 1\] for each .* got 0.5"),
         ({"synthetic_acceptance_rates": "abc"}, r"needs one rate in \[0, 1\] .* got 'abc'"),
         ({"synthetic_acceptance_rates": [True] * 3}, r"needs one rate in \[0, 1\] .* got \[True"),

@@ -65,6 +65,7 @@ class Harness:
         probabilistic: bool = False,
         method: str = "mtp",
         options=None,  # of the method
+        rejection: str = "standard",
         synthetic: tuple[float, ...] | None = None,
         max_in_flight: int = 2,
         steps_per_dispatch: int = 1,
@@ -85,6 +86,7 @@ class Harness:
                 method,
                 drafts,
                 "probabilistic" if probabilistic else "greedy",
+                rejection,
                 synthetic_acceptance_rates=synthetic,
                 options=options,
             )

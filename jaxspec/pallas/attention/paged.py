@@ -38,6 +38,10 @@ def paged_attention(
     `j >= rows.query_len` and rows that are not live, comes out as 0, never NaN. `gate`, of all
     `rows * width` tokens, multiplies their heads afterwards, padding's too.
 
+    Tokens behind a row's first are drafts, and one may be NaN that the target does not take. Its
+    values count as 0, so that the tokens before it stay what they are. Its keys are NaN as well,
+    and make NaN of all tokens that see it.
+
     Raises:
         ValueError: `gate` is of other tokens or heads.
 
@@ -114,8 +118,10 @@ def paged_attention_reference(queries, kv, layer, page_tables, rows):
     weights = weights / jnp.where(total > 0, total, 1.0)
     # Pages beyond the row's length hold what an earlier request left, perhaps not finite.
     length = jnp.where(query_len > 0, rows.num_computed + query_len, 0)
-    written = position[None, :] < length[:, None]
-    values = jnp.where(written[:, :, None, None], values.astype(jnp.float32), 0.0)
+    written = (position[None, :] < length[:, None])[:, :, None, None]
+    is_draft = (position[None, :] > rows.num_computed[:, None])[:, :, None, None]
+    values = values.astype(jnp.float32)
+    values = jnp.where(written & (~is_draft | jnp.isfinite(values)), values, 0.0)
     out = jnp.einsum("rkgwc,rckd->rwkgd", weights, values, precision="highest")
     return out.reshape(queries.shape).astype(queries.dtype)
 

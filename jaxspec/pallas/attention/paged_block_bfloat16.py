@@ -65,8 +65,8 @@ def attend(block: Block):
         weights, state = softmax.update(state, scores, dim**-0.5 * softmax.LOG2E)
         plgpu.barrier_wait(smem.v_produced.at[stage])
         values = smem.values.at[stage]
-        pl.when(base + tiling.block_kv > length)(
-            lambda: tensor_cores.clear(values, 0, length - base)
+        pl.when(base + tiling.block_kv > block.row.start + 1)(
+            lambda: tensor_cores.clear(values, 0, length - base, block.row.start + 1 - base)
         )
         (acc,) = tensor_cores.accumulate(smem.weights, (state.acc, weights, values))
         pl.when(refill < kv.count)(lambda: kv.fetch_values(refill, stage, pages))

@@ -58,7 +58,9 @@ def attend(block: Block):
         position = lane + (base + i * _LANES)
         # Values beyond the row may be another request's and not finite, and 0 * NaN is NaN.
         written = lax.broadcast_in_dim(position, value.shape, (0,)) < block.row.length
-        value = jnp.where(written, value, 0.0)
+        # So may the values of a draft, which the tokens before it do not see.
+        first = lax.broadcast_in_dim(position, value.shape, (0,)) <= block.row.start
+        value = jnp.where(written & (first | (jnp.abs(value) < jnp.inf)), value, 0.0)
         updated = []
         for r, state in enumerate(states):
             query = access.load(smem.q_rows.at[r], layout.reduce(0))

@@ -55,12 +55,18 @@ def accumulate(spare, *sums) -> Any:
     return pl.run_state(run)([plgpu.WGMMAAccumulatorRef.init(onto) for onto, _, _ in sums])
 
 
-def clear(rows, low, high):
-    """Set rows before `low` and from `high` on to zero: they may hold NaN, and 0 * NaN is NaN."""
+def clear(rows, low, high, drafts=None):
+    """Set rows before `low` and from `high` on to zero: they may hold NaN, and 0 * NaN is NaN.
+
+    From row `drafts` on what is not finite becomes zero as well.
+    """
     shape = (rows.shape[0], 64)
     place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     real = (low <= place) & (place < high)
     for column in range(0, rows.shape[1], 64):
         part = rows.at[:, pl.ds(column, 64)]
-        part[...] = jnp.where(real, part[...], jnp.zeros((), rows.dtype))
+        value, kept = part[...], real
+        if drafts is not None:
+            kept &= (place < drafts) | (jnp.abs(value.astype(jnp.float32)) < jnp.inf)
+        part[...] = jnp.where(kept, value, jnp.zeros((), rows.dtype))
     plgpu.commit_smem()

@@ -79,6 +79,31 @@ def check(run, queries, kv, tables, rows, gate=None):
         np.testing.assert_allclose(out[row, :real], expected[row, :real], atol=tolerance, rtol=0)
 
 
+def with_failed_drafts(case, first_failed):
+    """The case with NaN in the keys and values of all rows from their draft `first_failed` on."""
+    queries, kv, tables, rows = case
+    page_size = kv.shape[3]
+    for row in REAL:
+        for draft in range(first_failed, int(rows.query_len[row])):
+            page, offset = divmod(int(rows.num_computed[row]) + draft, page_size)
+            nan = jnp.full((), jnp.nan, kv.dtype)
+            kv = kv.at[1, :, tables[SLOTS[row], page], offset].set(nan)
+    return queries, kv, tables, rows
+
+
+def check_failed_drafts(run, case, first_failed):
+    """Tokens before a draft that is NaN are what they were; those from it on are NaN."""
+    query_len = np.asarray(case[-1].query_len)
+    sound, failed = (
+        np.asarray(run(queries, kv, 1, *rest), np.float32)
+        for queries, kv, *rest in (case, with_failed_drafts(case, first_failed))
+    )
+    for row in REAL:
+        before = failed[row, : min(first_failed, query_len[row])]
+        np.testing.assert_array_equal(before, sound[row, : len(before)])
+        assert np.isnan(failed[row, first_failed : query_len[row]]).all()
+
+
 def interpreted(tiling, **params):
     """The op as its kernel in Mosaic's interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -152,6 +177,28 @@ def test_a_live_row_out_of_range_harms_no_other(dtype, num_computed):
     )
     out = run(queries, kv, 1, tables, wild)
     np.testing.assert_array_equal(out[:7].astype(jnp.float32), expected[:7].astype(jnp.float32))
+
+
+@pytest.mark.mosaic
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+@pytest.mark.parametrize("first_failed", [1, 3])
+def test_a_draft_that_is_nan_changes_no_token_before_it(dtype, first_failed):
+    case = kernel_case(AttentionShape(2, 1, 64), dtype, 4, 16, 9)
+    check_failed_drafts(interpreted(tiling_of(dtype, splits=2)), case, first_failed)
+
+
+@pytest.mark.parametrize("first_failed", [1, 3])
+def test_the_reference_keeps_a_draft_that_is_nan_from_the_tokens_before_it(first_failed):
+    case = kernel_case(AttentionShape(2, 1, 64), jnp.float32, 4, 16, 9)
+    check_failed_drafts(reference, case, first_failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32])
+def test_on_a_gpu_a_draft_that_is_nan_changes_no_token_before_it(dtype):
+    run = jax.jit(paged_attention, static_argnums=2)
+    for first_failed in (1, 3):
+        check_failed_drafts(run, kernel_case(ATTENTION["qwen3-8b"], dtype, 4, 16, 40), first_failed)
 
 
 @pytest.mark.mosaic

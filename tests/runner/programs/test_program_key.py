@@ -52,6 +52,7 @@ OTHER = [
     {"options": MTPOptions(draft_head_dtype="float8_e4m3fn")},
     {"method": "ngram"},
     {"method": "draft_model", "drafter": "llama", "options": DraftModelOptions("a")},
+    {"probabilistic": True, "rejection": "block"},
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},
     {"page_size": 8},
