@@ -1,9 +1,11 @@
 """What the command understands: its options, and the prompts they name."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from jaxspec.config import MAX_DRAFTS
 from jaxspec.options import OPTIONS, default_of, meaning
 
 _MAX_FILE_BYTES = 2**28  # of prompts
@@ -139,13 +141,19 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
-    """How much is drafted."""
+    """How to draft, and how much."""
+    parser.add_argument(
+        "--speculative-config",
+        metavar="METHOD",
+        help="how to draft: a method's name, or a JSON object with the method and what it is told, "
+        "as docs/speculation.md says (default: by the checkpoint's own head, if it has one)",
+    )
     parser.add_argument(
         "--num-speculative-tokens",
-        type=int,
+        type=_count_or_auto,
         metavar="K",
-        help="tokens drafted in each step, up to 8; 0 turns speculation off (default: 3 if the "
-        "checkpoint has a draft head, else 0)",
+        help=f"tokens drafted in each step, up to {MAX_DRAFTS}; auto chooses in each step; 0 turns "
+        "speculation off (default: the method's own number, 3 for a draft head)",
     )
     parser.add_argument(
         "--draft-vocab",
@@ -154,6 +162,10 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         help="draft only the first N token ids, which costs less and accepts fewer; the text stays "
         "the same (default: draft any token)",
     )
+
+
+def _count_or_auto(word: str) -> int | str:
+    return word if word == "auto" else int(word)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -208,15 +220,34 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def speculation_of(args: argparse.Namespace) -> dict[str, int] | Literal["auto"] | None:
-    """What was said of speculation, as `LLM` takes it."""
+def speculation_of(args: argparse.Namespace) -> dict[str, Any] | Literal["auto"] | None:
+    """What was said of speculation, as `LLM` takes it.
+
+    Raises:
+        ValueError: it is no JSON object, or says what to draft and not to draft.
+    """
     names = ("num_speculative_tokens", "draft_vocab")
     fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    told = {} if args.speculative_config is None else _method(args.speculative_config)
     if fields.get("num_speculative_tokens") != 0:
-        return fields or "auto"
-    if args.draft_vocab is not None:
+        return told | fields or "auto"
+    if told or args.draft_vocab is not None:
+        named = "--speculative-config" if told else "--draft-vocab"
         raise ValueError(
-            "--draft-vocab says what to draft, and --num-speculative-tokens 0 not to draft. Drop "
-            "one of the two."
+            f"{named} says what to draft, and --num-speculative-tokens 0 not to draft. Drop one of "
+            "the two."
         )
     return None
+
+
+def _method(text: str) -> dict[str, Any]:
+    """A method's name, or a JSON object with the method and its options."""
+    if not text.lstrip().startswith("{"):
+        return {"method": text}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--speculative-config must be a method's name or a JSON object, and this is no JSON: "
+            f'{error}. Write it as \'{{"method": "ngram"}}\'.'
+        ) from error

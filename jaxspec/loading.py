@@ -110,7 +110,7 @@ def settle(
     proposer = make_proposer(speculation, model, recipe) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
-    counts = speculation.draft_counts(has_kernels) if speculation else (0,)
+    counts = speculation.draft_counts if speculation else (0,)
     shapes = shapes_of(config, model, counts)
     holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)

@@ -66,6 +66,13 @@ def test_speculation_can_be_turned_off(capsys, short_model):
         ("", "auto"),
         ("--num-speculative-tokens 0", None),
         ("--num-speculative-tokens 2", {"num_speculative_tokens": 2}),
+        ("--num-speculative-tokens auto", {"num_speculative_tokens": "auto"}),
+        ("--speculative-config ngram", {"method": "ngram"}),
+        (
+            '--speculative-config {"method":"ngram","prompt_lookup_max":3} '
+            "--num-speculative-tokens 2",
+            {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 2},
+        ),
         ("--draft-vocab 9", {"draft_vocab": 9}),
         (
             "--draft-vocab 9 --num-speculative-tokens 2",

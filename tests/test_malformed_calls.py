@@ -219,8 +219,8 @@ def is_speculation(value):
 SPECULATION = {
     "method": (["mtp", "ngram"], is_word(*METHODS)),
     "num_speculative_tokens": (
-        ["auto", 1, 3, np.int8(15)],
-        lambda v: is_auto(v) or is_integer(v, 1, 15),
+        ["auto", None, 1, 3, np.int8(15)],
+        lambda v: v is None or is_auto(v) or is_integer(v, 1, 15),
     ),
     "draft_vocab": (
         [None, 9, [1, 2], range(5)],

@@ -129,8 +129,9 @@ COMMAND = [
     ),
     (
         ["x", "--num-speculative-tokens", "16"],
-        "num_speculative_tokens must be 'auto' or an integer from 1 to 15, got 16. To do without "
-        "drafts pass speculative_config=None, or --num-speculative-tokens 0 to the command.",
+        "num_speculative_tokens must be 'auto', None or an integer from 1 to 15, got 16. To do "
+        "without drafts pass speculative_config=None, or --num-speculative-tokens 0 to the "
+        "command.",
     ),
     (
         ["x", "--draft-vocab", "9", "--num-speculative-tokens", "0"],
@@ -140,6 +141,22 @@ COMMAND = [
     (
         ["x", "--json", "--color"],
         "--color is for text, and --json prints none. Drop one of the two.",
+    ),
+    (
+        ["x", "--speculative-config", "magic"],
+        f"Unknown speculative method 'magic': use one of {list(METHODS)}, or None to do without "
+        "drafts.",
+    ),
+    (
+        ["x", "--speculative-config", "ngram", "--num-speculative-tokens", "0"],
+        "--speculative-config says what to draft, and --num-speculative-tokens 0 not to draft. "
+        "Drop one of the two.",
+    ),
+    (
+        ["x", "--speculative-config", "{method}"],
+        "--speculative-config must be a method's name or a JSON object, and this is no JSON: "
+        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Write it as "
+        '\'{"method": "ngram"}\'.',
     ),
     (
         ["x", "--draft-vocab", "0"],
@@ -575,9 +592,13 @@ options:
   --temperature T       0 takes the likeliest token; 1 draws with the model's own probabilities,
                         less is tamer, more is wilder (default: 0)
   --seed N              another seed draws other tokens (default: a fixed one)
+  --speculative-config METHOD
+                        how to draft: a method's name, or a JSON object with the method and what it
+                        is told, as docs/speculation.md says (default: by the checkpoint's own head,
+                        if it has one)
   --num-speculative-tokens K
-                        tokens drafted in each step, up to 8; 0 turns speculation off (default: 3 if
-                        the checkpoint has a draft head, else 0)
+                        tokens drafted in each step, up to 15; auto chooses in each step; 0 turns
+                        speculation off (default: the method's own number, 3 for a draft head)
   --draft-vocab N       draft only the first N token ids, which costs less and accepts fewer; the
                         text stays the same (default: draft any token)
   --verbose             first print what holds the memory (default: not)

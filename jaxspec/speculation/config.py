@@ -31,8 +31,9 @@ class SpeculativeConfig:
     """How to draft and how to verify.
 
     `method`: a key of `METHODS`; "mtp" is the checkpoint's own head.
-    `num_speculative_tokens`: drafts of a verify. "auto" is the method's own number, and where
-    kernels run as many of it, one or none, whichever gives the most tokens a second.
+    `num_speculative_tokens`: drafts of a verify; None is the method's own number. With "auto" each
+    step has that many, one or none, whichever gives the most tokens a second: speculation is then
+    not slower than none, and there are three times as many programs to compile.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
@@ -44,7 +45,7 @@ class SpeculativeConfig:
     """
 
     method: str = "mtp"
-    num_speculative_tokens: int | Literal["auto"] = "auto"
+    num_speculative_tokens: int | Literal["auto"] | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "block"] = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -79,15 +80,13 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """The most drafts of a verify."""
         asked = self.num_speculative_tokens
-        return METHODS[self.method].num_drafts if asked == "auto" else asked
+        return asked if isinstance(asked, int) else METHODS[self.method].num_drafts
 
-    def draft_counts(self, has_kernels: bool) -> tuple[int, ...]:
-        """The numbers of drafts that steps may have, ascending, on such a device.
-
-        Without kernels programs take long to compile, so that there is one.
-        """
-        is_chosen = self.num_speculative_tokens == "auto" and has_kernels
-        return tuple(sorted({0, 1, self.num_drafts})) if is_chosen else (self.num_drafts,)
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """The numbers of drafts that steps may have, ascending."""
+        counts = {0, 1} if self.num_speculative_tokens == "auto" else set[int]()
+        return tuple(sorted(counts | {self.num_drafts}))
 
     @staticmethod
     def of(value: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
@@ -209,13 +208,13 @@ def _check_rejection(method: Any, draft_sample_method: str) -> None:
         )
 
 
-def _num_drafts(value: Any) -> int | Literal["auto"]:
-    if isinstance(value, str) and value == "auto":
-        return "auto"
+def _num_drafts(value: Any) -> int | Literal["auto"] | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value  # pyright: ignore[reportReturnType]
     if not is_integer(value) or not 1 <= int(value) <= MAX_DRAFTS:
         raise ValueError(
-            f"num_speculative_tokens must be 'auto' or an integer from 1 to {MAX_DRAFTS}, got "
-            f"{shown(value)}. To do without drafts pass speculative_config=None, or "
+            f"num_speculative_tokens must be 'auto', None or an integer from 1 to {MAX_DRAFTS}, "
+            f"got {shown(value)}. To do without drafts pass speculative_config=None, or "
             "--num-speculative-tokens 0 to the command."
         )
     return int(value)

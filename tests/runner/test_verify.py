@@ -42,6 +42,7 @@ def run(rows, scores, first_position, sampler, verifier, num_drafts=WIDTH - 1):
         index=jnp.arange(rows.num_rows),
         model=SimpleNamespace(width=WIDTH, decode=SimpleNamespace(slots=rows.slot[:NUM_DECODE])),
         logits_indices=jnp.arange(len(scores)),
+        drafts=rows.drafts[:NUM_DECODE],
         num_draft_tokens=jnp.pad(drafts, (0, num_ends)),
         produces_token=jnp.ones(rows.num_rows, bool),
         first_position=jnp.asarray(first_position, jnp.int32),

@@ -11,8 +11,8 @@ from jaxspec.speculation import SpeculativeConfig
     ("changes", "message"),
     [
         ({"method": "eagle"}, "Unknown speculative method 'eagle'"),
-        ({"num_speculative_tokens": 0}, "must be 'auto' or an integer from 1 to 15, got 0"),
-        ({"num_speculative_tokens": 16}, "must be 'auto' or an integer from 1 to 15, got 16"),
+        ({"num_speculative_tokens": 0}, "must be 'auto', None or an integer from 1 to 15, got 0"),
+        ({"num_speculative_tokens": 16}, "must be 'auto', None or an integer from 1 to 15, got 16"),
         ({"draft_sample_method": "nucleus"}, "got 'nucleus'"),
         ({"synthetic_acceptance_rates": (0.5, 0.5)}, "one rate in .* for each of the 3 drafts"),
         ({"synthetic_acceptance_rates": (1.5, 0.5, 0.1)}, r"one rate in \[0, 1\]"),
@@ -112,3 +112,11 @@ def test_numbers_of_numpy_are_kept_as_pythons():
         }
     )
     assert numpy == python and repr(numpy) == repr(python) and hash(numpy) == hash(python)
+
+
+@pytest.mark.parametrize(
+    ("asked", "counts"), [(None, (3,)), (2, (2,)), ("auto", (0, 1, 3)), (np.int64(15), (15,))]
+)
+def test_steps_have_one_number_of_drafts_unless_the_engine_may_choose(asked, counts):
+    config = SpeculativeConfig(num_speculative_tokens=asked)
+    assert config.draft_counts == counts and config.num_drafts == counts[-1]
