@@ -1,11 +1,13 @@
-"""Runs quickstart.ipynb from a clean kernel and keeps its outputs and its pictures.
+"""Runs the notebooks from a clean kernel and keeps their outputs and pictures.
 
-    python notebooks/refresh.py
+    python notebooks/refresh.py [quickstart.ipynb ...]
 
-Each cell with the tag "picture" becomes pictures/<its id>.png, which README shows. A test runs the
-notebook the same way without writing; the outputs of cells with the tag "exact" must not change.
+Each cell with the tag "picture" becomes pictures/<its id>.png, which documents show. A test runs
+the notebooks the same way without writing; the outputs of cells with the tag "exact" must not
+change.
 """
 
+import argparse
 import base64
 from pathlib import Path
 
@@ -13,14 +15,13 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
-NOTEBOOK = FOLDER / "quickstart.ipynb"
+NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
-def run() -> nbformat.NotebookNode:
+def run(name: str) -> nbformat.NotebookNode:
     """The notebook after a run from a clean kernel; raises `CellExecutionError` if a cell does."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(
-        notebook,
+        nbformat.read(FOLDER / name, as_version=4),
         timeout=600,
         record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
@@ -40,11 +41,13 @@ def pictures(notebook: nbformat.NotebookNode) -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Run, then write the notebook and its pictures."""
-    notebook = run()
-    for name, png in pictures(notebook).items():
-        (FOLDER / "pictures" / f"{name}.png").write_bytes(png)
-    nbformat.write(notebook, NOTEBOOK)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NOTEBOOKS, metavar="NOTEBOOK")
+    for name in parser.parse_args().names:
+        notebook = run(name)
+        nbformat.write(notebook, FOLDER / name)
+        for picture, png in pictures(notebook).items():
+            (FOLDER / "pictures" / f"{picture}.png").write_bytes(png)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Case:
 
     shape: str
     rows: int
-    drafts: int
+    drafts: int | str  # "auto": the engine chooses in each step, 3 at most
     draft_vocab: int | None
     rates: list[float]
     options: dict[str, Any]  # of the LLM, given by hand
@@ -108,7 +108,7 @@ def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) ->
     speculation = {
         "num_speculative_tokens": args.drafts,
         "draft_vocab": args.draft_vocab,
-        "synthetic_acceptance_rates": args.rates[: args.drafts],
+        "synthetic_acceptance_rates": rates_of(args),
     }
     longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
     sizes = {"max_num_seqs": args.rows, "max_model_len": max(longest, args.max_model_len)}
@@ -238,15 +238,15 @@ def floor_seconds(case: Case, work: Work, steps: Iterable[StepTimes], copy: floa
             config,
             rows=rows,
             context=round(np.average(lengths, weights=work.tokens)),
-            drafts=case.drafts,
+            drafts=step.program.num_drafts,
             draft_vocab=case.draft_vocab,
-            emitted=1 + sum(case.rates),
+            emitted=1 + sum(case.rates[: step.program.num_drafts]),
             states=states,
             dtype=dtype_of(option("dtype", "auto")).name,
             kv_dtype=option("kv_dtype"),
             prompt_tokens=prompt_tokens,
         )
-        verified = rows * (1 + case.drafts)
+        verified = rows * (1 + step.program.num_drafts)
         each = floor.step_seconds(moved, config, verified, copy, prompt_tokens)
         seconds += each * step.program.num_steps
     return seconds
@@ -293,7 +293,7 @@ def cases_of(args: argparse.Namespace, options: dict[str, Any]) -> list[Case]:
     """For each lengths the closed loads, with all at once first, then the open ones."""
     same = ("shape", "rows", "drafts", "draft_vocab")
     model = {name: getattr(args, name) for name in same}
-    model |= {"rates": args.rates[: args.drafts], "options": options}
+    model |= {"rates": rates_of(args), "options": options}
     cases = []
     for name in args.lengths:
         count = args.requests or (len(workload.lengths(name)) if name == "trace" else args.rows)
@@ -317,6 +317,19 @@ def by_hand(word: str) -> tuple[str, Any]:
         return name, value
 
 
+def drafts(word: str) -> int | str:
+    if word == "auto":
+        return word
+    if int(word) not in range(len(RATES) + 1):
+        raise ValueError
+    return int(word)
+
+
+def rates_of(args: argparse.Namespace) -> list[float]:
+    """At which drafts stand, for as many as there are."""
+    return args.rates if args.drafts == "auto" else args.rates[: args.drafts]
+
+
 def closed(word: str) -> int | str:
     return ALL if word == ALL else int(word)
 
@@ -327,7 +340,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="qwen3.5-9b")
     add("--rows", type=int, default=64, help="that run at once (default 64)")
     add("--max-model-len", type=int, default=4096, help="at least (default 4096)")
-    add("--drafts", type=int, default=3, choices=range(len(RATES) + 1))
+    add("--drafts", type=drafts, default=3, metavar="K", help="0 to 3, or auto (default 3)")
     add("--draft-vocab", type=int, metavar="N", help="default: the model's")
     add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
     add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")

@@ -49,6 +49,28 @@ def prefill(figures: Figures) -> str:
     return markdown(head, lines.values())
 
 
+def draft_head(figures: Figures) -> str:
+    """One pass over the output head and one of all steps, by what drafts are scored in."""
+    passes = {(p["features"], p["ids"], p["rows"], p["head"]): p["us"] for p in figures["passes"]}
+    steps = {result["head"]: result for result in figures["results"]}
+    lines = [
+        [f"a draft's scores: {features} features, {ids:,} ids, {rows} rows", "us", us, eight]
+        for features, ids, rows, head in sorted(passes)
+        if head == "bfloat16"
+        for us, eight in [
+            [passes[features, ids, rows, each] for each in ("bfloat16", "float8_e4m3fn")]
+        ]
+    ]
+    full, eight = steps["bfloat16"], steps["float8_e4m3fn"]
+    sizes = f"9B, {full['rows']} rows, {full['drafts']} drafts, {full['steps_per_dispatch']} steps"
+    for name, key in (("a step", "ms_per_step"), ("a token", "ms_per_token")):
+        lines.append([f"{name}: {sizes} a dispatch", "ms", full[key], eight[key]])
+    head = ["work", "unit", "in bfloat16", "in 8 bits", "gain"]
+    return markdown(
+        head, ([work, unit, f"{a:.4g}", f"{b:.4g}", f"{a / b:.2f}x"] for work, unit, a, b in lines)
+    )
+
+
 def _cases(figures: Figures) -> list[Figures]:
     """The cases with those options that the text names and the tables do not show."""
     shown = {"dtype": "bfloat16", "state_policy": "replay", "kv_dtype": None, "max_in_flight": 2}

@@ -42,20 +42,31 @@ def first_command(figures: Figures) -> str:
 
 
 def acceptance(figures: Figures) -> str:
-    by_case: dict[tuple[int, float], dict[str, float]] = {}
+    """By method and its options, tokens a step at each temperature."""
+    by_way: dict[tuple[str, ...], dict[float, Figures]] = {}
     for result in figures["results"]:
-        case = by_case.setdefault((result["num_speculative_tokens"], result["temperature"]), {})
-        case[result["draft_sample_method"]] = result["tokens_per_verify"]
+        drawn = result.get("draft_sample_method") == "probabilistic"
+        kind = f"drawn, {result.get('rejection_sample_method', 'standard')}" if drawn else "greedy"
+        kind += ", scored in 8 bits" * ("draft_head_dtype" in result)
+        way = f"`{result['method']}`", str(result["num_speculative_tokens"]), kind
+        by_way.setdefault(way, {})[result["temperature"]] = result
+    temperatures = sorted({result["temperature"] for result in figures["results"]})
+    heads = ["method", "drafts", "drafts are"]
+    for temperature in temperatures:
+        heads += [f"tokens a step at {temperature:g}", "steps with drafts"]
     return markdown(
-        ["drafts", "temperature", "greedy drafts", "drawn drafts"],
+        heads,
         (
-            [
-                str(drafts),
-                f"{temperature:g}",
-                f"{case['greedy']:.2f}",
-                f"{case['probabilistic']:.2f}",
+            [*way]
+            + [
+                cell
+                for temperature in temperatures
+                for cell in (
+                    f"{given[temperature]['tokens_per_step']:.2f}",
+                    f"{given[temperature]['share_of_steps_with_drafts']:.0%}",
+                )
             ]
-            for (drafts, temperature), case in by_case.items()
+            for way, given in by_way.items()
         ),
     )
 
@@ -199,6 +210,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "a/b": (ab, "ab_h200.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
+    "draft head": (decode_tables.draft_head, "draft_head_h100.json"),
     "prefill": (decode_tables.prefill, "decode_h200.json"),
     "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
     "traffic": (traffic_tables.served, TRAFFIC),
