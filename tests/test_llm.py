@@ -315,8 +315,8 @@ def test_progress_shows_only_when_asked_for(capfd, short_model, shown):
     if not shown:
         assert bars == ""
         return
-    assert re.search(r"compiling 0/3 .*, 4 rows, greedy", bars)
-    assert re.search(r"compiling 1/3 .*, 4 rows, 64 prompt tokens, greedy", bars)
+    assert re.search(r"compiling 0/3 .*, 4 rows, 3 drafts, greedy", bars)
+    assert re.search(r"compiling 1/3 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
     assert re.search(r"compiling 2/3 .*, copies of a prompt's state", bars)
     assert re.search(r"generating: .* 0/3 ", bars)
     assert bars.endswith("\r")  # the last bar is wiped out
@@ -518,7 +518,7 @@ def test_metrics_say_what_ran_and_what_holds_memory(drafted):
     metrics = drafted.metrics()
     assert metrics["num_steps"] > before and metrics["plan_time"] > 0
     assert metrics["num_tokens"] > 0 and metrics["tokens_per_second"] > 0
-    assert metrics["compile_seconds"]["4 rows, 64 prompt tokens, greedy"] > 0
+    assert metrics["compile_seconds"]["4 rows, 3 drafts, 64 prompt tokens, greedy"] > 0
     pools = drafted._runner.state.pools
     memory = metrics["memory_bytes"]
     assert memory["kv"] == pools["kv"].nbytes
