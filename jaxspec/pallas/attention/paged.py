@@ -40,7 +40,8 @@ def paged_attention(
 
     Tokens behind a row's first are drafts, and one may be NaN that the target does not take. Its
     values count as 0, so that the tokens before it stay what they are. Its keys are NaN as well,
-    and make NaN of all tokens that see it.
+    and make NaN of all tokens that see it. Over pages of 8 bits the kernel lacks this: there is no
+    register left for it.
 
     Raises:
         ValueError: `gate` is of other tokens or heads.

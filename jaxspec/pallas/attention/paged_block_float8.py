@@ -98,8 +98,7 @@ def attend(block: Block):
         plgpu.barrier_wait(smem.v_produced.at[stage])
         new_acc = []
         for part_acc, part in zip(acc, parts, strict=True):
-            tile, drafts = smem.values.at[stage, :, part], block.row.start + 1 - base
-            value = _load_values(tile, block.row.length - base, drafts)
+            value = _load_values(smem.values.at[stage, :, part], block.row.length - base)
             part_acc = part_acc * lax.broadcast_in_dim(rescale, part_acc.shape, (1,))
             term = part_acc, value, smem.weights.transpose((1, 0))
             new_acc += tensor_cores.accumulate(smem.values_operand, term)
@@ -169,19 +168,15 @@ def _load_keys(tile):
     return plgpu.layout_cast(key, plgpu.Layout.WGMMA).astype(jnp.float16)
 
 
-def _load_values(tile, written, drafts):
+def _load_values(tile, written):
     """A tile transposed to `[channels, positions]`, likewise; 0 from position `written` on.
 
-    Values there may be another request's and not finite, and 0 * NaN is NaN. What is not finite
-    from position `drafts` on is 0 as well: the tokens before a draft do not see it.
+    Values there may be another request's and not finite, and 0 * NaN is NaN.
     """
     value = access.load(tile.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     value = plgpu.layout_cast(value.astype(jnp.float16), plgpu.Layout.WGMMA)
 
     def clear(value):
-        position = _iota(value.shape, 1)
-        finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-        kept = (position < written) & ((position < drafts) | finite)
-        return jnp.where(kept, value, jnp.zeros((), value.dtype))
+        return jnp.where(_iota(value.shape, 1) < written, value, jnp.zeros((), value.dtype))
 
-    return lax.cond(drafts < value.shape[1], clear, lambda value: value, value)
+    return lax.cond(written < value.shape[1], clear, lambda value: value, value)
