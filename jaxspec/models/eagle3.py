@@ -115,7 +115,7 @@ class Eagle3Head(Published):
         self.lm_head = LMHead(size, own.draft_vocab_size, dtype)
         is_whole = own.draft_vocab_size == config.vocab_size and _IDS not in names
         zeros = nnx.initializers.zeros
-        # Of each draft id: how far the target's id lies above it. None: the two are the same.
+        # How far the target's id lies above each draft id. None: the two are the same.
         self.offsets = None if is_whole else declare((own.draft_vocab_size,), jnp.int32, zeros)
 
     @staticmethod

@@ -97,7 +97,7 @@ class Eagle3Proposer(Proposer):
                 logits.append(scores)
             else:
                 tokens.append(_greedy_drafts(head, output.scored))
-        # Of a step without drafts XLA drops the pass above but for its keys and values.
+        # Without drafts XLA drops the pass above, but for its keys and values.
         return Drafts.of(inputs, tokens, logits), with_pools_of(_OWNER, pools, own)
 
 

@@ -110,7 +110,7 @@ class MTPProposer(Proposer):
                 logits.append(scores)
             else:
                 tokens.append(_greedy_drafts(model, hidden, ids, columns))
-        # Of a step without drafts XLA drops the pass above but for its keys and values.
+        # Without drafts XLA drops the pass above, but for its keys and values.
         return Drafts.of(inputs, tokens, logits), pools
 
 

@@ -66,27 +66,18 @@ def test_the_first_drafts_are_the_references(chunk):
     assert drafts == expected
 
 
-@functools.wraps(Eagle3Head.__call__)
-def recycles_the_normed(self, *args, original=Eagle3Head.__call__):
-    output, pools = original(self, *args)
-    return output.replace(state=output.scored), pools
-
-
-@pytest.mark.parametrize(
-    ("name", "bug"),
-    [
-        ("ids", property(lambda self: self.offsets[...])),
-        ("__call__", recycles_the_normed),
-        ("features", lambda self, aux: self.fc(jnp.roll(aux, 64, axis=1))[0]),
-    ],
-    ids=["offsets taken for ids", "the normed state recycled", "layers in another order"],
-)
-def test_the_reference_sees(name, bug, monkeypatch):
+@pytest.fixture
+def plant(monkeypatch):
+    """Puts a bug into the head, and runs programs that no other test shares."""
+    drafting(HEAD)  # as the loader would not refuse it
     jitted_step.cache_clear()
-    monkeypatch.setattr(Eagle3Head, name, bug)
+    yield functools.partial(monkeypatch.setattr, Eagle3Head)
+    jitted_step.cache_clear()
+
+
+def test_the_reference_sees_offsets_that_are_taken_for_ids(plant):
+    plant("ids", property(lambda self: self.offsets[...]))
     drafts, expected = first_drafts(None)
-    monkeypatch.undo()
-    jitted_step.cache_clear()
     assert drafts != expected
 
 
@@ -130,6 +121,28 @@ def test_drafts_depend_on_the_accepted_text_alone(target, layers, options, monke
     head = Eagle3Oracle(FIXTURES / HEAD, oracle(target), layers)
     for tokens, drafts in heard:
         head.check(tokens, drafts)
+
+
+def recycles_the_normed(self, *args, original=Eagle3Head.__call__):
+    output, pools = original(self, *args)
+    return output.replace(state=output.scored), pools
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("__call__", recycles_the_normed),
+        ("features", lambda self, aux: self.fc(jnp.roll(aux, 64, axis=1))[0]),
+    ],
+    ids=["the normed state recycled", "layers in another order"],
+)
+def test_the_oracle_sees(name, bug, plant):
+    plant(name, bug)
+    heard = heard_drafts(make(max_in_flight=0), [(prompt, GREEDY, 0) for prompt in PROMPTS[:2]])
+    head = Eagle3Oracle(FIXTURES / HEAD, oracle("llama"))
+    with pytest.raises(AssertionError):
+        for tokens, drafts in heard:
+            head.check(tokens, drafts)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ class Eagle3Oracle:
         """Each draft is the head's best, up to ties, after the text and the drafts before it."""
         head = self.after(tokens)
         for draft in drafts:
-            (index,) = np.flatnonzero(self.ids == draft)
-            assert head.scores[index] >= head.scores.max() - 1e-3, (tokens, drafts)
+            scores = head.scores[self.ids == draft]
+            assert scores.size and scores[0] >= head.scores.max() - 1e-3, (tokens, drafts)
             head.feed(draft, head.state)
 
 
