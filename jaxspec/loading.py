@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
-from jaxspec.models import Unread, dtype_of, resolve_folder, unread
-from jaxspec.models.base import Model, ModelRecipe
+from jaxspec.models import Unread, dtype_of, resolve_folder, unread, unread_model_or_head
+from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.models.config import ModelConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
@@ -51,11 +51,13 @@ def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
 @contextlib.contextmanager
 def unread_drafter(
     config: EngineConfig, dtype: jnp.dtype, *, progress: bool
-) -> Iterator[Unread | None]:
-    """The checkpoint that the speculation names beside the model's, as `unread`; None: it has none.
+) -> Iterator[Unread[Published] | None]:
+    """The checkpoint that the speculation names beside the model's; None: it names none.
+
+    It is a model or a head, as `unread_model_or_head` finds it.
 
     Raises:
-        FileNotFoundError, ValueError: as `folder_of` and `unread`.
+        FileNotFoundError, ValueError: as `folder_of` and `unread_model_or_head`.
     """
     speculation = config.speculative_config
     options = speculation.options if isinstance(speculation, SpeculativeConfig) else None
@@ -65,7 +67,7 @@ def unread_drafter(
         return
     has_weights = config.load_format != "dummy"
     folder = resolve_folder(name, progress, weights=has_weights, revision=options.revision)
-    with unread(folder, dtype, load_format=config.load_format) as found:
+    with unread_model_or_head(folder, dtype, load_format=config.load_format) as found:
         yield found
 
 
@@ -95,7 +97,7 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
 
 
 def settle(
-    config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: Model | None = None
+    config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: Published | None = None
 ) -> Settled:
     """The options with every "auto" and None that the model or the device decides decided.
 

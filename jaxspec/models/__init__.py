@@ -5,21 +5,22 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.checks import shown
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, Published
 from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dummy import draw_weights
 from jaxspec.models.fields import Fields, read_fields
 from jaxspec.models.hub import resolve_folder
-from jaxspec.models.weights import compared, read_weights, undefined
+from jaxspec.models.weights import Some, compared, read_weights, undefined
 
 __all__ = [
+    "HEADS",
     "MODELS",
     "Unread",
     "dtype_of",
@@ -28,6 +29,7 @@ __all__ = [
     "parse_config",
     "resolve_folder",
     "unread",
+    "unread_model_or_head",
 ]
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
@@ -48,6 +50,14 @@ MODELS = {
     "qwen3_moe": "jaxspec.models.qwen3_moe:Qwen3Moe",
     "Qwen3ForCausalLM": "jaxspec.models.qwen3:Qwen3",
     "qwen3": "jaxspec.models.qwen3:Qwen3",
+}
+
+# Likewise, of heads that draft for a model of another checkpoint.
+HEADS = {
+    "Eagle3LlamaForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
+    "Eagle3Qwen3ForCausalLM": "jaxspec.models.eagle3:Eagle3Head",
+    "Eagle3Speculator": "jaxspec.models.eagle3:Eagle3Head",
+    "LlamaForCausalLMEagle3": "jaxspec.models.eagle3:Eagle3Head",
 }
 
 
@@ -80,20 +90,23 @@ def load_model(
         return found.read(progress)
 
 
-class Unread(NamedTuple):
-    """A model whose parameters have no values yet, and what gives them theirs."""
+class Unread(NamedTuple, Generic[Some]):
+    """A model, or a head that drafts for one, whose parameters have no values yet."""
 
-    model: Model
-    fill: Callable[[bool], None]  # as `read`
+    model: Some
+    fill: Callable[[bool], None]  # gives them theirs; as `read`
 
-    def read(self, progress: bool = False) -> Model:
+    def read(self, progress: bool = False) -> Some:
         """The model with its weights, on the default device; `progress` as in `load_model`."""
         self.fill(progress)
+        self.model.check_values()
         return self.model
 
 
 @contextlib.contextmanager
-def unread(folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto") -> Iterator[Unread]:
+def unread(
+    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
+) -> Iterator[Unread[Model]]:
     """The model in a checkpoint folder, whose weights may be read until the block ends.
 
     Their headers are compared with what config.json asks for. No tensor is read before
@@ -104,6 +117,26 @@ def unread(folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto") -
         ValueError: an architecture outside `MODELS`, an option that is not implemented, another
             `load_format`, or weights that config.json does not ask for.
     """
+    with _unread(folder, dtype, load_format, family_of) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def unread_model_or_head(
+    folder: Path | str, dtype: jnp.dtype, *, load_format: str = "auto"
+) -> Iterator[Unread[Published]]:
+    """As `unread`, but the folder may hold one of `HEADS` as well."""
+    with _unread(folder, dtype, load_format, _model_or_head) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _unread(
+    folder: Path | str,
+    dtype: jnp.dtype,
+    load_format: str,
+    family_of: Callable[[str, Path], type[Some]],
+) -> Iterator[Unread[Some]]:
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}.")
     folder = Path(folder)
@@ -138,11 +171,27 @@ def family_of(architecture: str, source: Path | str) -> type[Model]:
     Raises:
         ValueError: there is none of that name.
     """
+    if architecture in HEADS:
+        raise ValueError(
+            f"{source} is that of {shown(architecture)}, a head that drafts for a model and is "
+            "none itself. Load the model that it was trained for, with speculative_config="
+            '{"method": "eagle3", "model": <the folder or hub id of the head>}.'
+        )
     if architecture not in MODELS:
         raise ValueError(
             f"{source} asks for the model {shown(architecture)}, and jaxspec runs only "
             f"{', '.join(sorted(MODELS))}. Use a checkpoint of one of those, or add the model: "
             "jaxspec/models/README.md says how."
         )
-    module, _, name = MODELS[architecture].partition(":")
+    return _imported(MODELS[architecture])
+
+
+def _model_or_head(architecture: str, source: Path) -> type[Published]:
+    if architecture in HEADS:
+        return _imported(HEADS[architecture])
+    return family_of(architecture, source)
+
+
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,9 +1,8 @@
 """What every model offers: `Model`, and the `DraftHead` it may have."""
 
-import abc
 import math
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,24 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, merged
 from jaxspec.config import TOKENS_PER_STEP
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.fields import Fields
 from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
+from jaxspec.models.published import ModelRecipe, Published
 from jaxspec.pallas import dispatch
 from jaxspec.weight import Dense, Weight
 
-__all__ = ["DraftHead", "ForwardOutput", "Model", "ModelInputs", "ModelRecipe", "Selection"]
+__all__ = [
+    "DraftHead",
+    "ForwardOutput",
+    "Model",
+    "ModelInputs",
+    "ModelRecipe",
+    "Published",
+    "Selection",
+]
 
 _Hidden = Float[Array, "tokens hidden"]
 
@@ -63,41 +70,22 @@ class DraftHead(Protocol):
         ...
 
 
-class Model(nnx.Module, abc.ABC):
+class Model(Published):
     """A causal language model over `Pools`. Methods are pure in them.
 
     A family says how its config.json is read and how its tensors are called; the trunk is the same
     for all of them.
     """
 
-    config: ModelConfig
     trunk: Trunk
     draft_head: DraftHead | None = None  # None: the checkpoint has none
 
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """Declare the parameters, in `dtype`.
-
-        `tensors`: canonical names in the checkpoint; they tell whether embedding and output head
-        are tied. None: there is no checkpoint, and config.json alone tells.
-        """
+        """See `Published`. The `tensors` tell whether embedding and output head are tied."""
         self.config = config
         self.trunk = Trunk(config, dtype, tied=config.is_tied(tensors or ()))
-
-    @staticmethod
-    @abc.abstractmethod
-    def parse_config(fields: Fields) -> ModelConfig:
-        """The family's reading of a config.json.
-
-        Raises:
-            ValueError: a field is missing, malformed or not implemented.
-        """
-
-    @staticmethod
-    @abc.abstractmethod
-    def canonical_name(name: str) -> str | None:
-        """The one spelling of a published tensor's name; None for a tensor that is not used."""
 
     @property
     def vocab_size(self) -> int:
@@ -219,22 +207,3 @@ class Model(nnx.Module, abc.ABC):
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()
-
-
-class ModelRecipe(NamedTuple):
-    """What a model without values is made from."""
-
-    family: type[Model]
-    config: Any  # the model's own
-    dtype: jnp.dtype
-    tensors: tuple[str, ...]  # canonical names, which tell what the checkpoint has
-
-    @staticmethod
-    def of(model: Model, dtype: jnp.dtype) -> "ModelRecipe":
-        """The recipe of a model whose parameters are of `dtype`."""
-        tensors = tuple(placement.name for placement in model.checkpoint())
-        return ModelRecipe(type(model), model.config, dtype, tensors)
-
-    def model(self) -> Model:
-        """The model without values."""
-        return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))

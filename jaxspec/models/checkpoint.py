@@ -69,8 +69,8 @@ class Checkpoint:
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        It must have the tensor's own dtype, one of `safetensors_file.DTYPES`. Several threads may
-        read at once.
+        It must have the tensor's own dtype, of `safetensors_file.DTYPES` or `INTEGERS`. Several
+        threads may read at once.
 
         Raises:
             ValueError: its file was cut short since it was opened.

@@ -60,6 +60,7 @@ class ModelConfig:
     gated_attention: bool = False  # each query head comes with a gate of its output
     zero_centred_norms: bool = False  # RMS norms multiply by `1 + weight`
     normed_heads: bool = True  # queries and keys are normalised head by head
+    attention_inputs: int | None = None  # features that attention reads; None: `hidden_size`
     num_draft_layers: int = 0  # that config.json or the family promises; a checkpoint may lack them
     parts: tuple[Any, ...] = ()
 

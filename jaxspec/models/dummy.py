@@ -2,10 +2,10 @@
 
 import jax
 
-from jaxspec.models.base import Model
+from jaxspec.models.published import Published
 
 
-def draw_weights(model: Model) -> None:
+def draw_weights(model: Published) -> None:
     """Give the model's parameters values as before training.
 
     The device itself draws them one after the other, the same each time: it needs room for hardly

@@ -25,6 +25,11 @@ DTYPES = {
 }
 """The dtypes that weights may be stored in, by their names in the format."""
 
+INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+"""And those of token ids."""
+
+_SIZES = {name: dtype.itemsize for name, dtype in (DTYPES | INTEGERS).items()}
+
 _LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 8  # as many as NumPy and XLA surely have
 _MAX_SIZE = 2**63  # of a dimension or an offset
@@ -34,7 +39,7 @@ _MAX_SIZE = 2**63  # of a dimension or an offset
 class StoredTensor:
     """A tensor as the header describes it."""
 
-    dtype: str  # a key of `DTYPES`, or a dtype that jaxspec does not take
+    dtype: str  # a key of `DTYPES` or `INTEGERS`, or a dtype that jaxspec does not take
     shape: tuple[int, ...]
     start: int  # of its bytes in the file
     num_bytes: int
@@ -66,7 +71,8 @@ class SafetensorsFile:
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        It must have the tensor's own dtype, one of `DTYPES`. Several threads may read at once.
+        It must have the tensor's own dtype, of `DTYPES` or `INTEGERS`. Several threads may read at
+        once.
 
         Raises:
             ValueError: the file was cut short since it was opened.
@@ -119,7 +125,7 @@ class SafetensorsFile:
         ):
             raise self._damaged(f"its header does not say where {shown(name)} is and of what shape")
         begin, end = offsets
-        if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        if dtype in _SIZES and end - begin != math.prod(shape) * _SIZES[dtype]:
             raise self._damaged(
                 f"{shown(name)} has {end - begin:,} bytes, which {dtype} {shape} does not fill"
             )

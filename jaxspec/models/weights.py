@@ -2,22 +2,26 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from jaxspec.models.base import Model
 from jaxspec.models.blocks import Source
 from jaxspec.models.checkpoint import Checkpoint, listed
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.trunk import LAYERS
-from jaxspec.models.safetensors_file import DTYPES
+from jaxspec.models.published import Published
+from jaxspec.models.safetensors_file import DTYPES, INTEGERS
 from jaxspec.models.transfer import to_device
 
+Some = TypeVar("Some", bound=Published)
+
 _WRONG_DTYPE = f"Wrong dtype, which must be one of {', '.join(DTYPES)}"
+_NO_INTEGER = f"Wrong dtype, which must be one of {', '.join(INTEGERS)}"
 # A config.json of a kilobyte may ask for tens of millions of tensors. No published model has a
 # fifth of the first, and whichever of the second are there tell how a checkpoint is spelled.
 _MANY = 200_000  # tensors that are compared one by one, even if the checkpoint has fewer
@@ -80,8 +84,8 @@ def _is_spelled_otherwise(placement: Placement, published: Collection[str]) -> b
 
 
 def compared(
-    family: type[Model], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
-) -> tuple[Model, list[Placement], dict[str, list[str]]]:
+    family: type[Some], config: ModelConfig, dtype: jnp.dtype, checkpoint: Checkpoint
+) -> tuple[Some, list[Placement], dict[str, list[str]]]:
     """A model that the checkpoint's tensors fit, without values; no tensor is read.
 
     Then where each of the tensors goes, by canonical name, and the names' published spellings.
@@ -103,9 +107,9 @@ def compared(
 
 
 def undefined(
-    family: type[Model], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str] | None
-) -> Model:
-    """A model for these `tensors` (see `Model`), whose parameters have no values yet."""
+    family: type[Some], config: ModelConfig, dtype: jnp.dtype, tensors: frozenset[str] | None
+) -> Some:
+    """A model for these `tensors` (see `Published`), whose parameters have no values yet."""
     return nnx.eval_shape(lambda: family(config, dtype, tensors))
 
 
@@ -121,7 +125,7 @@ def _sources(
         return published[canonical][0]
 
     def dtype_of(name: str) -> np.dtype:
-        return DTYPES[checkpoint.stored(name).dtype]
+        return (DTYPES | INTEGERS)[checkpoint.stored(name).dtype]
 
     return [Source.of(each, name_of, dtype_of) for each in of_param.values()]
 
@@ -138,7 +142,7 @@ def _check_layers(config: ModelConfig, published: Collection[str], checkpoint: C
 def _check(
     placements: Sequence[Placement], published: Mapping[str, list[str]], checkpoint: Checkpoint
 ) -> None:
-    wanted = {placement.name: placement.shape for placement in placements}
+    wanted = {placement.name: placement for placement in placements}
     unexpected = published.keys() - wanted.keys()
     twice = dict(_in_both_spellings(placements, published, unexpected))
     problems = {
@@ -149,19 +153,21 @@ def _check(
         "Twice": [f"{name} ({stack} has it, too)" for name, stack in twice.items()],
         "Wrong shape": [],
         _WRONG_DTYPE: [],
+        _NO_INTEGER: [],
     }
     for canonical, names in sorted(published.items()):
         files = [file for name in names for file in checkpoint.files_of(name)]
         if len(files) > 1:
             problems["Twice"].append(f"{canonical} (in {' and '.join(files[:2])})")
         for name in names if canonical in wanted else ():
-            stored, shape = checkpoint.stored(name), wanted[canonical]
-            if stored.shape != shape:
+            stored, place = checkpoint.stored(name), wanted[canonical]
+            if stored.shape != place.shape:
                 problems["Wrong shape"].append(
-                    f"{name} {list(stored.shape)} instead of {list(shape)}"
+                    f"{name} {list(stored.shape)} instead of {list(place.shape)}"
                 )
-            if stored.dtype not in DTYPES:
-                problems[_WRONG_DTYPE].append(f"{name} {stored.dtype}")
+            if stored.dtype not in (INTEGERS if place.is_integer else DTYPES):
+                wrong = _NO_INTEGER if place.is_integer else _WRONG_DTYPE
+                problems[wrong].append(f"{name} {stored.dtype}")
     if any(problems.values()):
         found = [
             f"{kind} ({len(named):,}): {listed(named)}."

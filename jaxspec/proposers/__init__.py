@@ -12,6 +12,7 @@ PROPOSERS = {
     "mtp": "jaxspec.proposers.mtp:MTPProposer",
     "ngram": "jaxspec.proposers.ngram:NgramProposer",
     "draft_model": "jaxspec.proposers.draft_model:DraftModelProposer",
+    "eagle3": "jaxspec.proposers.eagle3:Eagle3Proposer",
 }
 
 __all__ = ["PROPOSERS", "DraftInputs", "Drafts", "Proposer", "make_proposer"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools
-from jaxspec.models.base import Model, ModelInputs
+from jaxspec.models.base import Model, ModelInputs, Published
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion
 from jaxspec.sampler import Sampler
@@ -31,7 +31,7 @@ class DraftInputs:
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
     num_emitted: Int[Array, " decode_rows"]  # tokens of the rectangle that stand, in each row
-    # Of each row, as `DecodeRegion` has them, for a step that begins with the newest token.
+    # As `DecodeRegion` has them of each row, for a step that begins with the newest token.
     state_offset: Int[Array, " rows"]
     ring_length: Int[Array, " rows"]
     should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
@@ -82,6 +82,24 @@ class Drafts:
         """No drafts for any of so many rows."""
         return Drafts(jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros(num_rows, jnp.int32), None)
 
+    @staticmethod
+    def of(
+        inputs: DraftInputs,
+        tokens: Sequence[Int[Array, " rows"]],
+        logits: Sequence[Float[Array, "rows vocab"]],
+    ) -> "Drafts":
+        """All drafts of each row that drafts, one after the other.
+
+        `logits`: what each was drawn from; none of it where none was drawn.
+        """
+        if not tokens:
+            return Drafts.none(inputs.slots.shape[0])
+        return Drafts(
+            tokens=jnp.stack(tokens, axis=1),
+            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
+            logits=jnp.stack(logits, axis=1) if logits else None,
+        )
+
 
 class Proposer(abc.ABC):
     """Drafts on the device, inside the step.
@@ -107,7 +125,7 @@ class Proposer(abc.ABC):
         """Pools of the drafter's own, beside the model's and in the same pages and slots."""
         return ()
 
-    def init_tables(self, model: Model, drafter: Model | None = None) -> Any:
+    def init_tables(self, model: Model, drafter: Published | None = None) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.
 
         Called when the engine is made: traced, for the memory that they take, and then with the

@@ -1,8 +1,6 @@
 """Drafts from a second model, which reads the same tokens as the target."""
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from jaxspec.cache import (
     pools_of,
     with_pools_of,
 )
-from jaxspec.models.base import Model, ModelInputs, ModelRecipe
+from jaxspec.models.base import Model, ModelInputs, ModelRecipe, Published
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.sampling import draw_draft
 from jaxspec.speculation import SpeculativeConfig
@@ -49,8 +47,13 @@ class DraftModelProposer(Proposer):
         """A proposer of `config.num_drafts` drafts.
 
         Raises:
-            ValueError: the drafter has another vocabulary than `model`.
+            ValueError: the drafter is no model, or has another vocabulary than `model`.
         """
+        if not issubclass(drafter.family, Model):
+            raise ValueError(
+                f"The method 'draft_model' needs a whole model, and {config.options.model} is a "
+                "head that drafts for one. Use the method 'eagle3' with it."
+            )
         size = drafter.config.vocab_size
         if size != model.vocab_size:
             raise ValueError(
@@ -64,7 +67,7 @@ class DraftModelProposer(Proposer):
         """The drafter's own pools."""
         return owned(_OWNER, self.recipe.model().cache_specs(options))
 
-    def init_tables(self, model: Model, drafter: Model | None) -> tuple[Array, ...]:
+    def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
         """The drafter's weights."""
         return tuple(jax.tree.leaves(nnx.state(drafter)))
 
@@ -72,8 +75,7 @@ class DraftModelProposer(Proposer):
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
     ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
-        graph, tree = _structure(self.recipe)
-        drafter: Model = nnx.merge(graph, jax.tree.unflatten(tree, tables))
+        drafter: Model = self.recipe.with_weights(tables)
         _, own = drafter.forward(_that_stand(inputs), pools_of(_OWNER, pools))
         pools = with_pools_of(_OWNER, pools, own)
         if not inputs.num_drafts:
@@ -85,15 +87,10 @@ class DraftModelProposer(Proposer):
             output, own = drafter.forward(row_inputs, own)
             token, scores = self._draft(drafter, output.hidden, inputs, draft, draws)
             tokens.append(token)
-            logits.append(scores)
+            logits += [scores] if draws else []
             token = jnp.maximum(token, 0)
         ahead = {k: pool for k, pool in own.items() if not isinstance(pool, RecurrentPool)}
-        drafts = Drafts(
-            tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
-            logits=jnp.stack(logits, axis=1) if draws else None,
-        )
-        return drafts, with_pools_of(_OWNER, pools, ahead)
+        return Drafts.of(inputs, tokens, logits), with_pools_of(_OWNER, pools, ahead)
 
     def _draft(
         self, drafter: Model, hidden: Array, inputs: DraftInputs, draft: int, draws: bool
@@ -104,13 +101,6 @@ class DraftModelProposer(Proposer):
         scores = drafter.logits(hidden)
         position = inputs.num_computed + 1 + draft
         return draw_draft(scores, inputs.sampling, position, draft), scores
-
-
-@functools.lru_cache(maxsize=8)
-def _structure(recipe: ModelRecipe) -> tuple[Any, Any]:
-    """The graph of a drafter, and how its weights lie in it."""
-    graph, weights = nnx.split(recipe.model())
-    return graph, jax.tree.structure(weights)
 
 
 def _that_stand(inputs: DraftInputs) -> ModelInputs:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import Pools
-from jaxspec.models.base import DraftHead, Model, Selection
+from jaxspec.models.base import DraftHead, Model, Published, Selection
 from jaxspec.pallas.matmul.argmax_matmul import gains_from_float8
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.sampling import NO_TOKEN, draw_draft
+from jaxspec.proposers.scored_ids import ids_at, over_all_ids
+from jaxspec.sampling import draw_draft
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.weight import Float8, Weight
 
@@ -62,7 +63,7 @@ class MTPProposer(Proposer):
             head_dtype=config.options.draft_head_dtype,
         )
 
-    def init_tables(self, model: Model, drafter: Model | None = None) -> _Tables:
+    def init_tables(self, model: Model, drafter: Published | None = None) -> _Tables:
         """The ids (None: all) and their columns of the output head, copied once.
 
         In each step the copy would cost what it saves. There are none for the head as it is.
@@ -103,20 +104,14 @@ class MTPProposer(Proposer):
             if draws:
                 scores = model.logits(hidden, columns)
                 if ids is not None:
-                    scores = _over_all_ids(scores, ids, model.vocab_size)
+                    scores = over_all_ids(scores, ids, model.vocab_size)
                 position = inputs.num_computed + 1 + draft
                 tokens.append(draw_draft(scores, inputs.sampling, position, draft))
                 logits.append(scores)
             else:
                 tokens.append(_greedy_drafts(model, hidden, ids, columns))
-        if not tokens:  # XLA drops all of the pass above but its keys and values
-            return Drafts.none(inputs.slots.shape[0]), pools
-        drafts = Drafts(
-            tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
-            logits=jnp.stack(logits, axis=1) if draws else None,
-        )
-        return drafts, pools
+        # Without drafts XLA drops the pass above, but for its keys and values.
+        return Drafts.of(inputs, tokens, logits), pools
 
 
 def _head_of(model: Model) -> DraftHead:
@@ -137,16 +132,4 @@ def _greedy_drafts(
     """The likeliest of `ids` (None: of all); -1 where there is none."""
     forbidden = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts
     tokens = model.greedy_tokens(hidden, forbidden, columns)
-    return tokens if ids is None else jnp.where(tokens < 0, NO_TOKEN, ids[tokens])
-
-
-def _over_all_ids(
-    scores: Float[Array, "rows scored"], ids: Int[Array, " scored"], vocab_size: int
-) -> Float[Array, "rows vocab"]:
-    """`scores` of `ids` (ascending), and -inf for what is never drafted.
-
-    Rejection sampling stays exact: it needs the distribution q that a draft was drawn from, and
-    softmax gives the other ids q = 0. The target's share of those comes from the excess p - q.
-    """
-    all_scores = jnp.full((scores.shape[0], vocab_size), -jnp.inf, scores.dtype)
-    return all_scores.at[:, ids].set(scores, indices_are_sorted=True, unique_indices=True)
+    return tokens if ids is None else ids_at(tokens, ids)

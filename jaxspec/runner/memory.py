@@ -11,7 +11,7 @@ from flax import nnx
 from jaxspec import device
 from jaxspec.cache import HOLDERS, CacheOptions, CacheSpec, holders, state_policy
 from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, Published
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_state
 
@@ -61,7 +61,7 @@ class Holdings:
     def of(
         model: Model,
         proposer: Proposer | None,
-        drafter: Model | None = None,
+        drafter: Published | None = None,
         *,
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,

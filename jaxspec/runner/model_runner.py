@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
-from jaxspec.models.base import Model, ModelRecipe
+from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.plan import MOVES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
@@ -43,7 +43,7 @@ class ModelRunner:
         verifier: Verifier,
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
-        drafter: Model | None = None,
+        drafter: Published | None = None,
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from jaxspec.checks import is_integer, items, real, shown
 from jaxspec.config import MAX_DRAFTS
 from jaxspec.speculation.draft_model import DraftModelOptions
+from jaxspec.speculation.eagle3 import Eagle3Options
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
 
@@ -23,6 +24,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "mtp": MTPOptions,
     "ngram": NgramOptions,
     "draft_model": DraftModelOptions,
+    "eagle3": Eagle3Options,
 }
 
 

@@ -9,7 +9,7 @@ from oracle import Oracle, expect
 
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.engine import Engine
-from jaxspec.models import load_model
+from jaxspec.models import load_model, unread_model_or_head
 from jaxspec.models.base import ModelRecipe
 from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.proposers.testing.oracle import OracleProposer
@@ -32,6 +32,13 @@ REPLAY = StateConfig("replay", window=7)  # so that even short requests fold sev
 @functools.cache
 def model(fixture: str):
     return load_model(FIXTURES / fixture, jnp.dtype("float32"))
+
+
+@functools.cache
+def drafting(fixture: str):
+    """A model or a head that drafts for another fixture."""
+    with unread_model_or_head(FIXTURES / fixture, jnp.dtype("float32")) as found:
+        return found.read()
 
 
 @functools.cache
@@ -116,7 +123,7 @@ class Harness:
                 accuracy=accuracy,
             )
         elif speculation is not None:
-            recipe = drafter and ModelRecipe.of(model(drafter), jnp.dtype("float32"))
+            recipe = drafter and ModelRecipe.of(drafting(drafter), jnp.dtype("float32"))
             self.proposer = make_proposer(speculation, model(fixture), recipe)
         self.runner = ModelRunner(
             model(fixture),
@@ -126,7 +133,7 @@ class Harness:
             verifier=make_verifier(speculation),
             states=states,
             kv_dtype=kv_dtype,
-            drafter=drafter and model(drafter),
+            drafter=drafter and drafting(drafter),
         )
         warm_up(self.runner, samplers)
         self.scheduler = Scheduler(self.buckets)

@@ -69,13 +69,15 @@ class Run:
     def __init__(self, oracle: Oracle):
         self.oracle, self.position = oracle, 0
         self.memory = [{} for _ in range(oracle.config["num_hidden_layers"])]
+        self.streams = []  # before each layer, of the token that was fed last
 
     def feed(self, token: int) -> np.ndarray:
         oracle, config = self.oracle, self.oracle.config
         kinds = config.get("layer_types") if oracle.is_hybrid else None
-        x = oracle.embedding[token]
+        x, self.streams = oracle.embedding[token], []
         for layer in range(config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}."
+            self.streams.append(x)
             linear = kinds is not None and kinds[layer] == "linear_attention"
             mix = self._gated_delta_net if linear else self._attention
             x = x + mix(self._norm(x, prefix + "input_layernorm"), prefix, self.memory[layer])

@@ -47,7 +47,7 @@ class Attention(nnx.Module):
         width, kv_width = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         q_width = 2 * width if config.gated_attention else width
         outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = Linear(config.hidden_size, outputs, dtype)
+        self.qkv = Linear(config.attention_inputs or config.hidden_size, outputs, dtype)
         initializers = jax.nn.initializers
         init = initializers.zeros if config.zero_centred_norms else initializers.ones
         # The norms of queries and of keys, in one matrix: a kernel gets it without a copy.

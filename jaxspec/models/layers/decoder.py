@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxspec.cache import Pools
 from jaxspec.models.config import DENSE, FULL_ATTENTION, LINEAR_ATTENTION, SPARSE, ModelConfig
@@ -67,8 +68,8 @@ class DecoderLayer(nnx.Module):
         `pending` is None before the first layer. The norm that follows an addition does it: in one
         kernel, which for few rows also does the product that follows the norm.
         """
-        stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
-        return self._finish(stream, tokens, inputs.step, pools)
+        stream, projected = self._project(stream, pending)
+        return self.after_projection(stream, projected, inputs, pools)
 
     def select(
         self,
@@ -83,16 +84,31 @@ class DecoderLayer(nnx.Module):
         The mixer prepares all tokens, and its pool must keep nothing else of them. This is true of
         attention, and of no recurrent mixer.
         """
-        stream, tokens, pools = self._prepare(stream, pending, inputs, pools)
+        stream, projected = self._project(stream, pending)
+        return self.after_projection(stream, projected, inputs, pools, selection)
+
+    def after_projection(
+        self,
+        stream: Stream,
+        projected: Float[Array, "tokens columns"],
+        inputs: LayerInputs,
+        pools: Pools,
+        selection: Selection | None = None,
+    ) -> tuple[Stream, Pending, Pools]:
+        """The rest of the layer, given what `mixer.projection` made of the stream or of more.
+
+        With a `selection` as `select`, else as `__call__`.
+        """
+        tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
+        if selection is None:
+            return self._finish(stream, tokens, inputs.step, pools)
         stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
         return self._finish(stream, tokens, selection.inputs, pools)
 
-    def _prepare(
-        self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
-    ) -> tuple[Stream, Any, Pools]:
-        stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
-        tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
-        return stream, tokens, pools
+    def _project(
+        self, stream: Stream, pending: Pending
+    ) -> tuple[Stream, Float[Array, "tokens columns"]]:
+        return self.mixer.projection.after_norm(stream, pending, self.input_norm)
 
     def _finish(
         self, stream: Stream, tokens: Any, inputs: ModelInputs, pools: Pools

@@ -49,7 +49,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
-        return self.split(matmul(x, self.operand))
+        return self.split(self.joined(x))
+
+    def joined(self, x: Float[Array, "tokens features"]) -> Float[Array, "tokens outputs"]:
+        """All outputs side by side, as `after_norm` gives them."""
+        return matmul(x, self.operand)
 
     def after_norm(
         self, stream: Stream, pending: Pending, norm: RMSNorm

@@ -28,6 +28,11 @@ class Placement:
     part: Any = ...  # of the tensor, as `index`; for an axis, an array of places >= 0, too
     instead: Callable[[], Iterator["Placement"]] | None = None  # None: there is one spelling
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether the tensor is one of integers, such as token ids, and not of weights."""
+        return jnp.issubdtype(self.param.dtype, jnp.integer)
+
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
 NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give

@@ -11,6 +11,7 @@ from jaxspec.plan import Program
 from jaxspec.runner.programs import program_key
 from jaxspec.sampler import GREEDY, SAMPLED
 from jaxspec.speculation.draft_model import DraftModelOptions
+from jaxspec.speculation.eagle3 import Eagle3Options
 from jaxspec.speculation.mtp import MTPOptions
 
 FIRST = Program(4, 0, GREEDY)
@@ -52,6 +53,12 @@ OTHER = [
     {"options": MTPOptions(draft_head_dtype="float8_e4m3fn")},
     {"method": "ngram"},
     {"method": "draft_model", "drafter": "llama", "options": DraftModelOptions("a")},
+    {"method": "eagle3", "drafter": "llama_eagle3", "options": Eagle3Options("a")},
+    {
+        "method": "eagle3",
+        "drafter": "llama_eagle3",
+        "options": Eagle3Options("a", aux_layer_ids=(0, 1, 2)),
+    },
     {"probabilistic": True, "rejection": "block"},
     {"synthetic": (0.5,)},
     {"synthetic": (0.75,)},

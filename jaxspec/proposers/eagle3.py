@@ -1,0 +1,135 @@
+"""Drafts with an EAGLE-3 head: a layer of its own that reads some of the target's layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxspec.cache import CacheOptions, CacheSpec, Pools, owned, pools_of, with_pools_of
+from jaxspec.models.base import Model, ModelRecipe, Published, Selection
+from jaxspec.models.eagle3 import Eagle3Config, Eagle3Head
+from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
+from jaxspec.proposers.scored_ids import ids_at, over_all_ids
+from jaxspec.sampling import draw_draft
+from jaxspec.speculation import SpeculativeConfig
+
+_OWNER = "draft"
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Proposer(Proposer):
+    """A head with weights and pools of its own, on the target's page tables (arXiv 2503.01840).
+
+    The first pass takes all tokens of the step, with the target's residual streams and the tokens
+    shifted by one, so the head's keys and values of accepted tokens always come from the target;
+    those of rejected drafts are overwritten before they are read. Then come K - 1 passes of one
+    token a row, each on the state of the pass before it.
+
+    The head may score a vocabulary smaller than the target's. What it lacks is never drafted.
+    """
+
+    num_drafts: int
+    recipe: ModelRecipe
+    taps: tuple[int, ...] = ()
+    is_probabilistic: bool = False
+
+    @classmethod
+    def from_config(
+        cls, config: SpeculativeConfig, model: Model, drafter: ModelRecipe
+    ) -> "Eagle3Proposer":
+        """A proposer of `config.num_drafts` drafts.
+
+        Raises:
+            ValueError: the drafter is no EAGLE-3 head, or none for such a model.
+        """
+        name = config.options.model
+        if not issubclass(drafter.family, Eagle3Head):
+            raise ValueError(
+                f"The method 'eagle3' needs an EAGLE-3 head, and {name} is a whole model. Use the "
+                "method 'draft_model' with it, or give a head that was trained for the target."
+            )
+        own = drafter.config.part(Eagle3Config)
+        _check_size(name, "ids", drafter.config.vocab_size, model.vocab_size)
+        _check_size(name, "hidden features", own.target_hidden_size, model.config.hidden_size)
+        taps = _taps(name, own, config.options.aux_layer_ids, len(model.config.layer_types))
+        is_drawn = config.draft_sample_method == "probabilistic"
+        return cls(config.num_drafts, drafter, taps, is_drawn)
+
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """The head's own pool."""
+        return owned(_OWNER, self.recipe.model().cache_specs(options))
+
+    def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
+        """The head's weights."""
+        return tuple(jax.tree.leaves(nnx.state(drafter)))
+
+    def propose(
+        self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
+    ) -> tuple[Drafts, Pools]:
+        """See `Proposer.propose`."""
+        head: Eagle3Head = self.recipe.with_weights(tables)
+        embed = model.embed if head.embedding is None else head.embedding
+        assert inputs.aux_hidden is not None
+        # The newest token stands at `num_computed`; the first pass reads the one before it.
+        last_tokens = Selection(inputs.last_index, inputs.row_inputs(-1))
+        output, own = head(
+            embed(inputs.next_tokens),
+            head.features(inputs.aux_hidden),
+            inputs.model,
+            pools_of(_OWNER, pools),
+            last_tokens,
+        )
+        # A program that draws no token does not read the distribution of its drafts.
+        draws = self.is_probabilistic and inputs.sampler.draws
+        tokens, logits = [], []
+        for draft in range(inputs.num_drafts):
+            if draft:
+                row_inputs = inputs.row_inputs(draft - 1)
+                output, own = head(embed(tokens[-1]), output.state, row_inputs, own)
+            if draws:
+                scores = head.lm_head(output.scored)
+                if head.ids is not None:
+                    scores = over_all_ids(scores, head.ids, model.vocab_size)
+                position = inputs.num_computed + 1 + draft
+                tokens.append(draw_draft(scores, inputs.sampling, position, draft))
+                logits.append(scores)
+            else:
+                tokens.append(_greedy_drafts(head, output.scored))
+        # Without drafts XLA drops the pass above, but for its keys and values.
+        return Drafts.of(inputs, tokens, logits), with_pools_of(_OWNER, pools, own)
+
+
+def _greedy_drafts(head: Eagle3Head, scored: Array) -> Int[Array, " rows"]:
+    """The likeliest of the head's ids; -1 where there is none."""
+    forbidden = jnp.zeros((scored.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts
+    indices = head.lm_head.greedy_tokens(scored, forbidden)
+    return indices if head.ids is None else ids_at(indices, head.ids)
+
+
+def _check_size(name: object, what: str, own: int, of_target: int) -> None:
+    if own != of_target:
+        raise ValueError(
+            f"An EAGLE-3 head must be of the target's {of_target} {what}, and {name} is of {own}. "
+            "Use the head that was trained for this model."
+        )
+
+
+def _taps(
+    name: object, own: Eagle3Config, asked: tuple[int, ...] | None, num_layers: int
+) -> tuple[int, ...]:
+    """The layers that the head reads: those asked for, config.json's, or where EAGLE-3 put them."""
+    taps = asked or own.aux_layer_ids or (2, num_layers // 2, num_layers - 3)
+    if len(taps) != own.num_aux:
+        raise ValueError(
+            f"aux_layer_ids must name {own.num_aux} layers, as many as {name} reads, got "
+            f"{list(taps)}. Leave it out to read those that the head's config.json names."
+        )
+    if not all(0 <= tap < num_layers for tap in taps):
+        raise ValueError(
+            f"An EAGLE-3 head reads the residual stream before layers 0 to {num_layers - 1} of "
+            f"this target, and {name} asks for {list(taps)}. Use the head that was trained for "
+            "this model, or name its layers in aux_layer_ids."
+        )
+    return taps
