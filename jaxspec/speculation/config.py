@@ -9,6 +9,7 @@ from jaxspec.config import MAX_DRAFTS
 from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
+from jaxspec.speculation.suffix import SuffixOptions
 
 
 class MethodOptions(Protocol):
@@ -23,6 +24,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "mtp": MTPOptions,
     "ngram": NgramOptions,
     "draft_model": DraftModelOptions,
+    "suffix": SuffixOptions,
 }
 
 
