@@ -41,11 +41,12 @@ class SuffixProposer(Proposer):
         pools = pools | {TokenHistory.name: history}
         if not inputs.num_drafts or paths is None:
             return Drafts.none(slots.shape[0]), pools
-        places = paths.first[:, None] + jnp.arange(paths.tokens.shape[1])
+        places = paths.first[:, None] + jnp.arange(paths.tokens.shape[1])[None, :]
         came = TokenHistory.read_at(history, inputs.model.page_tables, slots, places)
         drafts, follows = align(paths, newest, came, inputs.num_drafts)
         since = newest + 1 - paths.first
-        most = jnp.floor(self.factor * (paths.match + since)).astype(jnp.int32)
+        matched = (paths.match + since).astype(jnp.float32)
+        most = jnp.floor(self.factor * matched).astype(jnp.int32)
         num_drafts = jnp.minimum(jnp.sum(drafts >= 0, axis=1, dtype=jnp.int32), most)
         return Drafts(drafts, jnp.where(inputs.should_draft & follows, num_drafts, 0), None), pools
 

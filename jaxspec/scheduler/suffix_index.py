@@ -12,19 +12,21 @@ and length, for which Python has neither the memory nor the time.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 from zlib import crc32
 
-LENGTHS = (1, 2, 4, 8, 16)
+LENGTHS = (1, 3, 8)
 """Of the runs of tokens whose last place is known."""
 MOST_PLACES = 16
 """Places that are compared, the newest of those with the longest such run."""
 MOST_TOKENS = 2**19
-"""Of texts that have ended; a token takes 44 bytes."""
-_BUCKETS = 2**18  # of the hash tables, one a length: 10 MB in all
+"""Of texts that have ended; a token takes 28 bytes."""
+_BUCKETS = 2**18  # of the hash tables, one a length: 6 MB in all
 _AGREEMENT = 8  # tokens that places which agree go on by at once
+
+
+Place = tuple[array, int]
+"""Where a run of tokens stood before: the tokens of its text, and the index behind the run."""
 
 
 class Text:
@@ -35,13 +37,6 @@ class Text:
         self.number = number
         self.tokens = array("i")
         self.links = tuple(array("q") for _ in LENGTHS)
-
-
-class Place(NamedTuple):
-    """Where a run of tokens stood before."""
-
-    tokens: array  # of the text
-    end: int  # behind the run
 
 
 class SuffixIndex:
@@ -124,7 +119,7 @@ class SuffixIndex:
                 break  # nowhere, or in a text that is forgotten, as older ones are
             end = code & 0xFFFFFFFF
             if end < len(other.tokens) and other.tokens[end - length : end] == run:
-                found.append(Place(other.tokens, end))
+                found.append((other.tokens, end))
             code = other.links[level][end - 1]
         return found
 
@@ -143,33 +138,35 @@ def continuation(places: list[Place], length: int, least: float) -> list[int]:
     It ends where less than the share `least` of the places went on so, of those that went on.
     """
     path, share = list[int](), 1.0
-    while places and len(path) < length:
-        if len(places) == 1:
-            ((tokens, end),) = places
-            path += tokens[end : end + length - len(path)]
-            break
-        agreed = _agreed(places)
-        if agreed:
-            path += agreed
-            places = [Place(tokens, end + len(agreed)) for tokens, end in places]
-            continue
-        places = [place for place in places if place.end < len(place.tokens)]
-        if not places:
-            break
-        counts = Counter([tokens[end] for tokens, end in places])
-        token = max(counts, key=counts.__getitem__)  # the first of equals, which is the newest
-        share *= counts[token] / len(places)
-        if share < least:
-            break
+    while len(places) > 1 and len(path) < length:
+        ways: dict[int, list[Place]] = {}  # the newest first
+        for tokens, end in places:
+            if end < len(tokens):
+                ways.setdefault(tokens[end], []).append((tokens, end + 1))
+        if not ways:
+            return path
+        token, followers = max(ways.items(), key=_votes)
+        if len(ways) > 1:
+            share *= len(followers) / sum(map(len, ways.values()))
+            if share < least:
+                return path
         path.append(token)
-        places = [Place(tokens, end + 1) for tokens, end in places if tokens[end] == token]
+        places = followers
+        if len(ways) == 1:  # they may agree for longer
+            path += (ahead := _agreed(places))
+            places = [(tokens, end + len(ahead)) for tokens, end in places]
+    for tokens, end in places[:1]:
+        path += tokens[end : end + max(length - len(path), 0)]
     return path[:length]
 
 
-def _agreed(places: list[Place]) -> array | None:
+def _votes(way: tuple[int, list[Place]]) -> int:
+    return len(way[1])
+
+
+def _agreed(places: list[Place]) -> array:
     """The next tokens, if all places go on by the same ones."""
     tokens, end = places[0]
     ahead = tokens[end : end + _AGREEMENT]
-    is_whole = len(ahead) == _AGREEMENT
-    agree = is_whole and all(t[at : at + _AGREEMENT] == ahead for t, at in places)
-    return ahead if agree else None
+    agree = all(other[at : at + _AGREEMENT] == ahead for other, at in places)
+    return ahead if agree else array("i")
