@@ -8,6 +8,8 @@ from jaxspec.checks import integer, shown
 
 MAX_DRAFTS = 15
 """Drafts of a verify, which is then 16 tokens wide."""
+MAX_PATH = 64
+"""Tokens of a path, which a plan brings for each row of an engine that drafts on the host."""
 TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
 
@@ -45,6 +47,7 @@ class StepShapes:
     max_prefill_seqs: int = 4  # prompts a step can advance
     steps_per_dispatch: int = 1  # decode steps that one call of a program may make
     draft_counts: tuple[int, ...] = ()  # that decode steps may verify, ascending to K; (): K alone
+    path_length: int = 0  # tokens of each row's path in a plan; 0: plans have no paths
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
@@ -62,6 +65,7 @@ class StepShapes:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
+        integer("path_length", self.path_length, 0, MAX_PATH)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ValueError(
                 f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "

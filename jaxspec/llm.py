@@ -75,7 +75,7 @@ class LLM:
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
-        scheduler = Scheduler(self.shapes, config.max_step_ms)
+        scheduler = Scheduler(self.shapes, config.max_step_ms, loaded.host_drafter)
         engine = Engine(scheduler, self._flight or self._runner, max_in_flight=config.max_in_flight)
         self.session = Session(engine, on_failure)  # for those who step it themselves
 

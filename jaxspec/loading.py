@@ -20,6 +20,7 @@ from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
+from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
 from jaxspec.speculation import SpeculativeConfig
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
@@ -33,6 +34,7 @@ class Loaded(NamedTuple):
     speculation: SpeculativeConfig | None
     proposer: Proposer | None
     runner: ModelRunner
+    host_drafter: HostDrafter
     config: EngineConfig  # with every "auto" and None that the device decided resolved
 
 
@@ -114,6 +116,8 @@ def settle(
     kv_dtype = kv_dtype_of(config.kv_dtype, dtype)
     counts = speculation.draft_counts if speculation else (0,)
     shapes = shapes_of(config, model, counts)
+    ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
+    shapes = dataclasses.replace(shapes, path_length=ahead)
     holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 
@@ -161,4 +165,12 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         steps_per_dispatch=runner.shapes.steps_per_dispatch,
         speculative_config=settled.speculation,
     )
-    return Loaded(folder, model.config, settled.speculation, settled.proposer, runner, resolved)
+    return Loaded(
+        folder=folder,
+        model=model.config,
+        speculation=settled.speculation,
+        proposer=settled.proposer,
+        runner=runner,
+        host_drafter=make_host_drafter(settled.speculation),
+        config=resolved,
+    )

@@ -51,6 +51,7 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     moves = new if program == MOVES else 0
     tables = moves, shapes.pages_per_seq
     chunks = (program.prefill_tokens,)
+    has_paths = shapes.path_length > 0 and program != MOVES
     return PackedLayout(
         [
             Field("prev_positions", "Each row's index in the last plan; -1: new.", shape=(rows,)),
@@ -68,7 +69,17 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
             Field("source_pages", "Pages that are copied.", shape=(moves,)),
             Field("target_pages", "Where to; 0: nowhere.", shape=(moves,)),
             Field("target_tables", "All pages of each target slot.", shape=tables),
+            *(_path_fields(rows, shapes.path_length) if has_paths else ()),
         ]
+    )
+
+
+def _path_fields(rows: int, length: int) -> tuple[Field, ...]:
+    """What only engines have whose drafts come from the host (`scheduler.host_drafter`)."""
+    return (
+        Field("paths", "How each row is expected to go on, then -1.", shape=(rows, length)),
+        Field("path_from", "Index in its request of the path's first token.", shape=(rows,)),
+        Field("path_match", "Tokens before the path that led to it.", shape=(rows,)),
     )
 
 

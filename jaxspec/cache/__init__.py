@@ -16,7 +16,7 @@ from jaxspec.cache.specs import (
     holders,
     merged,
 )
-from jaxspec.cache.token_history import TokenHistory
+from jaxspec.cache.token_history import History, TokenHistory
 
 HOLDERS: dict[str, Holder] = {
     **PagedKV.labels,
@@ -29,6 +29,7 @@ __all__ = [
     "CacheOptions",
     "CacheSpec",
     "Conv",
+    "History",
     "Moves",
     "Owned",
     "PagedKV",

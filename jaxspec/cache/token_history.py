@@ -49,6 +49,18 @@ class TokenHistory:
         return pool.reshape(-1).at[where].set(tokens, mode="drop").reshape(pool.shape)
 
     @staticmethod
+    def read_at(
+        pool: History,
+        page_tables: Int[Array, "slots pages"],
+        slots: Int[Array, " rows"],
+        indices: Int[Array, "rows places"],
+    ) -> Int[Array, "rows places"]:
+        """The tokens of each row's request at some indices; junk for one that no page has."""
+        page, offset = jnp.divmod(indices, pool.shape[1])
+        pages = page_tables.at[slots[:, None], page].get(mode="fill", fill_value=0)
+        return pool[pages, offset]
+
+    @staticmethod
     def read(
         pool: History, page_tables: Int[Array, "slots pages"], slots: Int[Array, " rows"]
     ) -> Int[Array, "rows positions"]:

@@ -227,8 +227,10 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
         "target_tables": (0, last_page),
         "prefill_tokens": (0, vocab_size - 1),
         "next_prefill_tokens": (-1, vocab_size - 1),
+        "paths": (-1, vocab_size - 1),
+        **dict.fromkeys(("path_from", "path_match"), (0, shapes.max_model_len)),
     }
-    _check_bounds("a plan", fields, bounds)
+    _check_bounds("a plan", fields, {name: bounds[name] for name in bounds.keys() & fields.keys()})
     if fields["prefill_lens"].sum() > program.prefill_tokens:
         raise ValueError("the chunks of a plan are longer than its program")
     if fields["num_decode"] + np.count_nonzero(fields["prefill_lens"]) > shapes.max_num_seqs:

@@ -13,7 +13,7 @@ from jaxspec.plan import output_layout, plan_layout
 from jaxspec.row import row_layout
 
 # Fields of a plan and of its new rows that hold token ids, or what is made of a prompt's.
-_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens")
+_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens", "paths")
 _ROW_FIELDS = ("last_token", "proposer_key")
 
 _Map = Callable[[np.ndarray], np.ndarray]
@@ -34,7 +34,7 @@ def without_ids(flight: Flight) -> Flight:
 def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
     packed, output = step.packed.copy(), step.output
     fields = plan_layout(step.program, shapes).unpack(packed)
-    for name in _PLAN_FIELDS:
+    for name in fields.keys() & set(_PLAN_FIELDS):
         fields[name][...] = made_up(fields[name])
     columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
     for name in _ROW_FIELDS:

@@ -13,6 +13,7 @@ PROPOSERS = {
     "ngram": "jaxspec.proposers.ngram:NgramProposer",
     "draft_model": "jaxspec.proposers.draft_model:DraftModelProposer",
     "eagle3": "jaxspec.proposers.eagle3:Eagle3Proposer",
+    "suffix": "jaxspec.proposers.suffix:SuffixProposer",
 }
 
 __all__ = ["PROPOSERS", "DraftInputs", "Drafts", "Proposer", "make_proposer"]

@@ -8,12 +8,21 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import CacheOptions, CacheSpec, Pools
+from jaxspec.cache import CacheOptions, CacheSpec, History, Pools, TokenHistory
 from jaxspec.models.base import Model, ModelInputs, Published
 from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.regions import DecodeRegion
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import SamplingInputs
+
+
+@flax.struct.dataclass
+class HostPaths:
+    """How the host expects rows to go on, from what it knew when the step was planned."""
+
+    tokens: Int[Array, "rows path"]  # then -1
+    first: Int[Array, " rows"]  # index in its request of the first of them
+    match: Int[Array, " rows"]  # tokens that led to it
 
 
 @flax.struct.dataclass
@@ -37,9 +46,20 @@ class DraftInputs:
     should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
     proposer_key: Int[Array, " rows"]  # what `Proposer.request_key` gave for the row's request
     sampling: SamplingInputs  # per row
+    paths: HostPaths | None  # None: the method drafts on the device alone
     page_size: int = flax.struct.field(pytree_node=False)
     sampler: Sampler = flax.struct.field(pytree_node=False)
     num_drafts: int = flax.struct.field(pytree_node=False)  # to make: as many as the step verified
+
+    def write_history(self, history: History) -> History:
+        """The pool of a `TokenHistory` with this step's tokens and each row's newest one.
+
+        A rejected draft lies behind the newest token, or is overwritten by it.
+        """
+        tables, live = self.model.page_tables, self.slots > 0
+        newest = slot_mapping(tables, self.slots, self.num_computed, live, page_size=self.page_size)
+        history = TokenHistory.write(history, self.model.kv_slots, self.model.tokens)
+        return TokenHistory.write(history, newest, self.last_token)
 
     def row_inputs(self, ahead: int) -> ModelInputs:
         """A decode rectangle of width 1: each row at the position `ahead` of its newest token's.

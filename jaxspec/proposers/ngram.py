@@ -9,7 +9,6 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, TokenHistory
 from jaxspec.models.base import Model
-from jaxspec.pallas.paging.slot_mapping import slot_mapping
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.speculation import SpeculativeConfig
 
@@ -46,13 +45,7 @@ class NgramProposer(Proposer):
     ) -> tuple[Drafts, Pools]:
         """See `Proposer.propose`."""
         page_tables, slots = inputs.model.page_tables, inputs.slots
-        newest = slot_mapping(
-            page_tables, slots, inputs.num_computed, slots > 0, page_size=inputs.page_size
-        )
-        # A rejected draft lies behind the newest token, or is overwritten by it.
-        history = pools[TokenHistory.name]
-        history = TokenHistory.write(history, inputs.model.kv_slots, inputs.model.tokens)
-        history = TokenHistory.write(history, newest, inputs.last_token)
+        history = inputs.write_history(pools[TokenHistory.name])
         pools = pools | {TokenHistory.name: history}
         if not inputs.num_drafts:
             return Drafts.none(slots.shape[0]), pools

@@ -26,6 +26,10 @@ class DevicePlan(NamedTuple):
     source_pages: Int[Array, " moves"]
     target_pages: Int[Array, " moves"]
     target_tables: Int[Array, "moves pages"]
+    # Engines that draft on the device alone have none of these.
+    paths: Int[Array, "batch path"] | None = None
+    path_from: Int[Array, " batch"] | None = None
+    path_match: Int[Array, " batch"] | None = None
 
     @staticmethod
     def unpack(packed: Int[Array, " plan"], program: Program, shapes: StepShapes) -> "DevicePlan":

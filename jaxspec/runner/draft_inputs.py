@@ -1,11 +1,13 @@
 """DraftInputs of a step: every token's successor, and where each row now stands."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.models.base import ForwardOutput
-from jaxspec.proposers.base import DraftInputs
+from jaxspec.proposers.base import DraftInputs, HostPaths
 from jaxspec.runner.batch_state import BatchState
+from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.prepare import StepInputs
 from jaxspec.runner.verify import sampling_inputs
 from jaxspec.sampler import Sampler
@@ -17,6 +19,7 @@ def draft_inputs(
     inputs: StepInputs,
     acceptance: Acceptance,
     active: BatchState,
+    plan: DevicePlan,
     sampler: Sampler,
 ) -> DraftInputs:
     """What a proposer may read. `active` are the updated rows, in the order of `inputs.active`."""
@@ -40,10 +43,19 @@ def draft_inputs(
         should_draft=active.is_live & (acceptance.num_emitted > 0),
         proposer_key=active.proposer_key,
         sampling=sampling_inputs(active),
+        paths=_paths(plan, inputs.index),
         page_size=inputs.page_size,
         sampler=sampler,
         num_drafts=places.width - 1,
     )
+
+
+def _paths(plan: DevicePlan, index: Int[Array, " active"]) -> HostPaths | None:
+    """The paths of the rows at `index` in the batch."""
+    if plan.paths is None or plan.path_from is None or plan.path_match is None:
+        return None
+    columns = HostPaths(plan.paths, plan.path_from, plan.path_match)
+    return jax.tree.map(lambda rows: rows.at[index].get(mode="fill", fill_value=-1), columns)
 
 
 def next_tokens(inputs: StepInputs, acceptance: Acceptance) -> Int[Array, " tokens"]:

@@ -151,7 +151,7 @@ def _one_step(
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        proposer_inputs = draft_inputs(output, inputs, acceptance, active, program.sampler)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, program.sampler)
         drafts, pools = config.proposer.propose(model, proposer_inputs, pools, tables)
         active = active.with_fields(
             drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts

@@ -9,6 +9,7 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import Fork, Program, pack_plan
 from jaxspec.request import Request
 from jaxspec.row import row_layout, write_row
+from jaxspec.scheduler.host_drafter import HostDrafter, path_fields
 
 
 def pack_step(
@@ -18,6 +19,7 @@ def pack_step(
     rows: Sequence[Request],
     num_decode: int,
     prefills: Sequence[tuple[Request, int]],
+    drafter: HostDrafter,
     grown: Iterable[Request] = (),
     forks: Sequence[Fork] = (),
 ) -> np.ndarray:
@@ -25,7 +27,7 @@ def pack_step(
 
     The device finds a row that it has by its index in the last plan (`Request.row`). The pages that
     `grown` were given since the device last heard of theirs (`Request.num_pages_sent`) go into the
-    plan.
+    plan; and so do the paths that the `drafter` expects of the rows that work.
 
     Raises:
         ValueError: two rows have the same slot, or come from the same row: both would write there.
@@ -52,6 +54,7 @@ def pack_step(
             "next_prefill_tokens": [_token_after(r, r.num_computed + n) for r, n in prefills],
             **_unsent_pages(grown),
             **_moves(forks, shapes.pages_per_seq),
+            **path_fields(drafter, rows[: num_decode + len(prefills)], shapes, program),
         },
     )
 

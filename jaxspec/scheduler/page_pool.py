@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from jaxspec.config import StepShapes
+
 
 class PagePool:
     """Counted references to pages `1..num_pages - 1`; page 0 is the null page."""
@@ -44,3 +46,17 @@ class PagePool:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+
+
+def check_fits(num_tokens: int, shapes: StepShapes) -> None:
+    """Refuse a request of so many tokens that would not fit the pool even alone.
+
+    Raises:
+        ValueError: it would not.
+    """
+    needed, there = shapes.pages_for(num_tokens), shapes.num_pages - 1
+    if needed > there:
+        raise ValueError(
+            f"A request must fit the page pool alone: {num_tokens} tokens need {needed} pages of "
+            f"{shapes.page_size}, the pool has {there}. Raise num_pages or lower max_tokens."
+        )

@@ -26,6 +26,13 @@ class Entry(NamedTuple):
     generation: int
     bound: int  # most tokens the dispatch can emit for it; 0: a chunk that does not end its prompt
 
+    @staticmethod
+    def launch(request: Request, num_steps: int, bound: int) -> "Entry":
+        """Count steps that emit for a request as in flight, and the most tokens they can give."""
+        request.in_flight += num_steps
+        request.in_flight_bound += bound
+        return Entry(request, request.generation, bound)
+
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:

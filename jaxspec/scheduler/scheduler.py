@@ -16,8 +16,9 @@ from jaxspec.sampler import join
 from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
+from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.packing import pack_step
-from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.page_pool import PagePool, check_fits
 from jaxspec.scheduler.prompt_budget import prompt_budget
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
 from jaxspec.scheduler.step_seconds import StepSeconds
@@ -26,9 +27,14 @@ from jaxspec.scheduler.step_seconds import StepSeconds
 class Scheduler:
     """Continuous batching over rows, slots and pages, first come first served."""
 
-    def __init__(self, shapes: StepShapes, max_step_ms: float | None = None):
+    def __init__(
+        self,
+        shapes: StepShapes,
+        max_step_ms: float | None = None,
+        drafter: HostDrafter | None = None,
+    ):
         """Start empty. `max_step_ms`: as in `StepSeconds`."""
-        self.shapes = shapes
+        self.shapes, self._drafter = shapes, drafter or HostDrafter()
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
@@ -49,6 +55,7 @@ class Scheduler:
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
         self.draft_count = DraftCount(self.shapes, self.step_seconds)
+        self._drafter.clear()
 
     @property
     def has_work(self) -> bool:
@@ -62,13 +69,7 @@ class Scheduler:
             ValueError: longer than all pages together.
         """
         for request in requests:
-            needed = self._pages_for(request.max_len, request)
-            if needed > self.shapes.num_pages - 1:
-                raise ValueError(
-                    f"A request must fit the page pool alone: {request.max_len} tokens need "
-                    f"{needed} pages of {self.shapes.page_size}, the pool has "
-                    f"{self.shapes.num_pages - 1}. Raise num_pages or lower max_tokens."
-                )
+            check_fits(request.max_len, self.shapes)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue checked requests; samples of one prompt name their first as `leader`."""
@@ -90,6 +91,7 @@ class Scheduler:
             self.waiting.remove(request)
         self._followers.dismiss(request)
         self._followers.release(request)
+        self._drafter.remove(request)
 
     def cut(self, request: Request, num_tokens: int) -> None:
         """End a request with the output token that completed a stop string.
@@ -148,6 +150,7 @@ class Scheduler:
                 )
             request.draft_positions.extend(got.draft_positions)  # an interrupt leaves too many
             request.tokens.extend(got.tokens)
+            self._drafter.extend(request, got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
             request.metrics.record(got.drafted, got.accepted)
             if got.finish:
@@ -227,6 +230,7 @@ class Scheduler:
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
         request.num_pages_sent, request.row = 0, -1
         self.running.append(request)
+        self._drafter.add(request)
         step.num_new += 1
 
     def _leave(self, request: Request) -> None:
@@ -276,11 +280,11 @@ class Scheduler:
             is_last_prompt_token = request.is_prefilling  # it has no drafts
             request.num_computed += is_last_prompt_token
             bound = 1 if is_last_prompt_token else step.num_steps * (1 + drafts)
-            decodes.append(self._launch(request, step.num_steps, bound))
+            decodes.append(Entry.launch(request, step.num_steps, bound))
         for request, length in step.prefills:
             request.num_computed += length
             ends_prompt = int(not request.is_prefilling)
-            prefills.append(self._launch(request, ends_prompt, ends_prompt))
+            prefills.append(Entry.launch(request, ends_prompt, ends_prompt))
         return ScheduledStep(
             plan, tuple(decodes), tuple(prefills), num_prompt_tokens, num_known_drafts
         )
@@ -299,13 +303,8 @@ class Scheduler:
             prefills=step.prefills,
             grown=step.grown,
             forks=forks,
+            drafter=self._drafter,
         )
         for row, request in enumerate(rows):
             request.row, request.num_pages_sent = row, len(request.pages)
         return StepPlan(program, packed)
-
-    def _launch(self, request: Request, num_steps: int, bound: int) -> Entry:
-        """Count steps that emit for a request as in flight, and the most tokens they can give."""
-        request.in_flight += num_steps
-        request.in_flight_bound += bound
-        return Entry(request, request.generation, bound)

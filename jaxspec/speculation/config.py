@@ -10,6 +10,7 @@ from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.eagle3 import Eagle3Options
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
+from jaxspec.speculation.suffix import SuffixOptions
 
 
 class MethodOptions(Protocol):
@@ -25,6 +26,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "ngram": NgramOptions,
     "draft_model": DraftModelOptions,
     "eagle3": Eagle3Options,
+    "suffix": SuffixOptions,
 }
 
 

@@ -12,6 +12,9 @@ def test_tokens_lie_in_the_pages_of_their_request_and_nowhere_else():
     tables = jnp.array([[0, 0], [2, 3], [3, 0]])
     read = spec.read(pool, tables, jnp.array([1, 2]))
     np.testing.assert_array_equal(read, [[60, 70, 0, 0, 0, 110], [0, 0, 110, 0, 0, 0]])
+    places = jnp.array([[1, 5, 6], [2, 0, 99]])  # the last ones lie behind all pages
+    some = spec.read_at(pool, tables, jnp.array([1, 2]), places)
+    np.testing.assert_array_equal(some[:, :2], [[70, 110], [110, 0]])
 
 
 def test_a_copied_page_has_its_tokens_and_padding_copies_nothing():

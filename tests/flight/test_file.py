@@ -15,8 +15,8 @@ from jaxspec.plan import MOVES, Program, output_layout, pack_plan
 from jaxspec.row import row_layout
 from jaxspec.sampler import FULL, GREEDY
 
-SHAPES = make_buckets(num_drafts=2)
-DECODE, PREFILL = Program(2, 0, GREEDY), Program(5, 16, FULL)
+SHAPES = make_buckets(num_drafts=2, path_length=3)
+DECODE, PREFILL = Program(2, 0, GREEDY, 1, 2), Program(5, 16, FULL, 1, 2)
 
 
 def make_flight():
@@ -103,7 +103,7 @@ def entry(index, value):
 
 HEADER_FIELDS = [field.name for field in dataclasses.fields(SHAPES)]
 BROKEN = {
-    "another format": ("header", of_header(lambda h: h.update(format=2))),
+    "another format": ("header", of_header(lambda h: h.update(format=1))),
     "no shapes": ("header", of_header(lambda h: h.pop("shapes"))),
     "an unknown start": ("header", of_header(lambda h: h.update(start="anywhere"))),
     "a copy that is not there": (
@@ -182,7 +182,7 @@ def test_indices_of_a_plan_lie_where_they_point(tmp_path):
     indices = {"prev_positions", "num_decode", "new_row_index", "append_slots", "append_pages"}
     indices |= {"append_indices", "prefill_lens", "source_slots", "target_slots", "target_tables"}
     indices |= {"source_pages", "target_pages", "new_rows", "prefill_tokens"}
-    indices |= {"next_prefill_tokens"}
+    indices |= {"next_prefill_tokens", "paths", "path_from", "path_match"}
     write(tmp_path / "a.npz", make_flight())
     content, start, refused = (tmp_path / "a.npz").read_bytes(), 0, set()
     for layout in layouts:

@@ -9,7 +9,7 @@ from jaxspec.plan import Program, StepOutput, output_layout, pack_plan, plan_lay
 from jaxspec.row import row_layout
 from jaxspec.sampler import GREEDY
 
-SHAPES = make_buckets(num_drafts=1)
+SHAPES = make_buckets(num_drafts=1, path_length=4)
 PROGRAM = Program(5, 16, GREEDY)
 VOCAB = 10**6  # so large that made-up ids hardly meet by chance
 
@@ -28,6 +28,7 @@ def make_flight():
         "prefill_tokens": [77, 78, 77],
         "prefill_lens": [3],
         "next_prefill_tokens": [-1],
+        "paths": np.array([[78, 77, -1, -1]]),
     }
     tokens = np.full((1, 8, 2), -1, np.int32)
     tokens[0, 5, 0] = 78
@@ -49,13 +50,14 @@ def test_equal_ids_stay_equal_and_all_else_stays_as_it_is():
     )
     first, second, third = fields["prefill_tokens"][:3].tolist()
     assert first == third != second and not {first, second} & {77, 78}
+    assert fields["paths"][0].tolist() == [second, first, -1, -1]
     rows, rows_were = (row_layout(1).unpack(each["new_rows"]) for each in (fields, was))
     assert rows["last_token"][0] == first
     output = StepOutput.unpack(hashed.steps[0].output, output_layout(1))
     assert output.tokens[0, 5].tolist() == [second, -1] and not output.num_accepted.any()
     assert output_layout(1).read(flight.steps[0].output, "tokens")[0, 5].tolist() == [78, -1]
     for name in fields:
-        if name not in ("prefill_tokens", "next_prefill_tokens", "new_rows"):
+        if name not in ("prefill_tokens", "next_prefill_tokens", "paths", "new_rows"):
             assert np.array_equal(fields[name], was[name])
     for name in rows:
         if name not in ("last_token", "proposer_key"):

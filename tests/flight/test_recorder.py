@@ -15,7 +15,7 @@ from jaxspec.row import row_layout
 from jaxspec.sampler import GREEDY
 
 SHAPES = make_buckets(num_drafts=1)
-PROGRAM = Program(5, 0, GREEDY)
+PROGRAM = Program(5, 0, GREEDY, 1, 1)
 ABOUT = {
     "options": {"model": None},
     "vocab_size": 50,

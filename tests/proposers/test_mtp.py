@@ -102,6 +102,7 @@ def propose(monkeypatch):
             should_draft=ints != 1,
             proposer_key=ints,
             sampling=SamplingInputs(columns),
+            paths=None,
             page_size=4,
             sampler=sampler,
         )

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,14 +20,16 @@ BUCKETS = StepShapes(
 )
 
 
+@pytest.mark.parametrize("path_length", [0, 5])
 @pytest.mark.parametrize("prefill_tokens", [0, 8])
-def test_a_plan_reads_on_the_device_as_it_was_packed(prefill_tokens):
+def test_a_plan_reads_on_the_device_as_it_was_packed(prefill_tokens, path_length):
+    sizes = dataclasses.replace(BUCKETS, path_length=path_length)
     program = Program(4, prefill_tokens, GREEDY)
     random = np.random.default_rng(0)
-    shapes = plan_layout(program, BUCKETS).shapes
+    shapes = plan_layout(program, sizes).shapes
     values = {name: random.integers(0, 99, shape, np.int32) for name, shape in shapes.items()}
-    packed = jnp.asarray(pack_plan(program, BUCKETS, values))
-    plan = DevicePlan.unpack(packed, program, BUCKETS)._asdict()
-    assert list(plan) == list(values)
+    packed = jnp.asarray(pack_plan(program, sizes, values))
+    plan = DevicePlan.unpack(packed, program, sizes)._asdict()
+    assert [name for name, value in plan.items() if value is not None] == list(values)
     for name, value in values.items():
         np.testing.assert_array_equal(plan[name], value, err_msg=name)

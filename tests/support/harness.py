@@ -18,6 +18,7 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.speculation import SpeculativeConfig
 
@@ -108,6 +109,7 @@ class Harness:
             max_prefill_seqs=3,
             steps_per_dispatch=steps_per_dispatch,
             draft_counts=draft_counts,
+            path_length=path_length(speculation, max_in_flight, steps_per_dispatch),
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
         )
@@ -136,7 +138,8 @@ class Harness:
             drafter=drafter and drafting(drafter),
         )
         warm_up(self.runner, samplers)
-        self.scheduler = Scheduler(self.buckets)
+        drafts_on_host = make_host_drafter(speculation)
+        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host)
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []
         self.emitted: dict[Request, list[int]] = {}

@@ -31,7 +31,7 @@ def propose(proposer, num_computed, key=1):
         num_computed=jnp.asarray(num_computed, jnp.int32), max_len=ints + 99, last_token=ints,
         should_draft=ints == 0, proposer_key=ints + key, sampling=SamplingInputs({}), page_size=4,
         sampler=GREEDY, num_drafts=proposer.num_drafts, num_emitted=ints, state_offset=ints,
-        ring_length=ints,
+        ring_length=ints, paths=None,
     )  # fmt: skip
     drafts, cache = proposer.propose(None, inputs, "cache", proposer.init_tables(None))
     assert cache == "cache" and drafts.logits is None
