@@ -12,6 +12,7 @@ PROPOSERS = {
     "mtp": "jaxspec.proposers.mtp:MTPProposer",
     "ngram": "jaxspec.proposers.ngram:NgramProposer",
     "draft_model": "jaxspec.proposers.draft_model:DraftModelProposer",
+    "custom": "jaxspec.proposers.custom:CustomProposer",
 }
 
 __all__ = ["PROPOSERS", "DraftInputs", "Drafts", "Proposer", "make_proposer"]

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from jaxspec.checks import is_integer, items, real, shown
 from jaxspec.config import MAX_DRAFTS
+from jaxspec.speculation.custom import CustomOptions
 from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
@@ -23,6 +24,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "mtp": MTPOptions,
     "ngram": NgramOptions,
     "draft_model": DraftModelOptions,
+    "custom": CustomOptions,
 }
 
 
@@ -79,7 +81,7 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """The most drafts of a verify."""
         asked = self.num_speculative_tokens
-        return METHODS[self.method].num_drafts if asked == "auto" else asked
+        return self.options.num_drafts if asked == "auto" else asked
 
     def draft_counts(self, has_kernels: bool) -> tuple[int, ...]:
         """The numbers of drafts that steps may have, ascending, on such a device.

@@ -103,7 +103,7 @@ def entry(index, value):
 
 HEADER_FIELDS = [field.name for field in dataclasses.fields(SHAPES)]
 BROKEN = {
-    "another format": ("header", of_header(lambda h: h.update(format=2))),
+    "another format": ("header", of_header(lambda h: h.update(format=1))),
     "no shapes": ("header", of_header(lambda h: h.pop("shapes"))),
     "an unknown start": ("header", of_header(lambda h: h.update(start="anywhere"))),
     "a copy that is not there": (
