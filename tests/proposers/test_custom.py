@@ -227,7 +227,8 @@ def test_drawn_drafts_need_their_logits():
         "draft_sample_method": "probabilistic",
     }
     with LLM(FIXTURES / "qwen3_5", speculative_config=config, **SMALL) as llm:
-        llm.generate({"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2))  # greedy: none
+        greedy = SamplingParams(temperature=0.0, max_tokens=2)
+        llm.generate({"prompt_token_ids": [1, 2]}, greedy)  # which reads none
         with pytest.raises(ValueError, match=r"logits .* float32 \[2, 2, 264\], got NoneType"):
             llm.generate(
                 {"prompt_token_ids": [1, 2]}, SamplingParams(temperature=1.0, max_tokens=2)
