@@ -49,6 +49,7 @@ class EngineMetrics:
 
     num_steps: int = 0  # a dispatch may make several
     num_tokens: int = 0  # given to requests, also those that a stop string then cut away
+    num_dropped_drafts: int = 0  # verified, but no ids of the vocabulary: a proposer's mistake
     plan_time: float = 0.0
     dispatch_time: float = 0.0
     wait_time: float = 0.0  # for the device
@@ -188,6 +189,7 @@ class Engine:
         """Add what requests got to the counts of the engine's life, for all rows at once."""
         given = [each.given for each in progress]
         self.metrics.num_tokens += sum(len(row.tokens) for row in given)
+        self.metrics.num_dropped_drafts += sum(row.num_dropped for row in given)
         drafted, accepted = ([row.drafted for row in given], [row.accepted for row in given])
         sums = [list(map(sum, zip(*rows, strict=True))) for rows in (drafted, accepted)]
         self.draft_counts.record(*sums)

@@ -91,6 +91,7 @@ class RowOutput(NamedTuple):
     finish: int  # a `Finish`
     drafted: list[int]  # [K]; how many verifies had a first draft, a second, ...
     accepted: list[int]  # [K]; in how many of them it stood
+    num_dropped: int = 0  # drafts that were no ids of the vocabulary
 
 
 def _column(meaning: str, shape: tuple[int | str, ...] = (), dtype: Any = np.int32) -> Any:
@@ -109,6 +110,7 @@ class StepOutput:
     num_drafts: np.ndarray = _column("Drafts verified.")
     num_accepted: np.ndarray = _column("Drafts that stand.")
     finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
+    num_dropped: np.ndarray = _column("Drafts verified that were no ids of the vocabulary.")
 
     @staticmethod
     def unpack(packed: np.ndarray, layout: PackedLayout) -> "StepOutput":
@@ -137,6 +139,7 @@ class StepOutput:
             self.finish[-1].tolist(),
             (self.num_drafts[:, :, None] >= places[:-1]).sum(axis=0).tolist(),
             stood[:, :, :-1].sum(axis=0).tolist(),
+            self.num_dropped.sum(axis=0).tolist(),
         )
         return list(map(RowOutput._make, zip(*fields, strict=True)))
 

@@ -64,7 +64,7 @@ class FakePending:
         zeros = np.zeros(self.tokens.shape[:2], np.int32)
         # The host itself must end nothing: finish is the device's word, here the last step's.
         finish = np.where(self.number >= 7, Finish.LENGTH, 0).astype(np.int32) + zeros
-        return StepOutput(self.tokens, zeros, zeros, finish)
+        return StepOutput(self.tokens, zeros, zeros, finish, zeros)
 
     def done_time(self):
         return 100.0 + self.number

@@ -95,7 +95,9 @@ def test_an_output_comes_back_as_the_device_wrote_it(num_drafts):
     layout = output_layout(num_drafts)
     packed = np.arange(2 * 3 * layout.size, dtype=np.int32).reshape(2, 3, -1)
     output = StepOutput.unpack(packed, layout)
-    counts = np.stack([output.num_drafts, output.num_accepted, output.finish], axis=-1)
+    counts = np.stack(
+        [output.num_drafts, output.num_accepted, output.finish, output.num_dropped], axis=-1
+    )
     assert output.tokens.shape == (2, 3, 1 + num_drafts)
     np.testing.assert_array_equal(np.concatenate([output.tokens, counts], axis=-1), packed)
 
@@ -107,9 +109,10 @@ def test_the_steps_of_a_dispatch_are_joined_row_by_row():
         num_drafts=np.array([[2, 0, 0], [1, 0, 0]]),
         num_accepted=np.array([[1, 0, 0], [0, 0, 0]]),
         finish=np.array([[0, 1, 0], [0, 1, 0]]),
+        num_dropped=np.array([[1, 0, 0], [1, 0, 0]]),
     )
     assert output.by_row() == [
-        RowOutput((5, 6, 8), (1, 0, 0), 0, drafted=[2, 1], accepted=[1, 0]),
+        RowOutput((5, 6, 8), (1, 0, 0), 0, drafted=[2, 1], accepted=[1, 0], num_dropped=2),
         RowOutput((7,), (0,), 1, drafted=[0, 0], accepted=[0, 0]),
         RowOutput((), (), 0, drafted=[0, 0], accepted=[0, 0]),
     ]
@@ -125,7 +128,7 @@ def test_each_token_is_a_draft_that_stands_or_the_target_s_own(num_drafts):
     tokens[np.arange(1 + num_drafts) > stood[:, :, None]] = -1
     idle = random.random((4, 16)) < 0.3
     tokens[idle], drafts[idle], stood[idle] = -1, 0, 0
-    output = StepOutput(tokens, drafts, stood, np.zeros((4, 16), int))
+    output = StepOutput(tokens, drafts, stood, *np.zeros((2, 4, 16), int))
     for row, got in enumerate(output.by_row()):
         ids, positions, verified = [], [], []
         for step in np.flatnonzero(~idle[:, row]):

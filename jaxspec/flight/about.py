@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec import device
 from jaxspec.options import EngineConfig
+from jaxspec.speculation import SpeculativeConfig
 
 _HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, and some weights
 
@@ -21,7 +22,8 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
 
     `config`: with everything resolved that the device decided; `folder`: of the checkpoint.
     """
-    options = dataclasses.asdict(config)
+    options = dataclasses.asdict(dataclasses.replace(config, speculative_config=None))
+    options["speculative_config"] = _recorded(config.speculative_config)
     for name in OWN:
         del options[name]
     if config.model is not None:
@@ -38,6 +40,18 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
             **{name: _version(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
         },
     }
+
+
+def _recorded(speculation: Any) -> Any:
+    """As `asdict`, but a proposer of the user's own is told by the name of its class."""
+    if not isinstance(speculation, SpeculativeConfig):
+        return speculation
+    if speculation.method != "custom":
+        return dataclasses.asdict(speculation)
+    fields = {
+        field.name: getattr(speculation, field.name) for field in dataclasses.fields(speculation)
+    }
+    return fields | {"options": {"proposer": speculation.options.name}}
 
 
 def _version(package: str) -> str | None:

@@ -26,7 +26,7 @@ from jaxspec.row import row_layout
 from jaxspec.sampler import Sampler
 from jaxspec.sampling.processors import PROCESSORS
 
-FORMAT = 2  # of the file; readers refuse others
+FORMAT = 3  # of the file; readers refuse others
 MAX_BYTES = 2**36  # of what a file holds when it is unpacked; a copy of the state is most of it
 _MAX_HEADER_BYTES = 2**20
 _MAX_UNPACKED_BYTES = 2**30  # of what is compressed: plans and outputs, of which few are kept

@@ -1,4 +1,7 @@
-"""What a proposer takes and gives: `DraftInputs`, `Drafts` and the abstract `Proposer`."""
+"""What a proposer takes and gives: `DraftInputs`, `Drafts` and the abstract `Proposer`.
+
+Users extend `Proposer` too: README.md has the rules and an example.
+"""
 
 import abc
 from collections.abc import Sequence
@@ -93,7 +96,8 @@ class DraftInputs:
 class Drafts:
     """Guesses of the `DraftInputs.num_drafts` tokens after each row's newest one."""
 
-    tokens: Int[Array, "rows drafts"]  # -1: a placeholder; it and all after it are rejected
+    # -1: a placeholder; it and all after it are rejected. So is an id that the vocabulary lacks.
+    tokens: Int[Array, "rows drafts"]
     num_drafts: Int[Array, " rows"]  # how many to verify; 0 is a verify of width 1
     logits: Float[Array, "rows drafts vocab"] | None  # what they were drawn from; None: one-hot
 

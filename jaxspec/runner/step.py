@@ -23,6 +23,7 @@ from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.output import pack_output
 from jaxspec.runner.prepare import prepare
+from jaxspec.runner.propose import num_dropped, propose
 from jaxspec.runner.remap import (
     remap,
     scatter_new_rows,
@@ -152,7 +153,7 @@ def _one_step(
     draft_logits = state.draft_logits
     if config.proposer is not None:
         proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, program.sampler)
-        drafts, pools = config.proposer.propose(model, proposer_inputs, pools, tables)
+        drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
         active = active.with_fields(
             drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
         )
@@ -167,6 +168,7 @@ def _one_step(
         num_drafts=inputs.num_draft_tokens,
         num_accepted=acceptance.num_accepted,
         finish=finish,
+        num_dropped=num_dropped(inputs),
     )
     state = dataclasses.replace(
         state, rows=state.rows.put(inputs.index, active), pools=pools, draft_logits=draft_logits

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from jaxspec.checks import is_integer, items, real, shown
 from jaxspec.config import MAX_DRAFTS
+from jaxspec.speculation.custom import CustomOptions
 from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.eagle3 import Eagle3Options
 from jaxspec.speculation.mtp import MTPOptions
@@ -27,6 +28,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "draft_model": DraftModelOptions,
     "eagle3": Eagle3Options,
     "suffix": SuffixOptions,
+    "custom": CustomOptions,
 }
 
 
@@ -84,7 +86,7 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """The most drafts of a verify."""
         asked = self.num_speculative_tokens
-        return asked if isinstance(asked, int) else METHODS[self.method].num_drafts
+        return asked if isinstance(asked, int) else self.options.num_drafts
 
     @property
     def draft_counts(self) -> tuple[int, ...]:

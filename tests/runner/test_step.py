@@ -15,6 +15,7 @@ from jaxspec.plan import Program, StepOutput, output_layout, pack_plan
 from jaxspec.proposers import Drafts, Proposer
 from jaxspec.request import Finish
 from jaxspec.runner.batch_state import EngineState
+from jaxspec.runner.propose import DROPPED
 from jaxspec.runner.step import StepConfig, make_step
 from jaxspec.sampler import GREEDY
 from jaxspec.sampling import ExactVerifier
@@ -263,3 +264,17 @@ def test_idle_rows_keep_their_drafts_and_state(make_rows):
         if name not in ("drafts", "temperature"):
             assert fields[name][1] == value, name
     assert fields["drafts"][1].tolist() == [11, 12]
+
+
+def test_dropped_drafts_are_counted_where_they_are_verified(make_rows):
+    """They fall as placeholders do; a placeholder, or one that is not verified, is not counted."""
+    rows = [
+        verify_row(1, 4, 10, [DROPPED, DROPPED]),
+        verify_row(2, 4, 20, [21, DROPPED]),
+        verify_row(3, 4, 30, [-1, 31]),
+        verify_row(4, 4, 30, [DROPPED, DROPPED], num_drafts=1),
+    ]
+    _, _, output = run_step(make_rows, rows, {20: 21, 21: 22}, num_decode=4)
+    assert output.num_dropped.tolist() == [2, 1, 0, 1]
+    assert output.num_accepted.tolist() == [0, 1, 0, 0]
+    assert output.tokens[1].tolist() == [21, 22, -1]

@@ -52,7 +52,7 @@ class Counting:
             tokens=np.full((1, rows + len(step.prefills), 1 + drafts), -1),
             **{
                 name: np.zeros((1, rows + len(step.prefills)), int)
-                for name in ("num_drafts", "num_accepted", "finish")
+                for name in ("num_drafts", "num_accepted", "finish", "num_dropped")
             },
         )
         for row, entry in step.rows:

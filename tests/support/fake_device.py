@@ -148,7 +148,7 @@ class FakeDevice:
             assert row.finish or row.num_computed < row.request.tokens_bound, "not a bound"
         self.uncollected.append(step)
         if not outputs:
-            return StepOutput(*[np.zeros(0, np.int32)] * 4)  # nobody reads it
+            return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
         return StepOutput(*map(np.stack, zip(*(vars(x).values() for x in outputs), strict=True)))
 
     def collected(self, step):
@@ -381,4 +381,5 @@ def _empty_output(rows, num_drafts):
         num_drafts=np.zeros(rows, np.int32),
         num_accepted=np.zeros(rows, np.int32),
         finish=np.zeros(rows, np.int32),
+        num_dropped=np.zeros(rows, np.int32),
     )
