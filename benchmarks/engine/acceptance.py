@@ -22,6 +22,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     _DRAWN,
     _DRAWN | {"rejection_sample_method": "block"},
     {"method": "ngram", "num_speculative_tokens": 4},
+    {"method": "suffix", "num_speculative_tokens": 8},
 )
 TEMPERATURES = 0.0, 0.8
 
