@@ -40,7 +40,7 @@ class DraftInputs:
     max_len: Int[Array, " rows"]
     last_token: Int[Array, " rows"]  # the newest token
     num_emitted: Int[Array, " decode_rows"]  # tokens of the rectangle that stand, in each row
-    # Of each row, as `DecodeRegion` has them, for a step that begins with the newest token.
+    # As `DecodeRegion` has them for each row, if a step began with the newest token.
     state_offset: Int[Array, " rows"]
     ring_length: Int[Array, " rows"]
     should_draft: Bool[Array, " rows"]  # rows that decode next; the others' drafts are not read
