@@ -565,6 +565,18 @@ def test_what_a_text_repeats_is_looked_up_and_changes_no_text(embedded_plain):
     assert llm.metrics()["memory_bytes"]["tokens"] > 0
 
 
+def test_a_text_that_was_written_before_is_drafted_and_stays_as_it_was(embedded_plain):
+    llm = LLM(speculative_config="suffix", **OPTIONS)
+    first, again = (llm.generate(PROMPTS, GREEDY) for _ in range(2))
+    expected = embedded_plain.generate(PROMPTS, GREEDY)
+    for outputs in (first, again):
+        for output, plain in zip(outputs, expected, strict=True):
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    metrics = jaxspec.RequestMetrics.total([output.metrics for output in again])
+    assert metrics.num_accepted_tokens >= 0.9 * metrics.num_draft_tokens > 0
+    assert 64 >= llm.shapes.path_length > 8 and embedded_plain.shapes.path_length == 0
+
+
 def test_drafts_from_a_head_in_8_bits_stand_and_change_no_text(embedded_plain):
     accepted = []
     for dtype in (None, "float8_e4m3fn"):

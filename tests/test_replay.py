@@ -54,6 +54,15 @@ def test_a_flight_runs_again_bit_for_bit(path):
     assert f"All {result.num_compared} outputs are equal, bit for bit." in report(result)
 
 
+def test_paths_of_the_host_are_in_the_plans_and_run_again(tmp_path):
+    llm = LLM(FIXTURES / "qwen3_5", speculative_config="suffix", **OPTIONS)
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20
+    result = replay(llm.save_flight(tmp_path / "suffix.npz"))
+    assert result.is_equal and result.num_compared > 5 and result.flight.shapes.path_length > 8
+
+
 def test_a_flight_from_a_copy_of_the_state_goes_on_in_its_midst(llm, tmp_path):
     stream = llm.stream(PROMPTS[1], SamplingParams(temperature=0, max_tokens=60))
     next(stream)

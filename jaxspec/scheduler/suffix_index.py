@@ -22,7 +22,7 @@ MOST_PLACES = 16
 MOST_TOKENS = 2**19
 """Of texts that have ended; a token takes 28 bytes."""
 _BUCKETS = 2**18  # of the hash tables, one a length: 6 MB in all
-_AGREEMENT = 8  # tokens that places which agree go on by at once
+_AGREEMENT = 16  # tokens that places which agree go on by at once
 
 
 Place = tuple[array, int]

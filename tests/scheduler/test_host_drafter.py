@@ -29,8 +29,13 @@ class Counting(HostDrafter):
 
 def test_only_methods_of_the_host_have_paths():
     assert HOST_DRAFTERS.keys() <= METHODS.keys()
-    for method in METHODS.keys() - HOST_DRAFTERS.keys() - {"draft_model"}:
-        config = SpeculativeConfig(method)
+    needed = {
+        "draft_model": {"model": "a"},
+        "eagle3": {"model": "a"},
+        "custom": {"proposer": "a:B"},
+    }
+    for method in METHODS.keys() - HOST_DRAFTERS.keys():
+        config = SpeculativeConfig(method, options=needed.get(method))
         assert path_length(config, 2, 4) == 0 and type(make_host_drafter(config)) is HostDrafter
     assert path_length(None, 2, 4) == 0 and type(make_host_drafter(None)) is HostDrafter
 
