@@ -20,7 +20,8 @@ from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / x for x in ("measurements.md", "traffic.md"))]
+_DOCS = "measurements.md", "speculation.md", "traffic.md"
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
