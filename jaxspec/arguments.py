@@ -228,7 +228,8 @@ def speculation_of(args: argparse.Namespace) -> dict[str, Any] | Literal["auto"]
     """
     names = ("num_speculative_tokens", "draft_vocab")
     fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    told = {} if args.speculative_config is None else _method(args.speculative_config)
+    typed = args.speculative_config
+    told = {} if typed in (None, "auto") else _method(typed)
     if fields.get("num_speculative_tokens") != 0:
         return told | fields or "auto"
     if told or args.draft_vocab is not None:

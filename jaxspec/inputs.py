@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import are_integers, items, shown
+from jaxspec.checks import are_integers, integer, items, shown
 from jaxspec.outputs import Sample
-from jaxspec.request import Request
+from jaxspec.request import INT32_MAX, Request
 from jaxspec.row import MAX_STOP_IDS
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
@@ -145,7 +145,7 @@ class InputProcessor:
                 params=params,
                 seed=seed,
                 stop_ids=stop_ids,
-                proposer_key=self._request_key(prompt, seed),
+                proposer_key=integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX),
                 leader=samples[0].request if samples else None,
             )
             stream = self._tokenizer.stream() if self._tokenizer else None

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec import device
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.about import OWN, digest_of
+from jaxspec.flight.about import OWN, check_speculation, digest_of
 from jaxspec.flight.file import read
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
@@ -116,13 +116,7 @@ def _collect(waiting: deque[tuple[Step, PendingOutput]]) -> tuple[Step, StepOutp
 def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> ModelRunner:
     options = {name: each for name, each in flight.about["options"].items() if name not in OWN}
     named = options.pop("model")
-    speculation = options.get("speculative_config")
-    if isinstance(speculation, dict) and speculation.get("method") == "custom":
-        raise ValueError(
-            "A flight must be replayed with a proposer of jaxspec's own, and this one was recorded "
-            f"with {shown(speculation.get('options'))}: a file brings no code in. Record one with "
-            "another method, or without drafts."
-        )
+    check_speculation(options.get("speculative_config"))
     if model is not None:
         options["revision"] = revision  # a stranger's flight may name any
     if model is None and named is not None and not Path(named).is_dir():

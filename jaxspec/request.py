@@ -58,7 +58,7 @@ class DraftCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a verify gives on average: 1 + accepted / drafts."""
+        """Tokens that a verify with drafts gives on average: 1 + accepted / drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
@@ -99,6 +99,12 @@ class RequestMetrics(DraftCounts):
         for part in parts:
             together.record(part.drafted_per_position, part.accepted_per_position)
         return together
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step gave on average, with drafts or without."""
+        steps = self.num_tokens - self.num_accepted_tokens  # each gave one besides
+        return self.num_tokens / steps if steps > 0 else 1.0
 
     @property
     def ttft(self) -> float | None:
@@ -188,5 +194,5 @@ class Request:
     @property
     def is_likely_over(self) -> bool:
         """Whether the steps in flight end it, should as many drafts stand as have so far."""
-        expected = len(self.tokens) + self.in_flight * self.metrics.mean_acceptance_length
+        expected = len(self.tokens) + self.in_flight * self.metrics.tokens_per_step
         return not self.is_prefilling and expected >= self.max_len

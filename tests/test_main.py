@@ -68,6 +68,7 @@ def test_speculation_can_be_turned_off(capsys, short_model):
         ("--num-speculative-tokens 2", {"num_speculative_tokens": 2}),
         ("--num-speculative-tokens auto", {"num_speculative_tokens": "auto"}),
         ("--speculative-config ngram", {"method": "ngram"}),
+        ("--speculative-config auto", "auto"),
         (
             '--speculative-config {"method":"ngram","prompt_lookup_max":3} '
             "--num-speculative-tokens 2",

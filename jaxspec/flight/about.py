@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import device
+from jaxspec.checks import shown
 from jaxspec.options import EngineConfig
 from jaxspec.speculation import SpeculativeConfig
 
@@ -27,8 +28,7 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
     for name in OWN:
         del options[name]
     if config.model is not None:
-        is_folder = Path(config.model).expanduser().is_dir()
-        options["model"] = str(folder.resolve() if is_folder else config.model)
+        options["model"] = _place(config.model)
     here = device.default_device()
     return {
         "options": options,
@@ -42,16 +42,48 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
     }
 
 
+def _place(model: str | Path) -> str:
+    """The whole path of a folder, or a hub id."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve() if folder.is_dir() else model)
+
+
 def _recorded(speculation: Any) -> Any:
     """As `asdict`, but a proposer of the user's own is told by the name of its class."""
     if not isinstance(speculation, SpeculativeConfig):
         return speculation
     if speculation.method != "custom":
-        return dataclasses.asdict(speculation)
+        fields = dataclasses.asdict(speculation)
+        if fields["options"].get("model") is not None:  # a drafter's
+            fields["options"]["model"] = _place(fields["options"]["model"])
+        return fields
     fields = {
         field.name: getattr(speculation, field.name) for field in dataclasses.fields(speculation)
     }
     return fields | {"options": {"proposer": speculation.options.name}}
+
+
+def check_speculation(recorded: Any) -> None:
+    """Refuse to replay what would bring code in, or a checkpoint that does not lie here.
+
+    Raises:
+        ValueError: the drafts were a user's own, or a drafter's that is no folder here.
+    """
+    if not isinstance(recorded, dict):
+        return
+    told = recorded.get("options")
+    if recorded.get("method") == "custom":
+        raise ValueError(
+            "A flight must be replayed with a proposer of jaxspec's own, and this one was recorded "
+            f"with {shown(told)}: a file brings no code in. Record one with another method, or "
+            "without drafts."
+        )
+    drafter = told.get("model") if isinstance(told, dict) else None
+    if drafter is not None and not (isinstance(drafter, str) and Path(drafter).is_dir()):
+        raise ValueError(
+            "A flight must be replayed with a drafter's checkpoint that lies here, and it was "
+            f"recorded with {shown(drafter)}. Put its folder there."
+        )
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@ from jaxspec.checks import shown
 from jaxspec.models.base import Model
 from jaxspec.proposers.base import Proposer
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.speculation.custom import CustomOptions
 
 
 class CustomProposer:
@@ -21,6 +22,7 @@ class CustomProposer:
         """
         given = config.options.proposer
         proposer = _class(given).from_config(config, model) if isinstance(given, str) else given
+        CustomOptions(proposer)  # as it checks an instance
         if not isinstance(proposer, Proposer):
             raise ValueError(
                 "A proposer must be an instance of a subclass of jaxspec.proposers.Proposer, got "
@@ -52,7 +54,7 @@ def _class(place: str) -> Any:
     module, name = place.split(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the module does when it is imported
         raise ValueError(
             f"The proposer's class {shown(place)} must be there to import, and is not: {error}. "
             "Install its module, or put its folder on PYTHONPATH; or give an instance."

@@ -1,6 +1,7 @@
 """Drafts from a second model, which reads the same tokens as the target."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,7 @@ class DraftModelProposer(Proposer):
         if not inputs.num_drafts:
             return Drafts.none(inputs.slots.shape[0]), pools
         draws = self.is_probabilistic and inputs.sampler.draws
+        own = {name: _never_folded(pool) for name, pool in own.items()}
         token, tokens, logits = inputs.last_token, [], []
         for draft in range(inputs.num_drafts):
             row_inputs = dataclasses.replace(inputs.row_inputs(draft), tokens=token)
@@ -101,6 +103,17 @@ class DraftModelProposer(Proposer):
         scores = drafter.logits(hidden)
         position = inputs.num_computed + 1 + draft
         return draw_draft(scores, inputs.sampling, position, draft), scores
+
+
+def _never_folded(pool: Any) -> Any:
+    """The pool for passes that nothing counts: a ring has room for their tokens, and keeps all.
+
+    A pass that folded would count its tokens, and the next pass would add them once more.
+    """
+    if not isinstance(pool, RecurrentPool) or pool.ring is None:
+        return pool
+    ring = dataclasses.replace(pool.ring, window=pool.ring.num_rows - 1)
+    return dataclasses.replace(pool, ring=ring)
 
 
 def _that_stand(inputs: DraftInputs) -> ModelInputs:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from jaxspec.config import StepShapes
+from jaxspec.plan import RowOutput
 from jaxspec.scheduler.scheduled_step import NextStep, ScheduledStep
 from jaxspec.scheduler.step_seconds import StepSeconds
 
@@ -12,8 +13,9 @@ _PRIOR = (
     0.8,
     16,
 )  # the share of drafts that stand behind one that stands, and its weight in verifies
-_TRIAL_STEPS = 4  # of a larger number: the first finds no drafts, the others tell how many stand
-_TRIAL_SHARE = 0.01  # of the time, that such steps may cost
+# Steps of another number, but at least two dispatches: the first one may find too few drafts.
+_TRIAL_STEPS = 4
+_TRIAL_SHARE = 0.005  # of the tokens, that such steps may cost
 _LEAST_GAIN = 0.01  # of the tokens a second, below which the number stays
 
 
@@ -29,8 +31,8 @@ class DraftCount:
         tokens a row    1.0    1.6    2.3
         tokens a ms     0.20   0.29   0.32
 
-    Few drafts tell nothing of further ones. So the next larger number is tried now and then, as
-    often as costs a hundredth of the time.
+    Few drafts tell nothing of further ones, and a number that does not run is not timed. So its
+    neighbours are tried now and then, as often as costs half a percent of the tokens.
     """
 
     def __init__(self, shapes: StepShapes, seconds: StepSeconds):
@@ -40,21 +42,21 @@ class DraftCount:
         self._stood = [weight * share ** (j + 1) for j in range(shapes.num_drafts)]
         self._verified = [weight * share**j for j in range(shapes.num_drafts)]
         self._current = shapes.num_drafts
-        self.num_made = 0  # by the last program, for each of its rows
+        self._num_made = 0  # drafts by the last program, for each of its rows
         self._trial = 0  # steps that are left of it
-        self._until_trial = math.inf
+        self._until_trial, self._tries_larger = math.inf, True
 
-    def shape(self, step: NextStep, num_prompt_tokens: int) -> tuple[int, int, int]:
-        """The shape of the program for a step, which counts as dispatched.
+    def dispatch(self, step: NextStep, num_prompt_tokens: int) -> tuple[tuple[int, int, int], int]:
+        """The shape of the program for a step, and how many drafts its rows have when it begins.
 
-        With prompt tokens there is one number of drafts. No row gets more than it wants.
+        The step counts as dispatched. With prompt tokens there is one number of drafts.
         """
         num_rows, drafts = len(step.decodes), self._shapes.num_drafts
         if not num_prompt_tokens:
             most = max(request.max_drafts for request in step.decodes)
             drafts = self.choose(num_rows, step.num_steps, most)
-        self.num_made = drafts
-        return self._shapes.round_up(num_rows, num_prompt_tokens, drafts)
+        num_known, self._num_made = self._num_made, drafts
+        return self._shapes.round_up(num_rows, num_prompt_tokens, drafts), num_known
 
     def choose(self, num_rows: int, num_steps: int, most: int) -> int:
         """For the next `num_steps` steps of so many rows, none of which wants more than `most`."""
@@ -63,35 +65,29 @@ class DraftCount:
             return counts[0]
         allowed = [count for count in counts if count < most]
         allowed += [count for count in counts if count >= most][:1]
-        if self._trial <= 0:
-            self._current = self._best(allowed, num_rows)
-        self._current = min(self._current, allowed[-1])
-        larger = [count for count in allowed if count > self._current]
-        if self._trial > 0:
+        if self._trial > 0 and self._current in allowed:
             self._trial -= num_steps
-        elif not larger:
-            self._until_trial = math.inf
-        else:
-            pause = self._pause(self._current, larger[0], num_rows)
-            self._until_trial = min(self._until_trial, pause) - num_steps
-            if self._until_trial <= 0:
-                self._trial, self._until_trial = _TRIAL_STEPS - num_steps, math.inf
-                self._current = larger[0]
+            return self._current
+        self._current = self._best(allowed, num_rows)
+        other = self._neighbour(allowed)
+        length = max(_TRIAL_STEPS, 2 * num_steps)
+        pause = length * self._loss(other, num_rows) / _TRIAL_SHARE
+        self._until_trial = min(self._until_trial, pause) - num_steps
+        if self._until_trial <= 0 and other != self._current:
+            self._trial, self._until_trial = length - num_steps, math.inf
+            self._current, self._tries_larger = other, not self._tries_larger
         return self._current
 
-    def note(self, step: ScheduledStep, accepted: Sequence[Sequence[int]]) -> None:
-        """Learn from a dispatch.
-
-        `accepted` has for each row in how many of its verifies the first draft stood, the first
-        two, and so on.
-        """
+    def note(self, step: ScheduledStep, given: Sequence[RowOutput]) -> None:
+        """Learn from what a dispatch gave its rows."""
         program = step.plan.program
-        if step.prefills or step.num_known_drafts < program.num_drafts or not accepted:
+        if step.prefills or step.num_known_drafts < program.num_drafts:
             return  # some verifies lacked drafts
-        trials = len(accepted) * program.num_steps
+        # Each step that a row did not end before gave it a token besides the drafts that stood.
+        trials = sum(len(row.tokens) - sum(row.accepted) for row in given)
         kept = math.exp(-trials / _MEMORY)
         for draft in range(program.num_drafts):
-            stood = sum(row[draft] for row in accepted)
+            stood = sum(row.accepted[draft] for row in given)
             self._verified[draft] = kept * self._verified[draft] + trials
             self._stood[draft] = kept * self._stood[draft] + stood
             trials = stood
@@ -115,10 +111,14 @@ class DraftCount:
         seconds = self._seconds.of(self._shapes.round_up(num_rows, 0, count))
         return self.tokens(count) / seconds if seconds else math.inf
 
-    def _pause(self, count: int, larger: int, num_rows: int) -> float:
-        """Steps between two trials, so that the larger number costs its share of the time."""
-        now, then = (
-            self._seconds.of(self._shapes.round_up(num_rows, 0, n)) for n in (count, larger)
-        )
-        slower = max(then / now - 1, 0.05) if now and then else 1.0
-        return _TRIAL_STEPS * slower / _TRIAL_SHARE
+    def _neighbour(self, counts: Sequence[int]) -> int:
+        """The number to try next: the next larger one and the next smaller one take turns."""
+        place = counts.index(self._current)
+        larger, smaller = counts[place + 1 : place + 2], counts[max(place - 1, 0) : place]
+        turns = (larger, smaller) if self._tries_larger else (smaller, larger)
+        return next((each[0] for each in turns if each), self._current)
+
+    def _loss(self, count: int, num_rows: int) -> float:
+        """By which share a trial of this number is slower than the current one, as far as known."""
+        speed, now = self._speed(count, num_rows), self._speed(self._current, num_rows)
+        return max(1 - speed / now, 0.05) if math.isfinite(now) else 1.0

@@ -156,7 +156,7 @@ class Scheduler:
             if got.finish:
                 self.end(request, Finish(got.finish))
             progress.append(Progress(request, got))
-        self.draft_count.note(step, [each.given.accepted for each in progress])
+        self.draft_count.note(step, [each.given for each in progress])
         return progress
 
     # Which rows get tokens.
@@ -272,8 +272,8 @@ class Scheduler:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
         num_prompt_tokens = sum(length for _, length in step.prefills)
-        num_known_drafts = self.draft_count.num_made
-        rows, tokens, drafts = self.draft_count.shape(step, num_prompt_tokens)
+        shape, num_known_drafts = self.draft_count.dispatch(step, num_prompt_tokens)
+        rows, tokens, drafts = shape
         plan = self._plan(Program(rows, tokens, sampler, step.num_steps, drafts), step)
         decodes, prefills = [], []
         for request in step.decodes:

@@ -36,7 +36,7 @@ class StepSeconds:
         Less than known is believed at once, more by half.
         """
         seconds /= max(1, program.num_steps)
-        if self._most is not None:
+        if self._most is not None and program.prefill_tokens:
             seconds = min(seconds, _CAP * self._most)
         known = self._seconds.get(program.shape, seconds)
         self._seconds[program.shape] = min(seconds, (known + seconds) / 2)

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from zlib import crc32
 
 LENGTHS = (1, 3, 8)
-"""Of the runs of tokens whose last place is known."""
+"""Tokens of a run whose last place is known."""
 MOST_PLACES = 16
 """Places that are compared, the newest of those with the longest such run."""
 MOST_TOKENS = 2**19
-"""Of texts that have ended; a token takes 28 bytes."""
+"""Tokens that texts which have ended may have together; each takes 28 bytes."""
 _BUCKETS = 2**18  # of the hash tables, one a length: 6 MB in all
 _AGREEMENT = 16  # tokens that places which agree go on by at once
 
@@ -116,7 +116,7 @@ class SuffixIndex:
         for _ in range(MOST_PLACES):
             other = self._texts.get(code >> 32)
             if other is None:
-                break  # nowhere, or in a text that is forgotten, as older ones are
+                break  # nowhere, or in a text that is forgotten, with all that it links to
             end = code & 0xFFFFFFFF
             if end < len(other.tokens) and other.tokens[end - length : end] == run:
                 found.append((other.tokens, end))

@@ -1,7 +1,7 @@
 """SpeculativeConfig: the method, how many drafts, and how they are verified."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from jaxspec.checks import is_integer, items, real, shown
@@ -38,8 +38,8 @@ class SpeculativeConfig:
 
     `method`: a key of `METHODS`; "mtp" is the checkpoint's own head.
     `num_speculative_tokens`: drafts of a verify; None is the method's own number. With "auto" each
-    step has that many, one or none, whichever gives the most tokens a second: speculation is then
-    not slower than none, and there are three times as many programs to compile.
+    step has that many, one or none, whichever gives the most tokens a second; there are three times
+    as many programs for decoding then.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
@@ -103,14 +103,12 @@ class SpeculativeConfig:
         """
         if isinstance(value, SpeculativeConfig):
             return value
+        if isinstance(nested := value.get("options"), Mapping):  # as `asdict` has them
+            value = {**nested, **{key: value[key] for key in value if key != "options"}}
         own = [field.name for field in dataclasses.fields(SpeculativeConfig)]
         kind = options_class(value.get("method", SpeculativeConfig.method))
         options = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore
-        if unknown := [key for key in value if key not in (*own, *options)]:
-            known = [name for name in own if name != "options"] + options
-            raise ValueError(
-                f"Unknown keys {shown(unknown)} in speculative_config; known are {known}."
-            )
+        _refuse_unknown(value, [*own, *options])
         given = {key: value[key] for key in value if key in options}
         fields: dict[str, Any] = {key: value[key] for key in value if key in own}
         return SpeculativeConfig(**{"options": given or None, **fields})
@@ -189,10 +187,17 @@ def options_class(method: Any) -> type[MethodOptions]:
     return METHODS[method]
 
 
+def _refuse_unknown(keys: Iterable[Any], known: Sequence[str]) -> None:
+    if unknown := [key for key in keys if key not in known]:
+        told = [name for name in known if name != "options"]
+        raise ValueError(f"Unknown keys {shown(unknown)} in speculative_config; known are {told}.")
+
+
 def _options(method: str, kind: type[MethodOptions], options: Any) -> MethodOptions:
     if options is None:
         return kind()
     if isinstance(options, Mapping):
+        _refuse_unknown(options, [field.name for field in dataclasses.fields(kind)])  # pyright: ignore
         return kind(**options)
     if not isinstance(options, kind):
         raise ValueError(

@@ -14,7 +14,8 @@ class SuffixOptions:
     """Drafts that followed the same last tokens before, in this request or in another one.
 
     "SuffixDecoding" (Oliaro et al. 2024, arXiv 2411.04975), with the names and defaults of vLLM:
-    of equally long matches the most frequent continuation is drafted, as far as it is likely.
+    of equally long matches the most frequent continuation is drafted, as far as it is likely. Texts
+    that have ended are kept up to 524,288 tokens together; the oldest go first.
     """
 
     suffix_decoding_max_tree_depth: int = 24  # tokens of a match that are told apart

@@ -4,9 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from harness import FIXTURES
 
-from jaxspec.flight.about import about, digest_of
+from jaxspec.flight.about import about, check_speculation, digest_of
+from jaxspec.loading import EMBEDDED_MODEL
 from jaxspec.options import EngineConfig
 
 
@@ -33,3 +35,23 @@ def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     digests.add(digest_of(folder))
     assert len(digests) == 3
+
+
+def test_a_drafters_checkpoint_must_lie_here(tmp_path):
+    def told(model):
+        return {"method": "draft_model", "options": {"model": model, "revision": None}}
+
+    check_speculation(told(str(tmp_path)))
+    check_speculation("auto")
+    for model in ("some/model", str(tmp_path / "gone"), 3):
+        with pytest.raises(ValueError, match="drafter's checkpoint that lies here, and it was rec"):
+            check_speculation(told(model))
+
+
+def test_a_drafter_is_told_by_its_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    speculation = {"method": "draft_model", "model": Path("drafter")}
+    config = EngineConfig.of(None, {"speculative_config": speculation})
+    options = json.loads(json.dumps(about(config, EMBEDDED_MODEL, 9)["options"]))
+    assert options["speculative_config"]["options"]["model"] == str(tmp_path / "drafter")

@@ -6,6 +6,7 @@ import pytest
 from harness import FIXTURES, GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, model, oracle, prompts
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.config import StateConfig
 from jaxspec.models.base import ModelRecipe
 from jaxspec.proposers import make_proposer
 from jaxspec.speculation import SpeculativeConfig
@@ -21,7 +22,12 @@ def make(target, drafter, **options):
     )
 
 
-@pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
+# With a window of 8 the passes behind a verify of 4 accepted tokens find the ring full.
+@pytest.mark.parametrize(
+    "states",
+    [SNAPSHOT, REPLAY, StateConfig("replay", window=8)],
+    ids=["snapshot", "replay", "full"],
+)
 @pytest.mark.parametrize("fixture", ["llama", "qwen3_5"])
 def test_a_model_that_drafts_for_itself_is_always_right(fixture, states):
     """So its state is that of the accepted text, after any number of accepted drafts."""

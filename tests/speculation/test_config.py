@@ -120,3 +120,19 @@ def test_numbers_of_numpy_are_kept_as_pythons():
 def test_steps_have_one_number_of_drafts_unless_the_engine_may_choose(asked, counts):
     config = SpeculativeConfig(num_speculative_tokens=asked)
     assert config.draft_counts == counts and config.num_drafts == counts[-1]
+
+
+def test_options_in_a_dict_of_their_own_are_options():
+    nested = {"method": "ngram", "options": {"prompt_lookup_min": 2}, "prompt_lookup_max": 3}
+    flat = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    assert SpeculativeConfig.of(nested) == SpeculativeConfig.of(flat)
+
+
+@pytest.mark.parametrize("options", [{"foo": 1}, {1: 2}])
+def test_unknown_options_are_refused_however_they_are_given(options):
+    for make in (
+        lambda: SpeculativeConfig.of({"method": "mtp", "options": options}),
+        lambda: SpeculativeConfig("mtp", options=options),
+    ):
+        with pytest.raises(ValueError, match="Unknown keys .* known are .*'draft_vocab'"):
+            make()
