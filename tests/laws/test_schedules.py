@@ -30,10 +30,11 @@ from jaxspec.request import Finish
 from jaxspec.scheduler import scheduler as scheduler_module
 from jaxspec.scheduler.forks import Followers
 from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.scheduled_step import Entry
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.session import Session
 
-real_leave, real_launch, real_preempt = Scheduler._leave, Scheduler._launch, Scheduler._preempt
+real_leave, real_launch, real_preempt = Scheduler._leave, Entry.launch, Scheduler._preempt
 real_enter, real_reset = Scheduler._enter, Scheduler.reset
 real_recover, real_end_each = Session._recover, Session._end_each
 real_fork = scheduler_module.fork
@@ -238,8 +239,8 @@ def a_preempted_request_comes_back_before_its_late_results(self, request):
     request.in_flight = request.in_flight_bound = 0
 
 
-def tokens_in_flight_are_not_counted(self, request, num_steps, bound):
-    entry = real_launch(self, request, num_steps, bound)
+def tokens_in_flight_are_not_counted(request, num_steps, bound):
+    entry = real_launch(request, num_steps, bound)
     request.in_flight_bound -= bound
     return entry
 
@@ -291,7 +292,7 @@ BUGS = [
     (scheduler_module, "fork", a_fork_copies_the_first_page),
     (PagePool, "share", a_fork_holds_shared_pages_only_once),
     (Scheduler, "_preempt", a_preempted_request_comes_back_before_its_late_results),
-    (Scheduler, "_launch", tokens_in_flight_are_not_counted),
+    (Entry, "launch", tokens_in_flight_are_not_counted),
     (Followers, "dismiss", followers_wait_for_a_leader_that_is_gone),
     (Scheduler, "_enter", a_slot_is_given_to_two),
     (Scheduler, "reset", a_slot_is_lost_in_a_recovery),
