@@ -44,8 +44,9 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
-        "how to draft: a method's name, a dict of its fields or a SpeculativeConfig (docs/"
-        "speculation.md); auto drafts with the checkpoint's own head, if it has one; None does not",
+        "how to draft: a method's name, a dict with the method and its options, or a "
+        "SpeculativeConfig (docs/speculation.md); auto drafts with the checkpoint's own head, if "
+        "it has one; None does not",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto",

@@ -73,8 +73,13 @@ class ModelRecipe(NamedTuple):
         """The module without values, of the class `family`."""
         return nnx.eval_shape(lambda: self.family(self.config, self.dtype, self.tensors))
 
+    @staticmethod
+    def weights_of(module: Any) -> tuple[Any, ...]:
+        """A module's weights, as `with_weights` takes them."""
+        return tuple(jax.tree.leaves(nnx.state(module)))
+
     def with_weights(self, leaves: Iterable[Any]) -> Any:
-        """The module with these weights: the leaves of its `nnx.state`."""
+        """The module with the weights that `weights_of` gave."""
         graph, tree = _structure(self)
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 

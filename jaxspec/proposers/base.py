@@ -106,24 +106,6 @@ class Drafts:
         """No drafts for any of so many rows."""
         return Drafts(jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros(num_rows, jnp.int32), None)
 
-    @staticmethod
-    def of(
-        inputs: DraftInputs,
-        tokens: Sequence[Int[Array, " rows"]],
-        logits: Sequence[Float[Array, "rows vocab"]],
-    ) -> "Drafts":
-        """All drafts of each row that drafts, one after the other.
-
-        `logits`: what each was drawn from; none of it where none was drawn.
-        """
-        if not tokens:
-            return Drafts.none(inputs.slots.shape[0])
-        return Drafts(
-            tokens=jnp.stack(tokens, axis=1),
-            num_drafts=jnp.where(inputs.should_draft, inputs.num_drafts, 0),
-            logits=jnp.stack(logits, axis=1) if logits else None,
-        )
-
 
 class Proposer(abc.ABC):
     """Drafts on the device, inside the step.

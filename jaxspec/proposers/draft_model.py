@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxspec.cache import (
     CacheOptions,
@@ -19,7 +17,7 @@ from jaxspec.cache import (
 )
 from jaxspec.models.base import Model, ModelInputs, ModelRecipe, Published
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.sampling import draw_draft
+from jaxspec.proposers.chain import Chain
 from jaxspec.speculation import SpeculativeConfig
 
 _OWNER = "draft"
@@ -70,7 +68,7 @@ class DraftModelProposer(Proposer):
 
     def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
         """The drafter's weights."""
-        return tuple(jax.tree.leaves(nnx.state(drafter)))
+        return self.recipe.weights_of(drafter)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
@@ -79,30 +77,18 @@ class DraftModelProposer(Proposer):
         drafter: Model = self.recipe.with_weights(tables)
         _, own = drafter.forward(_that_stand(inputs), pools_of(_OWNER, pools))
         pools = with_pools_of(_OWNER, pools, own)
-        if not inputs.num_drafts:
-            return Drafts.none(inputs.slots.shape[0]), pools
-        draws = self.is_probabilistic and inputs.sampler.draws
         own = {name: _never_folded(pool) for name, pool in own.items()}
-        token, tokens, logits = inputs.last_token, [], []
+        chain = Chain(inputs, self.is_probabilistic, model.vocab_size)
+        token = inputs.last_token
         for draft in range(inputs.num_drafts):
-            row_inputs = dataclasses.replace(inputs.row_inputs(draft), tokens=token)
+            row_inputs = dataclasses.replace(inputs.row_inputs(draft), tokens=jnp.maximum(token, 0))
             output, own = drafter.forward(row_inputs, own)
-            token, scores = self._draft(drafter, output.hidden, inputs, draft, draws)
-            tokens.append(token)
-            logits += [scores] if draws else []
-            token = jnp.maximum(token, 0)
+            token = chain.add(
+                lambda forbidden, h=output.hidden: drafter.greedy_tokens(h, forbidden),
+                lambda h=output.hidden: drafter.logits(h),
+            )
         ahead = {k: pool for k, pool in own.items() if not isinstance(pool, RecurrentPool)}
-        return Drafts.of(inputs, tokens, logits), with_pools_of(_OWNER, pools, ahead)
-
-    def _draft(
-        self, drafter: Model, hidden: Array, inputs: DraftInputs, draft: int, draws: bool
-    ) -> tuple[Array, Float[Array, "rows vocab"] | None]:
-        """Draft number `draft` of each row, and the logits that it was drawn from, if it was."""
-        if not draws:
-            return drafter.greedy_tokens(hidden, jnp.zeros((hidden.shape[0], 0), jnp.int32)), None
-        scores = drafter.logits(hidden)
-        position = inputs.num_computed + 1 + draft
-        return draw_draft(scores, inputs.sampling, position, draft), scores
+        return chain.drafts(), with_pools_of(_OWNER, pools, ahead)
 
 
 def _never_folded(pool: Any) -> Any:

@@ -2,17 +2,13 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxspec.cache import CacheOptions, CacheSpec, Pools, owned, pools_of, with_pools_of
 from jaxspec.models.base import Model, ModelRecipe, Published, Selection
 from jaxspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.proposers.scored_ids import ids_at, over_all_ids
-from jaxspec.sampling import draw_draft
+from jaxspec.proposers.chain import Chain
 from jaxspec.speculation import SpeculativeConfig
 
 _OWNER = "draft"
@@ -63,7 +59,7 @@ class Eagle3Proposer(Proposer):
 
     def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
         """The head's weights."""
-        return tuple(jax.tree.leaves(nnx.state(drafter)))
+        return self.recipe.weights_of(drafter)
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]
@@ -81,31 +77,18 @@ class Eagle3Proposer(Proposer):
             pools_of(_OWNER, pools),
             last_tokens,
         )
-        # A program that draws no token does not read the distribution of its drafts.
-        draws = self.is_probabilistic and inputs.sampler.draws
-        tokens, logits = [], []
+        chain = Chain(inputs, self.is_probabilistic, model.vocab_size, head.ids)
+        token = inputs.last_token
         for draft in range(inputs.num_drafts):
             if draft:
                 row_inputs = inputs.row_inputs(draft - 1)
-                output, own = head(embed(tokens[-1]), output.state, row_inputs, own)
-            if draws:
-                scores = head.lm_head(output.scored)
-                if head.ids is not None:
-                    scores = over_all_ids(scores, head.ids, model.vocab_size)
-                position = inputs.num_computed + 1 + draft
-                tokens.append(draw_draft(scores, inputs.sampling, position, draft))
-                logits.append(scores)
-            else:
-                tokens.append(_greedy_drafts(head, output.scored))
+                output, own = head(embed(token), output.state, row_inputs, own)
+            token = chain.add(
+                lambda forbidden, h=output.scored: head.lm_head.greedy_tokens(h, forbidden),
+                lambda h=output.scored: head.lm_head(h),
+            )
         # Without drafts XLA drops the pass above, but for its keys and values.
-        return Drafts.of(inputs, tokens, logits), with_pools_of(_OWNER, pools, own)
-
-
-def _greedy_drafts(head: Eagle3Head, scored: Array) -> Int[Array, " rows"]:
-    """The likeliest of the head's ids; -1 where there is none."""
-    forbidden = jnp.zeros((scored.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts
-    indices = head.lm_head.greedy_tokens(scored, forbidden)
-    return indices if head.ids is None else ids_at(indices, head.ids)
+        return chain.drafts(), with_pools_of(_OWNER, pools, own)
 
 
 def _check_size(name: object, what: str, own: int, of_target: int) -> None:

@@ -4,14 +4,13 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jaxspec.cache import Pools
 from jaxspec.models.base import DraftHead, Model, Published, Selection
 from jaxspec.pallas.matmul.argmax_matmul import gains_from_float8
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
-from jaxspec.proposers.scored_ids import ids_at, over_all_ids
-from jaxspec.sampling import draw_draft
+from jaxspec.proposers.chain import Chain
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.weight import Float8, Weight
 
@@ -94,24 +93,18 @@ class MTPProposer(Proposer):
         hidden, pools = head.select(
             model.embed(inputs.next_tokens), inputs.hidden, inputs.model, pools, last_tokens
         )
-        # A program that draws no token does not read the distribution of its drafts.
-        draws = self.is_probabilistic and inputs.sampler.draws
-        tokens, logits = [], []
+        chain = Chain(inputs, self.is_probabilistic, model.vocab_size, ids)
+        token = inputs.last_token
         for draft in range(inputs.num_drafts):
             if draft:
                 row_inputs = inputs.row_inputs(draft - 1)
-                hidden, pools = head(model.embed(tokens[-1]), hidden, row_inputs, pools)
-            if draws:
-                scores = model.logits(hidden, columns)
-                if ids is not None:
-                    scores = over_all_ids(scores, ids, model.vocab_size)
-                position = inputs.num_computed + 1 + draft
-                tokens.append(draw_draft(scores, inputs.sampling, position, draft))
-                logits.append(scores)
-            else:
-                tokens.append(_greedy_drafts(model, hidden, ids, columns))
+                hidden, pools = head(model.embed(token), hidden, row_inputs, pools)
+            token = chain.add(
+                lambda forbidden, h=hidden: model.greedy_tokens(h, forbidden, columns),
+                lambda h=hidden: model.logits(h, columns),
+            )
         # Without drafts XLA drops the pass above, but for its keys and values.
-        return Drafts.of(inputs, tokens, logits), pools
+        return chain.drafts(), pools
 
 
 def _head_of(model: Model) -> DraftHead:
@@ -121,15 +114,3 @@ def _head_of(model: Model) -> DraftHead:
             "one has none. Use another speculative method, or a checkpoint that kept them."
         )
     return model.draft_head
-
-
-def _greedy_drafts(
-    model: Model,
-    hidden: Float[Array, "rows hidden"],
-    ids: Int[Array, " scored"] | None,
-    columns: Weight | None,
-) -> Int[Array, " rows"]:
-    """The likeliest of `ids` (None: of all); -1 where there is none."""
-    forbidden = jnp.zeros((hidden.shape[0], 0), jnp.int32)  # the target rejects forbidden drafts
-    tokens = model.greedy_tokens(hidden, forbidden, columns)
-    return tokens if ids is None else ids_at(tokens, ids)

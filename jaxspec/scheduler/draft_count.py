@@ -9,10 +9,8 @@ from jaxspec.scheduler.scheduled_step import NextStep, ScheduledStep
 from jaxspec.scheduler.step_seconds import StepSeconds
 
 _MEMORY = 256  # verifies after which one counts a third of the newest
-_PRIOR = (
-    0.8,
-    16,
-)  # the share of drafts that stand behind one that stands, and its weight in verifies
+_PRIOR_SHARE = 0.8  # of drafts that stand behind one that does, before any was verified
+_PRIOR_WEIGHT = 16  # verifies that it counts as
 # Steps of another number, but at least two dispatches: the first one may find too few drafts.
 _TRIAL_STEPS = 4
 _TRIAL_SHARE = 0.005  # of the tokens, that such steps may cost
@@ -38,7 +36,7 @@ class DraftCount:
     def __init__(self, shapes: StepShapes, seconds: StepSeconds):
         """Begin with all drafts, and the hope that most stand."""
         self._shapes, self._seconds = shapes, seconds
-        share, weight = _PRIOR
+        share, weight = _PRIOR_SHARE, _PRIOR_WEIGHT
         self._stood = [weight * share ** (j + 1) for j in range(shapes.num_drafts)]
         self._verified = [weight * share**j for j in range(shapes.num_drafts)]
         self._current = shapes.num_drafts
