@@ -110,6 +110,7 @@ def settle(
     """
     speculation = SpeculativeConfig.resolve(config.speculative_config, model.has_draft_head)
     has_kernels = dispatch.kernels_here()[1] is None
+    speculation = speculation and speculation.on_device(has_kernels)
     recipe = None if drafter is None else ModelRecipe.of(drafter, dtype)
     proposer = make_proposer(speculation, model, recipe) if speculation else None
     states = StateConfig.resolve(config.state_policy, config.state_dtype, has_kernels=has_kernels)

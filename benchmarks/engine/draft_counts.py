@@ -75,7 +75,7 @@ def choosers(llm: LLM, drafts: Sequence[int | str | None]) -> dict[int | str | N
     scheduler, found = llm.session.scheduler, {}
     for word in drafts:
         kind = FixedCount if isinstance(word, int) else DraftCount
-        found[word] = kind(scheduler.shapes, scheduler.step_seconds)
+        found[word] = kind(scheduler.shapes, scheduler.step_seconds.decode)
         found[word].count = word
     return found
 
@@ -101,16 +101,17 @@ def measure(llm: LLM, args: argparse.Namespace, rows: int, drafts: Sequence[Any]
     ]
 
 
-def rates(word: str) -> Rates:
-    """Of the first draft, of the first two, ...: from "0.8,0.6,0.45"."""
-    return [float(rate) for rate in word.split(",")]
+def rates(word: str) -> Rates | None:
+    """Of the first draft, of the first two, ...: from "0.8,0.6,0.45"; None from "none"."""
+    return None if word == "none" else [float(rate) for rate in word.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
     options = record.parser(__doc__)
     add = options.add_argument
     add("--shape", choices=SHAPES, default="qwen3.5-9b")
-    add("--rates", type=rates, nargs="+", default=[list(RATES)], help="at which drafts stand")
+    engines = [list(RATES), None]
+    add("--rates", type=rates, nargs="+", default=engines, help="of each engine; none: no drafter")
     add("--rows", type=int, nargs="+", default=[1, 8, 64], help="requests at once, ascending")
     add("--prompt", type=int, default=128, help="tokens of a prompt (default 128)")
     add("--tokens", type=int, default=256, help="new tokens of a request (default 256)")
@@ -124,7 +125,7 @@ def main() -> None:
     sizes = {name: getattr(args, name) for name in ("shape", "prompt", "tokens")}
     commit = record.machine()["commit"]
     with dummy_llm.model_folder(args.shape) as folder:
-        for each in [*args.rates, None]:
+        for each in args.rates:
             make = functools.partial(make_llm, args, folder, each)
             llm, setting_up = dummy_llm.started(make)
             about = {"commit": commit, "compile_seconds": setting_up["compile_seconds"]}

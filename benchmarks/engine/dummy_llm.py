@@ -36,7 +36,7 @@ class Case:
     """The model that a result is of, and how it runs."""
 
     shape: str
-    drafts: int
+    drafts: int | str  # "auto": the engine chooses in each step, 3 at most
     draft_vocab: int | None
     dtype: str
     state_policy: str
@@ -73,7 +73,7 @@ def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
     speculation = {
         "num_speculative_tokens": case.drafts,
         "draft_vocab": case.draft_vocab,
-        "synthetic_acceptance_rates": RATES[: case.drafts],
+        "synthetic_acceptance_rates": RATES if case.drafts == "auto" else RATES[: case.drafts],
     }
     return LLM(
         folder,

@@ -1,6 +1,6 @@
 """Seconds from the start of a process to its first token, by what it finds on disk.
 
-    python -m benchmarks.engine.startup --shape qwen3.5-9b [--drafts 3] [--json FILE]
+    python -m benchmarks.engine.startup --shape qwen3.5-9b [--drafts auto] [--json FILE]
 
 A model with random weights, and every program that an engine with the default buckets needs. Each
 start is a process of its own, and all share one folder of compiled programs:
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.engine import dummy_llm
+from benchmarks.engine import dummy_llm, traffic
 from benchmarks.engine.dummy_llm import Figures, timed
 from benchmarks.measure import record
 from benchmarks.report import prefill_tables
@@ -144,7 +144,7 @@ def main() -> None:
     parser.set_defaults(steps_per_dispatch=None)
     parser.add_argument("--starts", nargs="+", default=STARTS, choices=STARTS)
     parser.add_argument("--rows", type=int, default=64, help="of the largest batch (default 64)")
-    parser.add_argument("--drafts", type=int, default=3, choices=range(4))
+    parser.add_argument("--drafts", default="auto", type=traffic.drafts, metavar="K")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--step-tokens", type=int, help="verified and prefilled")
     parser.add_argument("--variants", nargs="+", default=["greedy"], choices=list(SAMPLERS))

@@ -340,7 +340,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="qwen3.5-9b")
     add("--rows", type=int, default=64, help="that run at once (default 64)")
     add("--max-model-len", type=int, default=4096, help="at least (default 4096)")
-    add("--drafts", type=drafts, default=3, metavar="K", help="0 to 3, or auto (default 3)")
+    add("--drafts", type=drafts, default="auto", metavar="K", help="0 to 3, or auto (default)")
     add("--draft-vocab", type=int, metavar="N", help="default: the model's")
     add("--rates", type=float, nargs="+", default=list(RATES), help="at which drafts stand")
     add("--lengths", nargs="+", default=["trace"], help="trace, or as 8192x1024")

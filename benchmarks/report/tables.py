@@ -15,7 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import against_peer, decode_tables, prefill_tables, traffic_tables
+from benchmarks.report import (
+    against_peer,
+    decode_tables,
+    draft_tables,
+    prefill_tables,
+    traffic_tables,
+)
 from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -211,6 +217,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "a/b": (ab, "ab_h200.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
+    "draft counts": (draft_tables.draft_counts, "draft_counts_h200.json"),
     "draft head": (decode_tables.draft_head, "draft_head_h100.json"),
     "prefill": (decode_tables.prefill, "decode_h200.json"),
     "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),

@@ -1,14 +1,15 @@
 """How many drafts a decode step verifies, where programs for several numbers are compiled."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxspec.config import StepShapes
 from jaxspec.plan import RowOutput
+from jaxspec.scheduler.decode_seconds import DecodeSeconds
 from jaxspec.scheduler.scheduled_step import NextStep, ScheduledStep
-from jaxspec.scheduler.step_seconds import StepSeconds
 
-_MEMORY = 256  # verifies after which one counts a third of the newest
+# Verifies after which one counts a third of the newest: some, and some steps of all rows.
+_MEMORY, _MEMORY_STEPS = 256, 16
 _PRIOR_SHARE = 0.8  # of drafts that stand behind one that does, before any was verified
 _PRIOR_WEIGHT = 16  # verifies that it counts as
 # Steps of another number, but at least two dispatches: the first one may find too few drafts.
@@ -21,8 +22,8 @@ class DraftCount:
     """Picks the number that gives the most tokens a second, for the rows that a step has.
 
     A step with `k` drafts gives a row `1 + s_1 + ... + s_k` tokens, where `s_j` is the share of
-    verifies in which the first `j` drafts stood. What it takes, `StepSeconds` knows. An example is
-    8 rows of which 60, 40 and 30 % of the drafts stand:
+    verifies in which the first `j` drafts stood. What it takes, `DecodeSeconds` knows. An example
+    is 8 rows of which 60, 40 and 30 % of the drafts stand:
 
         drafts          0      1      3
         milliseconds    5.0    5.6    7.1
@@ -33,7 +34,7 @@ class DraftCount:
     neighbours are tried now and then, as often as costs half a percent of the tokens.
     """
 
-    def __init__(self, shapes: StepShapes, seconds: StepSeconds):
+    def __init__(self, shapes: StepShapes, seconds: DecodeSeconds):
         """Begin with all drafts, and the hope that most stand."""
         self._shapes, self._seconds = shapes, seconds
         share, weight = _PRIOR_SHARE, _PRIOR_WEIGHT
@@ -42,7 +43,7 @@ class DraftCount:
         self._current = shapes.num_drafts
         self._num_made = 0  # drafts by the last program, for each of its rows
         self._trial = 0  # steps that are left of it
-        self._until_trial, self._tries_larger = math.inf, True
+        self._spared, self._tries_larger = 0.0, True  # for trials, in steps
 
     def dispatch(self, step: NextStep, num_prompt_tokens: int) -> tuple[tuple[int, int, int], int]:
         """The shape of the program for a step, and how many drafts its rows have when it begins.
@@ -66,13 +67,13 @@ class DraftCount:
         if self._trial > 0 and self._current in allowed:
             self._trial -= num_steps
             return self._current
-        self._current = self._best(allowed, num_rows)
+        speeds = {count: self._speed(count, num_rows, num_steps) for count in allowed}
+        self._current = self._best(speeds)
         other = self._neighbour(allowed)
         length = max(_TRIAL_STEPS, 2 * num_steps)
-        pause = length * self._loss(other, num_rows) / _TRIAL_SHARE
-        self._until_trial = min(self._until_trial, pause) - num_steps
-        if self._until_trial <= 0 and other != self._current:
-            self._trial, self._until_trial = length - num_steps, math.inf
+        self._spared += num_steps * _TRIAL_SHARE
+        if self._spared > length * _loss(speeds[other], speeds[self._current]):
+            self._trial, self._spared = length - num_steps, 0.0
             self._current, self._tries_larger = other, not self._tries_larger
         return self._current
 
@@ -83,7 +84,7 @@ class DraftCount:
             return  # some verifies lacked drafts
         # Each step that a row did not end before gave it a token besides the drafts that stood.
         trials = sum(len(row.tokens) - sum(row.accepted) for row in given)
-        kept = math.exp(-trials / _MEMORY)
+        kept = math.exp(-trials / (_MEMORY + _MEMORY_STEPS * len(given)))
         for draft in range(program.num_drafts):
             stood = sum(row.accepted[draft] for row in given)
             self._verified[draft] = kept * self._verified[draft] + trials
@@ -98,15 +99,15 @@ class DraftCount:
             total += share
         return total
 
-    def _best(self, counts: Sequence[int], num_rows: int) -> int:
-        speeds = {count: self._speed(count, num_rows) for count in counts}
-        best = max(counts, key=lambda count: (speeds[count], count))
+    def _best(self, speeds: Mapping[int, float]) -> int:
+        best = max(speeds, key=lambda count: (speeds[count], count))
         least = speeds.get(self._current, 0.0) * (1 + _LEAST_GAIN)
         return best if speeds[best] >= least else self._current
 
-    def _speed(self, count: int, num_rows: int) -> float:
+    def _speed(self, count: int, num_rows: int, num_steps: int) -> float:
         """Tokens a second of a row; infinite for a program that was never timed."""
-        seconds = self._seconds.of(self._shapes.round_up(num_rows, 0, count))
+        rows, _, drafts = self._shapes.round_up(num_rows, 0, count)
+        seconds = self._seconds.of(rows, drafts, num_steps)
         return self.tokens(count) / seconds if seconds else math.inf
 
     def _neighbour(self, counts: Sequence[int]) -> int:
@@ -116,7 +117,7 @@ class DraftCount:
         turns = (larger, smaller) if self._tries_larger else (smaller, larger)
         return next((each[0] for each in turns if each), self._current)
 
-    def _loss(self, count: int, num_rows: int) -> float:
-        """By which share a trial of this number is slower than the current one, as far as known."""
-        speed, now = self._speed(count, num_rows), self._speed(self._current, num_rows)
-        return max(1 - speed / now, 0.05) if math.isfinite(now) else 1.0
+
+def _loss(speed: float, now: float) -> float:
+    """By which share a trial is slower than what runs now, as far as that is known."""
+    return max(1 - speed / now, 0.05) if math.isfinite(now) else 1.0

@@ -54,7 +54,7 @@ class Scheduler:
         self.pages = PagePool(self.shapes.num_pages)
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
-        self.draft_count = DraftCount(self.shapes, self.step_seconds)
+        self.draft_count = DraftCount(self.shapes, self.step_seconds.decode)
         self._drafter.clear()
 
     @property

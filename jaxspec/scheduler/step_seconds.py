@@ -2,6 +2,7 @@
 
 from jaxspec.config import StepShapes
 from jaxspec.plan import Program
+from jaxspec.scheduler.decode_seconds import DecodeSeconds
 
 _FORGOTTEN = 0.001  # of what a size took, each time that it is passed over for it
 _CAP = 2  # times the bound: a step that hung longer says little of the next one
@@ -20,23 +21,28 @@ class StepSeconds:
         `max_step_ms`: most milliseconds of a step with prompts, while rows decode; None: no bound.
         """
         self._shapes, self._most = shapes, max_step_ms and max_step_ms / 1000
-        self._seconds: dict[tuple[int, int, int], float] = {}  # by `Program.shape`
-
-    def of(self, shape: tuple[int, int, int]) -> float | None:
-        """What one step of a program of this `shape` takes; None: that is not known."""
-        return self._seconds.get(shape)
+        self.decode = DecodeSeconds()  # of steps without prompts
+        # Of steps with prompts, by `Program.shape`.
+        self._seconds: dict[tuple[int, int, int], float] = {}
 
     def guess(self, program: Program, seconds: float) -> None:
         """A dispatch of `program` takes about so long, as long as none was seen."""
-        self._seconds.setdefault(program.shape, seconds / max(1, program.num_steps))
+        seconds /= max(1, program.num_steps)
+        if program.prefill_tokens:
+            self._seconds.setdefault(program.shape, seconds)
+        else:
+            self.decode.guess(program, seconds)
 
     def note(self, program: Program, seconds: float) -> None:
         """A dispatch of `program` took so long.
 
-        Less than known is believed at once, more by half.
+        With prompts less than known is believed at once, more by half.
         """
         seconds /= max(1, program.num_steps)
-        if self._most is not None and program.prefill_tokens:
+        if not program.prefill_tokens:
+            self.decode.note(program, seconds)
+            return
+        if self._most is not None:
             seconds = min(seconds, _CAP * self._most)
         known = self._seconds.get(program.shape, seconds)
         self._seconds[program.shape] = min(seconds, (known + seconds) / 2)

@@ -37,9 +37,9 @@ class SpeculativeConfig:
     """How to draft and how to verify.
 
     `method`: a key of `METHODS`; "mtp" is the checkpoint's own head.
-    `num_speculative_tokens`: drafts of a verify; None is the method's own number. With "auto" each
-    step has that many, one or none, whichever gives the most tokens a second; there are three times
-    as many programs for decoding then.
+    `num_speculative_tokens`: drafts of a verify. With "auto" each step has the method's own number,
+    one or none, whichever gives the most tokens a second; there are three times as many programs
+    for decoding then. None is "auto" where kernels run, and elsewhere the method's own number.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
@@ -91,8 +91,18 @@ class SpeculativeConfig:
     @property
     def draft_counts(self) -> tuple[int, ...]:
         """The numbers of drafts that steps may have, ascending."""
-        counts = {0, 1} if self.num_speculative_tokens == "auto" else set[int]()
-        return tuple(sorted(counts | {self.num_drafts}))
+        fewer = (0, 1) if self.num_speculative_tokens == "auto" else ()
+        return (*(count for count in fewer if count < self.num_drafts), self.num_drafts)
+
+    def on_device(self, has_kernels: bool) -> "SpeculativeConfig":
+        """The same with the number of drafts decided, where the user leaves it to the engine.
+
+        A CPU compiles for long and reads no memory that drafts would spare it.
+        """
+        if self.num_speculative_tokens is not None or not self.num_drafts:
+            return self
+        decided = "auto" if has_kernels else self.num_drafts
+        return dataclasses.replace(self, num_speculative_tokens=decided)
 
     @staticmethod
     def of(value: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":

@@ -122,6 +122,16 @@ def test_steps_have_one_number_of_drafts_unless_the_engine_may_choose(asked, cou
     assert config.draft_counts == counts and config.num_drafts == counts[-1]
 
 
+@pytest.mark.parametrize(
+    ("asked", "decided"), [(None, ("auto", 3)), (2, (2, 2)), ("auto", ("auto", "auto"))]
+)
+def test_where_kernels_run_the_engine_chooses_unless_the_user_did(asked, decided):
+    config = SpeculativeConfig(num_speculative_tokens=asked)
+    found = [config.on_device(has_kernels) for has_kernels in (True, False)]
+    assert tuple(each.num_speculative_tokens for each in found) == decided
+    assert {each.num_drafts for each in found} == {config.num_drafts}
+
+
 def test_options_in_a_dict_of_their_own_are_options():
     nested = {"method": "ngram", "options": {"prompt_lookup_min": 2}, "prompt_lookup_max": 3}
     flat = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}
