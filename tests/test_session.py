@@ -85,7 +85,7 @@ def make_session():
 
 def make_sample(seed=0, max_tokens=20, stop=()):
     request = Request((1, 2), SamplingParams(max_tokens=max_tokens, stop=stop), seed=seed)
-    return Sample(request, 0, Letters(), StopStrings(stop) if stop else None)
+    return Sample(request, Letters(), StopStrings(stop) if stop else None)
 
 
 def letters(seed, count):
