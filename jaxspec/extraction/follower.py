@@ -4,9 +4,8 @@ import functools
 from typing import Any
 
 from jaxspec.cache import HiddenStates
-from jaxspec.extraction import state_file
 from jaxspec.extraction.page_reader import PageReader, Pages
-from jaxspec.extraction.state_file import SampleStates, prepare_folder
+from jaxspec.extraction.state_file import SampleStates, prepare_folder, write
 from jaxspec.extraction.state_writer import StateWriter
 from jaxspec.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
@@ -41,9 +40,10 @@ class HiddenStateFollower(HostDrafter):
             ValueError: as in `prepare_folder`.
         """
         folder = prepare_folder(str(options.folder))
-        write = functools.partial(_write, folder, tuple(options.layers or ()), model)
+        layers = tuple(options.layers or ())
+        writer = StateWriter(functools.partial(write, folder, layers=layers, model=model))
         reader = PageReader(runner, HiddenStates.name)
-        return cls(reader, StateWriter(write), options.request_id_prefix)
+        return cls(reader, writer, options.request_id_prefix)
 
     def add(self, request: Request) -> None:
         """See `HostDrafter.add`."""
@@ -91,7 +91,3 @@ class HiddenStateFollower(HostDrafter):
     def figures(self) -> dict[str, Any]:
         """See `HostDrafter.figures`."""
         return {"hidden_states": self._writer.figures()}
-
-
-def _write(folder: Any, layers: tuple[int, ...], model: str, sample: SampleStates) -> None:
-    state_file.write(folder, sample, layers, model)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,9 @@ def prepare_folder(name: str) -> Path:
     return folder
 
 
-def _contents(sample: SampleStates, layers: Sequence[int], model: str) -> Any:
+def _contents(
+    sample: SampleStates, layers: Sequence[int], model: str
+) -> Iterator[bytes | memoryview]:
     """The bytes of the file, part by part."""
     tokens = np.asarray(sample.token_ids, np.int32)
     dtype, features = sample.states[0].dtype, sample.states[0].shape[-1]

@@ -1,6 +1,7 @@
 """StateWriter: a thread that writes hidden states to files, and keeps what could not be written."""
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -19,7 +20,7 @@ class StateWriter:
     disk is slower than the device for long, `put` waits.
     """
 
-    def __init__(self, write: Any):
+    def __init__(self, write: Callable[[SampleStates], None]):
         """`write(sample)` writes a file, or raises what hinders it."""
         self._write = write
         self._thread = ThreadPoolExecutor(1, "jaxspec-states")
@@ -54,7 +55,7 @@ class StateWriter:
             )
 
     def figures(self) -> dict[str, Any]:
-        """How many files were written, wait and are missing, and the names of the last."""
+        """How many files were written, wait and are missing, and the names of those."""
         return {
             "num_saved": self.num_saved,
             "num_waiting": sum(not job.done() for job in tuple(self._jobs)),
