@@ -139,6 +139,7 @@ class Engine:
         """Drop what is in flight and give the device's memory back."""
         self._in_flight.clear()
         self.runner.close()
+        self.scheduler.drafter.close()
 
     def figures(self) -> dict[str, Any]:
         """Counts and seconds of the engine's life, and what came in a second.
@@ -156,6 +157,7 @@ class Engine:
             "rounds_per_second": num_rounds / seconds if seconds else 0.0,
             "num_preemptions": self.scheduler.num_preemptions,
             "max_in_flight": self.max_in_flight,
+            **self.scheduler.drafter.figures(),
         }
 
     @property

@@ -147,10 +147,12 @@ class InputProcessor:
                 stop_ids=stop_ids,
                 proposer_key=integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX),
                 leader=samples[0].request if samples else None,
+                request_id=request_id,
+                index=index,
             )
             stream = self._tokenizer.stream() if self._tokenizer else None
             stops = StopStrings(params.stop) if params.stop else None
-            samples.append(Sample(request, index, stream, stops, request_id))
+            samples.append(Sample(request, stream, stops))
         return samples
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
+from jaxspec.extraction.follower import HiddenStateFollower
+from jaxspec.extraction.state_file import prepare_folder
 from jaxspec.models import Unread, dtype_of, resolve_folder, unread, unread_model_or_head
 from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.models.config import ModelConfig
@@ -22,6 +24,7 @@ from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
 from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.speculation.extract_hidden_states import ExtractHiddenStatesOptions
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
@@ -124,9 +127,26 @@ def settle(
 
 
 def load(config: EngineConfig, *, progress: bool) -> Loaded:
-    """Load the model that `config` names and allocate its state; no program is compiled yet.
+    """A model ready to run, and who follows its requests, as `config` says it.
 
     Whatever can be refused is refused before a tensor is read.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load_runner`, or nothing can be saved where it shall.
+    """
+    options = getattr(config.speculative_config, "options", None)
+    if not isinstance(options, ExtractHiddenStatesOptions):
+        return load_runner(config, progress=progress)
+    prepare_folder(str(options.folder))
+    loaded = load_runner(config, progress=progress)
+    name = "the embedded model" if config.model is None else str(config.model)
+    return loaded._replace(host_drafter=HiddenStateFollower.of(options, loaded.runner, name))
+
+
+def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
+    """Load the model that `config` names and allocate its state; no program is compiled yet.
+
+    A replay needs no more: it has no requests, and writes no files.
 
     Raises:
         FileNotFoundError: no such model, or a folder without configuration or weights.

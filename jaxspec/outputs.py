@@ -89,19 +89,9 @@ class Sample:
     The request owns the tokens and the reason why they ended; the scheduler alone changes both.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        stream: TextStream | None,
-        stops: StopStrings | None,
-        request_id: str = "",
-    ):
-        """Without `stream` (no tokenizer) there is no text.
-
-        `request_id`: what all samples of its prompt are called.
-        """
-        self.request, self.index, self.request_id = request, index, request_id
+    def __init__(self, request: Request, stream: TextStream | None, stops: StopStrings | None):
+        """Without `stream` (no tokenizer) there is no text."""
+        self.request, self.request_id = request, request.request_id
         self.text = ""
         self._stream, self._stops = stream, stops
         self._num_read = 0  # output tokens that `read` has seen
@@ -161,7 +151,7 @@ class Sample:
     def output(self) -> CompletionOutput:
         """The sample as it stands."""
         return CompletionOutput(
-            index=self.index,
+            index=self.request.index,
             text=self.text,
             token_ids=self.request.output,
             finish_reason=self.request.finish.reason,

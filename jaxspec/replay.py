@@ -14,7 +14,7 @@ from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.about import OWN, check_speculation, digest_of
 from jaxspec.flight.file import read
-from jaxspec.loading import load
+from jaxspec.loading import load_runner
 from jaxspec.options import EngineConfig
 from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
 from jaxspec.runner.model_runner import ModelRunner
@@ -131,7 +131,7 @@ def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> M
             f"A flight must have the options of this version, and: {error} Replay it with the "
             f"version that wrote it, {flight.about['versions'].get('jaxspec')}."
         ) from error
-    loaded = load(config, progress=False)
+    loaded = load_runner(config, progress=False)
     if (digest := digest_of(loaded.folder)) != flight.about["checkpoint"]:
         raise ValueError(
             f"A flight must be replayed with the checkpoint that it was recorded with, "

@@ -132,6 +132,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # stop_token_ids and, unless ignored, the model's own
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
+    request_id: str = ""  # what all samples of its prompt are called
+    index: int = 0  # among them
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     finish: Finish = Finish.RUNNING

@@ -223,6 +223,7 @@ class Session:
             self.scheduler.cut(request, num_tokens)
         if request.finish:
             del self._samples[request]
+            self.scheduler.drafter.settle(request)
         return sample
 
     def _of_request(self, request_id: str) -> tuple[Sample, ...]:

@@ -203,6 +203,17 @@ def test_drain_leaves_nothing_in_flight_and_what_ended_stays_ended():
     assert request.tokens == before and request.finish == Finish.ABORT
 
 
+def test_who_follows_requests_adds_figures_and_is_closed_behind_the_runner():
+    engine, closed = make_engine(1)[0], []
+    drafter = engine.scheduler.drafter
+    assert "seen" not in engine.figures()
+    drafter.figures, drafter.close = lambda: {"seen": 3}, lambda: closed.append("drafter")
+    engine.runner.close = lambda: closed.append("runner")
+    assert engine.figures()["seen"] == 3
+    engine.close()
+    assert closed == ["runner", "drafter"]
+
+
 def test_an_engine_without_work_dispatches_nothing():
     runner = FakeRunner()
     engine = Engine(Scheduler(BUCKETS), runner)

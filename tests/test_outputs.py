@@ -40,7 +40,7 @@ class PairStream:
 def make_sample(stops=(), stream=True):
     request = Request((1, 2), SamplingParams(stop=tuple(stops)), seed=0)
     search = StopStrings(stops) if stops else None
-    return Sample(request, 0, PairStream() if stream else None, search)
+    return Sample(request, PairStream() if stream else None, search)
 
 
 def feed(sample, pieces, finish):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -61,6 +62,18 @@ def test_paths_of_the_host_are_in_the_plans_and_run_again(tmp_path):
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20
     result = replay(llm.save_flight(tmp_path / "suffix.npz"))
     assert result.is_equal and result.num_compared > 5 and result.flight.shapes.path_length > 8
+
+
+def test_a_replay_saves_no_hidden_states(tmp_path):
+    """Its program is the same, but a file brings in no folder to write to."""
+    folder = tmp_path / "states"
+    config = {"method": "extract_hidden_states", "layers": [1, 4], "folder": folder}
+    with LLM(FIXTURES / "qwen3_5", speculative_config=config, **OPTIONS) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        path = llm.save_flight(tmp_path / "a.npz")
+    assert len(list(folder.iterdir())) == 3
+    shutil.rmtree(folder)
+    assert replay(path).is_equal and not folder.exists()
 
 
 def test_a_flight_from_a_copy_of_the_state_goes_on_in_its_midst(llm, tmp_path):

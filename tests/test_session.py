@@ -85,7 +85,7 @@ def make_session():
 
 def make_sample(seed=0, max_tokens=20, stop=()):
     request = Request((1, 2), SamplingParams(max_tokens=max_tokens, stop=stop), seed=seed)
-    return Sample(request, 0, Letters(), StopStrings(stop) if stop else None)
+    return Sample(request, Letters(), StopStrings(stop) if stop else None)
 
 
 def letters(seed, count):
@@ -473,6 +473,22 @@ def test_a_stop_string_ends_the_request_and_its_tokens():
     assert sample.request.output == [ord(letter) for letter in "abcd"]
     assert sample.request.finish == Finish.STOP and not session.scheduler.has_work
     assert sample.output().token_ids == sample.request.output
+
+
+def test_who_follows_requests_hears_when_no_stop_string_cuts_them_any_more(monkeypatch):
+    """Also where the last token completes the string; of an abort nobody reads the end."""
+    session, heard = make_session(), []
+    monkeypatch.setattr(
+        session.scheduler.drafter,
+        "settle",
+        lambda request: heard.append((request.seed, request.num_output, request.finish)),
+    )
+    samples = [make_sample(0, 4, stop=["cd"]), make_sample(1, 3), make_sample(2, 300)]
+    session.add(samples)
+    for _ in range(6):
+        session.step()
+    session.abort(samples[2:])
+    assert heard == [(1, 3, Finish.LENGTH), (0, 4, Finish.STOP)]
 
 
 def test_samples_that_could_never_run_are_refused():

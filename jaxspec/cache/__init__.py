@@ -1,5 +1,6 @@
 """What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
 
+from jaxspec.cache.hidden_states import HiddenStates
 from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
@@ -22,6 +23,7 @@ HOLDERS: dict[str, Holder] = {
     **PagedKV.labels,
     **Recurrent.labels,
     **TokenHistory.labels,
+    **HiddenStates.labels,
 }  # every kind's, for people
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "CacheOptions",
     "CacheSpec",
     "Conv",
+    "HiddenStates",
     "History",
     "Moves",
     "Owned",

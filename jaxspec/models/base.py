@@ -159,10 +159,11 @@ class Model(Published):
     ) -> tuple[ForwardOutput, Pools]:
         """The trunk's output for every token, and the pools with this step written.
 
-        `taps`: indices of layers; the output then has the residual stream before each of them.
+        `taps`: indices of layers; the output then has the residual stream before each of them. The
+        number of layers stands for what the last one leaves, before the final norm.
 
         Raises:
-            ValueError: a tap is no layer's index.
+            ValueError: a tap is neither.
         """
         return self.trunk.forward(inputs, pools, taps)
 

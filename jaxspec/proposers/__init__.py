@@ -14,6 +14,7 @@ PROPOSERS = {
     "draft_model": "jaxspec.proposers.draft_model:DraftModelProposer",
     "eagle3": "jaxspec.proposers.eagle3:Eagle3Proposer",
     "suffix": "jaxspec.proposers.suffix:SuffixProposer",
+    "extract_hidden_states": "jaxspec.proposers.extract_hidden_states:ExtractHiddenStatesProposer",
     "custom": "jaxspec.proposers.custom:CustomProposer",
 }
 

@@ -34,7 +34,7 @@ class DraftInputs:
 
     model: ModelInputs  # this step's tokens; `tokens` are those that were verified
     hidden: Float[Array, "tokens hidden"]  # the trunk's output at each
-    # The residual stream before each layer of `Proposer.taps`, side by side; None without taps.
+    # The residual stream at each of `Proposer.taps`, side by side; None without taps.
     aux_hidden: Float[Array, "tokens taps*hidden"] | None
     next_tokens: Int[Array, " tokens"]  # the token after each, junk behind a rejected draft
     last_index: Int[Array, " rows"]  # index in `hidden` of each row's last valid token
@@ -114,9 +114,9 @@ class Proposer(abc.ABC):
     arrays that it reads.
     """
 
-    num_drafts: int  # K, the most that it is asked for
+    num_drafts: int  # K, the most that it is asked for; 0: it only reads
     is_probabilistic: bool = False  # `Drafts.logits` is given, except in greedy programs
-    taps: tuple[int, ...] = ()  # layers before which it reads the trunk's residual stream
+    taps: tuple[int, ...] = ()  # where it reads the residual stream: see `Model.forward`
 
     @abc.abstractmethod
     def propose(

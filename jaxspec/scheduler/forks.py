@@ -46,6 +46,11 @@ class Followers:
         """Let all go that wait for `leader`."""
         self._of.pop(leader, None)
 
+    def remove(self, request: Request) -> None:
+        """A request has ended: it waits no longer, and nobody waits for it."""
+        self.dismiss(request)
+        self.release(request)
+
     def prefill_end(self, request: Request) -> int:
         """The tokens that a request's prefill computes: a leader's stops where others fork off."""
         leads = self.of(request) and request.prefill_len == len(request.prompt)

@@ -33,7 +33,10 @@ class Path(NamedTuple):
 
 
 class HostDrafter:
-    """Follows requests, on the hot path. This one expects nothing; others derive from it."""
+    """Follows requests, on the hot path. This one expects nothing; others derive from it.
+
+    It may draft, or only look on: each method is a moment in a request's life.
+    """
 
     def add(self, request: Request) -> None:
         """A request runs; it may have run before and been preempted."""
@@ -41,11 +44,28 @@ class HostDrafter:
     def extend(self, request: Request, tokens: Sequence[int]) -> None:
         """A request that runs got `tokens`."""
 
+    def leave(self, request: Request) -> None:
+        """A request that ran is about to give its slot and pages back: it ended, or is preempted.
+
+        Until this returns they are its own: a plan that gives them away comes later. Steps in
+        flight may still bring tokens of a request that is preempted, and end it.
+        """
+
     def remove(self, request: Request) -> None:
         """A request has ended; perhaps it never ran."""
 
+    def settle(self, request: Request) -> None:
+        """A request that has ended was read by its caller: no stop string cuts it any more."""
+
     def clear(self) -> None:
         """Forget all, whatever an interrupt has left."""
+
+    def close(self) -> None:
+        """Nothing comes any more: finish what goes on beside the engine."""
+
+    def figures(self) -> dict[str, Any]:
+        """What it adds to `LLM.metrics`."""
+        return {}
 
     def path(self, request: Request, length: int) -> Path:
         """How a request that runs goes on behind `request.tokens`, `length` tokens at most."""

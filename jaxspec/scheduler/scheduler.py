@@ -34,7 +34,7 @@ class Scheduler:
         drafter: HostDrafter | None = None,
     ):
         """Start empty. `max_step_ms`: as in `StepSeconds`."""
-        self.shapes, self._drafter = shapes, drafter or HostDrafter()
+        self.shapes, self.drafter = shapes, drafter or HostDrafter()
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.waiting: deque[Request] = deque()
@@ -55,7 +55,7 @@ class Scheduler:
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
         self.draft_count = DraftCount(self.shapes, self.step_seconds.decode)
-        self._drafter.clear()
+        self.drafter.clear()
 
     @property
     def has_work(self) -> bool:
@@ -89,9 +89,8 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
-        self._followers.dismiss(request)
-        self._followers.release(request)
-        self._drafter.remove(request)
+        self._followers.remove(request)
+        self.drafter.remove(request)
 
     def cut(self, request: Request, num_tokens: int) -> None:
         """End a request with the output token that completed a stop string.
@@ -150,7 +149,7 @@ class Scheduler:
                 )
             request.draft_positions.extend(got.draft_positions)  # an interrupt leaves too many
             request.tokens.extend(got.tokens)
-            self._drafter.extend(request, got.tokens)
+            self.drafter.extend(request, got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
             request.metrics.record(got.drafted, got.accepted)
             if got.finish:
@@ -230,12 +229,13 @@ class Scheduler:
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
         request.num_pages_sent, request.row = 0, -1
         self.running.append(request)
-        self._drafter.add(request)
+        self.drafter.add(request)
         step.num_new += 1
 
     def _leave(self, request: Request) -> None:
         """Free what a request holds; steps in flight run before any plan that reuses it."""
         self.running.remove(request)
+        self.drafter.leave(request)
         self._free_slots.append(request.slot)
         self.pages.release(request.pages)
         request.slot, request.pages = 0, []
@@ -303,7 +303,7 @@ class Scheduler:
             prefills=step.prefills,
             grown=step.grown,
             forks=forks,
-            drafter=self._drafter,
+            drafter=self.drafter,
         )
         for row, request in enumerate(rows):
             request.row, request.num_pages_sent = row, len(request.pages)

@@ -9,6 +9,7 @@ from jaxspec.config import MAX_DRAFTS
 from jaxspec.speculation.custom import CustomOptions
 from jaxspec.speculation.draft_model import DraftModelOptions
 from jaxspec.speculation.eagle3 import Eagle3Options
+from jaxspec.speculation.extract_hidden_states import ExtractHiddenStatesOptions
 from jaxspec.speculation.mtp import MTPOptions
 from jaxspec.speculation.ngram import NgramOptions
 from jaxspec.speculation.suffix import SuffixOptions
@@ -17,7 +18,9 @@ from jaxspec.speculation.suffix import SuffixOptions
 class MethodOptions(Protocol):
     """What a method may be told: a frozen dataclass of fields with defaults, checked when built."""
 
-    num_drafts: ClassVar[int]  # at most, where the user leaves it to the engine
+    num_drafts: ClassVar[
+        int
+    ]  # at most, where the user leaves it to the engine; 0: it drafts nothing
     has_distribution: ClassVar[bool]  # its drafts can be drawn, and verified by rejection sampling
 
 
@@ -28,6 +31,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "draft_model": DraftModelOptions,
     "eagle3": Eagle3Options,
     "suffix": SuffixOptions,
+    "extract_hidden_states": ExtractHiddenStatesOptions,
     "custom": CustomOptions,
 }
 
@@ -39,7 +43,8 @@ class SpeculativeConfig:
     `method`: a key of `METHODS`; "mtp" is the checkpoint's own head.
     `num_speculative_tokens`: drafts of a verify. With "auto" each step has the method's own number,
     one or none, whichever gives the most tokens a second; there are three times as many programs
-    for decoding then. None is "auto" where kernels run, and elsewhere the method's own number.
+    for decoding then. None is "auto" where kernels run, and elsewhere the method's own number. A
+    method that drafts nothing has 0.
     `draft_sample_method`: "greedy" drafts are verified exactly; "probabilistic" ones are drawn at
     the request's temperature and verified by rejection sampling.
     `rejection_sample_method`: how drawn drafts are verified. "standard" judges one after the other
@@ -62,7 +67,7 @@ class SpeculativeConfig:
         keep = object.__setattr__
         kind = options_class(self.method)
         keep(self, "options", _options(self.method, kind, self.options))
-        keep(self, "num_speculative_tokens", _num_drafts(self.num_speculative_tokens))
+        keep(self, "num_speculative_tokens", self._num_speculative_tokens())
         way = self.draft_sample_method
         if not isinstance(way, str) or way not in ("greedy", "probabilistic"):
             raise ValueError(
@@ -165,10 +170,26 @@ class SpeculativeConfig:
             )
         return config
 
+    def _num_speculative_tokens(self) -> int | Literal["auto"] | None:
+        asked = self.num_speculative_tokens
+        if self.options.num_drafts:
+            return _num_drafts(asked)
+        if asked is not None and not (is_integer(asked) and asked in (0, 1)):
+            raise ValueError(
+                f"num_speculative_tokens must be 0 with the method {self.method!r}, which drafts "
+                f"nothing, got {shown(asked)}. Leave it out; 1, which vLLM wants, is taken for 0."
+            )
+        return 0
+
     def _rates(self) -> tuple[float, ...] | None:
         rates, count = self.synthetic_acceptance_rates, self.num_drafts
         if rates is None:
             return None
+        if not count:
+            raise ValueError(
+                f"synthetic_acceptance_rates are of drafts, and the method {self.method!r} has "
+                f"none, got {shown(rates)}. Leave them out."
+            )
         found = tuple(map(real, items(rates, count) or ()))
         if len(found) != count or not all(0 <= rate <= 1 for rate in found):
             raise ValueError(

@@ -10,14 +10,14 @@ from jaxspec.models.layers.mixer import LayerInputs
 
 
 def layer_by_layer(model, inputs, pools):
-    """The stream before each layer, and what the norm after the last one makes of it."""
+    """The stream before each layer and behind the last, and what the norm makes of that."""
     layer_inputs, seen = LayerInputs.of(inputs, model.config.rope), []
     stream = model.embed(inputs.tokens)
     for layer in model.trunk.layers:
         seen.append(stream)
         stream, pending, pools = layer(stream, None, layer_inputs, pools)
         stream = stream + pending
-    return seen, model.trunk.norm(stream)
+    return [*seen, stream], model.trunk.norm(stream)
 
 
 @pytest.fixture(params=["qwen3", "qwen3_5"])
@@ -32,9 +32,10 @@ def step(request, fixture_folder, single_request):
 def test_taps_are_the_stream_before_each_layer(step):
     model, inputs, pools = step
     seen, hidden = layer_by_layer(model, inputs, pools)
-    output, after = model.forward(inputs, pools, taps=(2, 0, 1))
+    end = len(model.trunk.layers)
+    output, after = model.forward(inputs, pools, taps=(2, end, 0, 1))
     np.testing.assert_allclose(output.hidden, hidden, atol=1e-5)
-    wanted = jnp.concatenate([seen[2], seen[0], seen[1]], axis=1)
+    wanted = jnp.concatenate([seen[2], seen[end], seen[0], seen[1]], axis=1)
     np.testing.assert_allclose(output.aux_hidden, wanted, atol=1e-5)
     plain, untapped = model.forward(inputs, pools)
     assert plain.aux_hidden is None
@@ -45,6 +46,6 @@ def test_taps_are_the_stream_before_each_layer(step):
 
 def test_a_tap_that_is_no_layer_is_refused(step):
     model, inputs, pools = step
-    last = len(model.trunk.layers) - 1
-    with pytest.raises(ValueError, match=f"0 to {last} in this model, got \\[{last + 1}, -1\\]"):
-        model.forward(inputs, pools, taps=(0, last + 1, -1))
+    end = len(model.trunk.layers)
+    with pytest.raises(ValueError, match=f"or {end} behind the last one, got \\[{end + 1}, -1\\]"):
+        model.forward(inputs, pools, taps=(0, end, end + 1, -1))

@@ -6,6 +6,7 @@ from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
 from jaxspec.request import Finish
 from jaxspec.sampler import GREEDY
+from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.scheduler import Scheduler
 
 
@@ -426,6 +427,33 @@ def test_a_preempted_request_that_had_finished_on_the_device_ends_without_coming
     assert not request.finish and request.in_flight
     loop.run()
     assert request.finish == Finish.STOP and request.generation == 1
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_who_follows_requests_hears_that_one_leaves_while_its_pages_are_its_own(depth):
+    """At its end and where it is preempted; a request that never ran does not leave."""
+    loop, heard = Loop(depth=depth, num_pages=8, page_size=4, num_drafts=0), []
+
+    class Listening(HostDrafter):
+        def leave(self, request):
+            pages = loop.scheduler.pages
+            assert len(request.pages) * 4 >= len(request.tokens) - 1
+            assert all(pages._references[page] for page in request.pages)
+            heard.append((request.seed, bool(request.finish)))
+
+        def remove(self, request):
+            assert request.finish and not request.pages
+            heard.append((request.seed, "removed"))
+
+    loop.scheduler.drafter = Listening()
+    loop.add(make_group(1, 6, 20), make_group(2, 6, 16), make_group(3, 6, 2))
+    loop.scheduler.end(loop.requests[3], Finish.ABORT)
+    loop.run()
+    assert loop.scheduler.num_preemptions > 0
+    assert heard[0] == (3, "removed") and (3, True) not in heard
+    assert heard.count((2, False)) == loop.scheduler.num_preemptions
+    for seed in (1, 2):
+        assert heard.index((seed, "removed")) == heard.index((seed, True)) + 1
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -87,7 +87,7 @@ class Watched:
 
     def __init__(self, request: Request, name: str):
         stops = request.params.stop
-        self.sample = Sample(request, 0, Letters(), StopStrings(stops) if stops else None)
+        self.sample = Sample(request, Letters(), StopStrings(stops) if stops else None)
         self.sample.request_id = name
         self.request = request
         self.may_abort = False

@@ -69,7 +69,7 @@ class Run:
     def __init__(self, oracle: Oracle):
         self.oracle, self.position = oracle, 0
         self.memory = [{} for _ in range(oracle.config["num_hidden_layers"])]
-        self.streams = []  # before each layer, of the token that was fed last
+        self.streams = []  # before each layer and behind the last, of the token that was fed last
 
     def feed(self, token: int) -> np.ndarray:
         oracle, config = self.oracle, self.oracle.config
@@ -82,6 +82,7 @@ class Run:
             mix = self._gated_delta_net if linear else self._attention
             x = x + mix(self._norm(x, prefix + "input_layernorm"), prefix, self.memory[layer])
             x = x + self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix + "mlp.")
+        self.streams.append(x)
         self.position += 1
         return oracle.head @ self._norm(x, "model.norm")
 

@@ -44,10 +44,11 @@ class Trunk(nnx.Module):
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
     ) -> tuple[ForwardOutput, Pools]:
         """See `Model.forward`."""
-        if wrong := [tap for tap in taps if not 0 <= tap < len(self.layers)]:
+        count = len(self.layers)
+        if wrong := [tap for tap in taps if not 0 <= tap <= count]:
             raise ValueError(
-                f"A tap must be the index of a layer, 0 to {len(self.layers) - 1} in this model, "
-                f"got {wrong}. Tap the residual stream before one of those."
+                f"A tap must be the index of a layer, 0 to {count - 1} in this model, or {count} "
+                f"behind the last one, got {wrong}. Tap the residual stream at one of those."
             )
         layer_inputs = LayerInputs.of(inputs, self.config.rope)
         stream, pending, tapped = self.embed(inputs.tokens), None, {}
@@ -55,7 +56,7 @@ class Trunk(nnx.Module):
             if index in taps:
                 tapped[index] = residual.add(stream, pending)
             stream, pending, pools = layer(stream, pending, layer_inputs, pools)
-        _, hidden = self.norm.add(stream, pending)
+        tapped[count], hidden = self.norm.add(stream, pending)
         aux_hidden = jnp.concatenate([tapped[tap] for tap in taps], axis=1) if taps else None
         return ForwardOutput(hidden, aux_hidden), pools
 
