@@ -178,7 +178,7 @@ class Engine:
         progress = self.scheduler.collect(step, output)
         self._count(progress)
         collected = time.perf_counter()
-        self._note_seconds(step.plan.program, launch[-1], started, waited)
+        self._note_seconds(step, launch[-1], started, waited)
         self.metrics.wait_time += waited - started
         self.metrics.collect_time += collected - waited
         if self.trace is not None:
@@ -197,7 +197,7 @@ class Engine:
         self.draft_counts.record(*sums)
 
     def _note_seconds(
-        self, program: Program, dispatched: float, started: float, ended: float
+        self, step: ScheduledStep, dispatched: float, started: float, ended: float
     ) -> None:
         """Tell the scheduler what a step took, if the host saw both its beginning and its end.
 
@@ -206,5 +206,5 @@ class Engine:
         is_seen = ended - started > _SEEN
         if is_seen and self._seen_end is not None:
             seconds = ended - max(self._seen_end, dispatched)
-            self.scheduler.step_seconds.note(program, seconds)
+            self.scheduler.step_seconds.note_step(step, seconds)
         self._seen_end = ended if is_seen else None

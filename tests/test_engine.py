@@ -183,7 +183,7 @@ def test_the_engine_notes_what_a_step_took_where_it_saw_it_begin_and_end(waits, 
 
     runner.on_collect = wait
     monkeypatch.setattr(
-        engine.scheduler.step_seconds, "note", lambda program, seconds: heard.append(seconds)
+        engine.scheduler.step_seconds, "note_step", lambda step, seconds: heard.append(seconds)
     )
     while engine.has_work:
         engine.step()

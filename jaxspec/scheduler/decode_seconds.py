@@ -1,67 +1,84 @@
-"""What decode steps take beside each other, as the load changes."""
+"""What decode steps take beside each other, by the rows that they have."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxspec.plan import Program
 
-_SHARE = 0.25  # that the newest step has in what is known
-_SETTLED = 8  # dispatches in a row, after which a program tells of the load
+_SHARE = 0.25  # that the newest step has in what is known, at least
+_YOUNG = 4  # steps that a number has to show before the load is told by it
 _MOST = 2.0  # times longer or shorter than known; what is beyond was a step that hung
-Key = tuple[int, int, int]  # rows, drafts and steps of a program
+Key = tuple[int, int]  # drafts and steps of a program
+
+
+class Seen(NamedTuple):
+    """What steps of one program took."""
+
+    seconds: float  # of one step, lately
+    count: int  # how many dispatches told it
 
 
 class DecodeSeconds:
-    """Seconds of one step by the program that makes it, which has no prompt tokens.
+    """Seconds of a step without prompt tokens, by its rows and by how many drafts it verifies.
 
-    Times change with the load: texts grow, rows end, experts are read or are not. They change alike
-    for all programs of as many rows, and only one of them runs. So a program that has run for a
-    while tells how all have changed, and one that has just begun tells what it takes beside the
-    others. An example is milliseconds of steps with 3 drafts and with 1:
+    Rows that are there decide what a step takes, not only the size of its program: a mixture of
+    experts reads those that some row chose. So times are kept by powers of 2 of the rows.
 
-        known                       12.0 and 8.0
-        3 drafts, after a while     12.4: all 3 % more      12.4 and 8.3
-        1 draft, at first            8.7: so much alone     12.4 and 8.4
+    Among as many rows times still change, as texts grow, and they change alike for all numbers of
+    drafts. Only one number runs. What it takes tells how all have changed, and a trial of another
+    one tells of that alone. An example is milliseconds of steps with 3 drafts and with 1:
+
+        known                    12.0 and 8.0
+        3 drafts take 12.4       12.1 and 8.07      all 0.8 % more: a quarter of what is new
+        a trial of 1 takes 8.7   12.1 and 8.23
     """
 
     def __init__(self):
         """Know nothing yet."""
-        self._seconds: dict[Key, float] = {}
-        self._guessed: set[Key] = set()
-        self._last: Key | None = None
-        self._in_a_row = 0
-
-    def of(self, num_rows: int, num_drafts: int, num_steps: int) -> float | None:
-        """What a step of such a program takes; None: that is not known."""
-        return self._seconds.get((num_rows, num_drafts, num_steps))
+        self._guesses: dict[int, dict[Key, Seen]] = {}  # by rows of the program
+        self._seen: dict[int, dict[Key, Seen]] = {}  # by powers of 2
 
     def guess(self, program: Program, seconds: float) -> None:
-        """A step of `program` takes about so long, as long as none was seen."""
-        key = _key(program)
-        if key not in self._seconds:
-            self._seconds[key] = seconds
-            self._guessed.add(key)
+        """A step of `program` takes about so long, as long as none was seen.
 
-    def note(self, program: Program, seconds: float) -> None:
-        """A step of `program` took so long."""
-        key = _key(program)
-        self._in_a_row = 1 + self._in_a_row * (key == self._last)
-        self._last = key
-        known = self._seconds.setdefault(key, seconds)
-        alike = [other for other in self._seconds if other[0] == key[0]]
-        guesses = self._guessed.intersection(alike)
-        if key in guesses:
-            self._guessed.remove(key)
-            # Guesses come from steps without rows, which may be far from what any of them takes.
-            self._scale(guesses if len(guesses) == len(alike) else {key}, seconds / known)
-            return
+        It may be far from what any step takes: one without rows reads no experts. But it is so for
+        all programs of as many rows alike.
+        """
+        guesses = self._guesses.setdefault(program.decode_rows, {})
+        guesses.setdefault((program.num_drafts, program.num_steps), Seen(seconds, 0))
+
+    def note(self, program: Program, num_rows: int, seconds: float, *, is_trial: bool) -> None:
+        """A step of `program` with so many rows took so long."""
+        times = self._seen.setdefault(_power(num_rows), {})
+        key = program.num_drafts, program.num_steps
+        known, count = times.get(key, Seen(seconds, 0))
         ratio = min(max(seconds / known, 1 / _MOST), _MOST)
-        is_settled = self._in_a_row > _SETTLED
-        self._scale(alike if is_settled else guesses | {key}, 1 + _SHARE * (ratio - 1))
+        factor = 1 + max(_SHARE, 1 / (count + 1)) * (ratio - 1)
+        if not is_trial and count >= _YOUNG:
+            times.update({k: Seen(x.seconds * factor, x.count) for k, x in times.items()})
+        times[key] = Seen(known * factor, count + 1)
 
-    def _scale(self, keys: Iterable[Key], factor: float) -> None:
-        for key in keys:
-            self._seconds[key] *= factor
+    def beside(
+        self, num_rows: int, program_rows: int, counts: Sequence[int], num_steps: int
+    ) -> dict[int, float]:
+        """What a step of so many rows takes with each of `counts` drafts; without what none knows.
+
+        A number that did not run with as many rows is reckoned from the nearest number of rows with
+        which it did, or from guesses for a program of `program_rows`, by what both know.
+        """
+        power, found = _power(num_rows), dict[int, float]()
+        nearest = sorted(self._seen, key=lambda other: abs(other - power))
+        tables = [self._seen[other] for other in nearest]
+        for times in (*tables, self._guesses.get(program_rows, {})):
+            own = {n: times[n, num_steps].seconds for n in counts if (n, num_steps) in times}
+            both = [found[n] / own[n] for n in own if n in found]
+            if both or not found:
+                scale = sum(both) / len(both) if both else 1.0
+                found = {n: scale * seconds for n, seconds in own.items()} | found
+            if len(found) == len(counts):
+                break
+        return found
 
 
-def _key(program: Program) -> Key:
-    return program.decode_rows, program.num_drafts, program.num_steps
+def _power(num_rows: int) -> int:
+    return (num_rows - 1).bit_length()

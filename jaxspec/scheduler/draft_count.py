@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxspec.config import StepShapes
 from jaxspec.plan import RowOutput
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
-from jaxspec.scheduler.scheduled_step import NextStep, ScheduledStep
+from jaxspec.scheduler.scheduled_step import DraftChoice, NextStep, ScheduledStep
 
 # Verifies after which one counts a third of the newest: some, and some steps of all rows.
 _MEMORY, _MEMORY_STEPS = 256, 16
@@ -42,11 +42,13 @@ class DraftCount:
         self._verified = [weight * share**j for j in range(shapes.num_drafts)]
         self._current = shapes.num_drafts
         self._num_made = 0  # drafts by the last program, for each of its rows
-        self._trial = 0  # steps that are left of it
+        self._trial, self._is_trial = 0, False  # steps that are left of it; whether one is on
         self._spared, self._tries_larger = 0.0, True  # for trials, in steps
 
-    def dispatch(self, step: NextStep, num_prompt_tokens: int) -> tuple[tuple[int, int, int], int]:
-        """The shape of the program for a step, and how many drafts its rows have when it begins.
+    def dispatch(
+        self, step: NextStep, num_prompt_tokens: int
+    ) -> tuple[tuple[int, int, int], DraftChoice]:
+        """The shape of the program for a step, and what is to be known of its drafts.
 
         The step counts as dispatched. With prompt tokens there is one number of drafts.
         """
@@ -54,8 +56,9 @@ class DraftCount:
         if not num_prompt_tokens:
             most = max(request.max_drafts for request in step.decodes)
             drafts = self.choose(num_rows, step.num_steps, most)
-        num_known, self._num_made = self._num_made, drafts
-        return self._shapes.round_up(num_rows, num_prompt_tokens, drafts), num_known
+        choice = DraftChoice(self._num_made, self._is_trial and not num_prompt_tokens)
+        self._num_made = drafts
+        return self._shapes.round_up(num_rows, num_prompt_tokens, drafts), choice
 
     def choose(self, num_rows: int, num_steps: int, most: int) -> int:
         """For the next `num_steps` steps of so many rows, none of which wants more than `most`."""
@@ -64,23 +67,24 @@ class DraftCount:
             return counts[0]
         allowed = [count for count in counts if count < most]
         allowed += [count for count in counts if count >= most][:1]
-        if self._trial > 0 and self._current in allowed:
+        self._is_trial = self._trial > 0 and self._current in allowed
+        if self._is_trial:
             self._trial -= num_steps
             return self._current
-        speeds = {count: self._speed(count, num_rows, num_steps) for count in allowed}
+        speeds = self._speeds(allowed, num_rows, num_steps)
         self._current = self._best(speeds)
         other = self._neighbour(allowed)
         length = max(_TRIAL_STEPS, 2 * num_steps)
         self._spared += num_steps * _TRIAL_SHARE
         if self._spared > length * _loss(speeds[other], speeds[self._current]):
-            self._trial, self._spared = length - num_steps, 0.0
+            self._trial, self._spared, self._is_trial = length - num_steps, 0.0, True
             self._current, self._tries_larger = other, not self._tries_larger
         return self._current
 
     def note(self, step: ScheduledStep, given: Sequence[RowOutput]) -> None:
         """Learn from what a dispatch gave its rows."""
         program = step.plan.program
-        if step.prefills or step.num_known_drafts < program.num_drafts:
+        if step.prefills or step.drafts.num_known < program.num_drafts:
             return  # some verifies lacked drafts
         # Each step that a row did not end before gave it a token besides the drafts that stood.
         trials = sum(len(row.tokens) - sum(row.accepted) for row in given)
@@ -104,11 +108,11 @@ class DraftCount:
         least = speeds.get(self._current, 0.0) * (1 + _LEAST_GAIN)
         return best if speeds[best] >= least else self._current
 
-    def _speed(self, count: int, num_rows: int, num_steps: int) -> float:
-        """Tokens a second of a row; infinite for a program that was never timed."""
-        rows, _, drafts = self._shapes.round_up(num_rows, 0, count)
-        seconds = self._seconds.of(rows, drafts, num_steps)
-        return self.tokens(count) / seconds if seconds else math.inf
+    def _speeds(self, counts: Sequence[int], num_rows: int, num_steps: int) -> dict[int, float]:
+        """Tokens a second of a row; infinite for a number that was never timed."""
+        rows, *_ = self._shapes.round_up(num_rows, 0, 0)
+        seconds = self._seconds.beside(num_rows, rows, counts, num_steps)
+        return {n: self.tokens(n) / seconds[n] if n in seconds else math.inf for n in counts}
 
     def _neighbour(self, counts: Sequence[int]) -> int:
         """The number to try next: the next larger one and the next smaller one take turns."""

@@ -34,6 +34,13 @@ class Entry(NamedTuple):
         return Entry(request, request.generation, bound)
 
 
+class DraftChoice(NamedTuple):
+    """Why a dispatch verifies as many drafts as it does."""
+
+    num_known: int = 0  # that rows have at most when it begins
+    is_trial: bool = False  # of a number that is not thought to be the best one
+
+
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
     """A plan, and whose rows its output will hold; nobody's, if it only moves."""
@@ -42,7 +49,7 @@ class ScheduledStep:
     decodes: tuple[Entry, ...]  # their output rows come first
     prefills: tuple[Entry, ...]  # theirs follow all rows that the program decodes
     num_prompt_tokens: int  # of all prefills; the program may have room for more
-    num_known_drafts: int = 0  # that rows have at most when it begins
+    drafts: DraftChoice = DraftChoice()
 
     @property
     def rows(self) -> list[tuple[int, Entry]]:

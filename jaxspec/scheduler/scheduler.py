@@ -272,7 +272,7 @@ class Scheduler:
         requests = step.decodes + [request for request, _ in step.prefills]
         sampler = join(request.sampler for request in requests)
         num_prompt_tokens = sum(length for _, length in step.prefills)
-        shape, num_known_drafts = self.draft_count.dispatch(step, num_prompt_tokens)
+        shape, choice = self.draft_count.dispatch(step, num_prompt_tokens)
         rows, tokens, drafts = shape
         plan = self._plan(Program(rows, tokens, sampler, step.num_steps, drafts), step)
         decodes, prefills = [], []
@@ -285,9 +285,7 @@ class Scheduler:
             request.num_computed += length
             ends_prompt = int(not request.is_prefilling)
             prefills.append(Entry.launch(request, ends_prompt, ends_prompt))
-        return ScheduledStep(
-            plan, tuple(decodes), tuple(prefills), num_prompt_tokens, num_known_drafts
-        )
+        return ScheduledStep(plan, tuple(decodes), tuple(prefills), num_prompt_tokens, choice)
 
     def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
         """Pack a plan of every running request; from then on the device knows its row and pages."""

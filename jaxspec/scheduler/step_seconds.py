@@ -3,6 +3,7 @@
 from jaxspec.config import StepShapes
 from jaxspec.plan import Program
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
+from jaxspec.scheduler.scheduled_step import ScheduledStep
 
 _FORGOTTEN = 0.001  # of what a size took, each time that it is passed over for it
 _CAP = 2  # times the bound: a step that hung longer says little of the next one
@@ -33,15 +34,20 @@ class StepSeconds:
         else:
             self.decode.guess(program, seconds)
 
-    def note(self, program: Program, seconds: float) -> None:
-        """A dispatch of `program` took so long.
+    def note_step(self, step: ScheduledStep, seconds: float) -> None:
+        """A dispatch took so long."""
+        program = step.plan.program
+        if program.prefill_tokens:
+            self.note(program, seconds)
+        elif step.decodes:
+            seconds /= program.num_steps
+            self.decode.note(program, len(step.decodes), seconds, is_trial=step.drafts.is_trial)
 
-        With prompts less than known is believed at once, more by half.
+    def note(self, program: Program, seconds: float) -> None:
+        """A step of `program`, which has prompt tokens, took so long.
+
+        Less than known is believed at once, more by half.
         """
-        seconds /= max(1, program.num_steps)
-        if not program.prefill_tokens:
-            self.decode.note(program, seconds)
-            return
         if self._most is not None:
             seconds = min(seconds, _CAP * self._most)
         known = self._seconds.get(program.shape, seconds)

@@ -7,74 +7,82 @@ from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
 
 
-def program(drafts, *, rows=8, steps=1):
-    return Program(rows, 0, GREEDY, steps, drafts)
+def program(drafts, steps=1):
+    return Program(64, 0, GREEDY, steps, drafts)
 
 
-def known(**seconds):
-    """Times that were guessed and then seen once: `d3=12` is a step with three drafts."""
+def note(times, drafts, seconds, *, rows=8, is_trial=False, count=1, steps=1):
+    for _ in range(count):
+        times.note(program(drafts, steps), rows, seconds, is_trial=is_trial)
+
+
+def known(seconds, *, rows=8):
+    """Times that were seen often, by the number of drafts."""
     times = DecodeSeconds()
-    for name, value in seconds.items():
-        times.guess(program(int(name[1:])), 99.0)
-        times.note(program(int(name[1:])), value)
+    for drafts, each in seconds.items():
+        note(times, drafts, each, rows=rows, is_trial=True, count=10)
     return times
 
 
-def of(times, drafts, *, rows=8, steps=1):
-    return times.of(rows, drafts, steps)
+def beside(times, *counts, rows=8, steps=1):
+    found = times.beside(rows, 64, counts, steps)
+    return [found.get(count) for count in counts]
 
 
 def test_what_was_never_timed_is_not_known():
-    assert of(known(d3=12.0), 1) is None
+    assert beside(DecodeSeconds(), 0, 3) == [None, None]
+    assert beside(known({3: 12.0}), 1, 3) == [None, 12.0]
 
 
-def test_the_first_step_that_is_seen_replaces_a_guess_and_moves_the_others():
+def test_a_guess_serves_by_its_ratio_to_another_one():
     """A step without rows reads no experts: all guesses are too short alike."""
     times = DecodeSeconds()
     for drafts, seconds in ((0, 1.0), (1, 1.5), (3, 2.0)):
         times.guess(program(drafts), seconds)
-    times.guess(program(3, rows=64), 2.0)
-    times.note(program(3), 20.0)
-    assert [of(times, drafts) for drafts in (0, 1, 3)] == [10.0, 15.0, 20.0]
-    assert of(times, 3, rows=64) == 2.0
-    times.note(program(1), 12.0)
-    assert [of(times, drafts) for drafts in (0, 1, 3)] == [10.0, 12.0, 20.0]
+    assert beside(times, 0, 1, 3) == [1.0, 1.5, 2.0]
+    note(times, 3, 20.0)
+    assert beside(times, 0, 1, 3) == [10.0, 15.0, 20.0]
+    note(times, 1, 12.0, is_trial=True)
+    assert beside(times, 1, 3) == [12.0, 20.0]
+    times.guess(program(3), 99.0)
+    assert beside(times, 3) == [20.0]
 
 
-def test_a_program_that_has_just_begun_tells_of_itself_alone():
-    times = known(d0=5.0, d3=10.0)
-    times.note(program(0), 6.0)
-    assert of(times, 0) == pytest.approx(5.25)
-    assert of(times, 3) == 10.0
+def test_each_power_of_two_of_the_rows_has_its_times_and_helps_the_others():
+    times = known({0: 5.0, 3: 15.0})
+    note(times, 3, 30.0, rows=64)
+    assert beside(times, 0, 3, rows=64) == [10.0, 30.0]
+    assert beside(times, 0, 3, rows=5) == [5.0, 15.0]
+    assert beside(times, 0, 3, rows=9) == [5.0, 15.0]  # the nearest
 
 
-def test_a_program_that_has_run_for_a_while_tells_how_the_load_has_changed():
-    times = known(d0=5.0, d3=10.0)
-    for _ in range(200):
-        times.note(program(3), 10.0)
-    for _ in range(100):
-        times.note(program(3), 20.0)
-    assert of(times, 3) == pytest.approx(20.0)
-    assert of(times, 0) == pytest.approx(10.0)
+def test_a_trial_tells_of_itself_alone():
+    times = known({0: 5.0, 3: 10.0})
+    note(times, 0, 6.0, is_trial=True)
+    assert beside(times, 0, 3) == pytest.approx([5.25, 10.0])
+
+
+def test_what_runs_tells_how_the_load_has_changed():
+    times = known({0: 5.0, 3: 10.0})
+    note(times, 3, 20.0, count=100)
+    assert beside(times, 0, 3) == pytest.approx([10.0, 20.0])
+
+
+def test_the_first_steps_tell_of_themselves_by_their_mean():
+    times = known({0: 5.0})
+    for seconds in (9.0, 12.0, 9.0):
+        note(times, 3, seconds)
+    assert beside(times, 0, 3) == pytest.approx([5.0, 10.0])
 
 
 def test_a_step_that_hung_moves_little():
-    times = known(d3=10.0)
-    times.note(program(3), 10**6)
-    assert of(times, 3) == pytest.approx(12.5)
+    times = known({3: 10.0})
+    note(times, 3, 10**6)
+    assert beside(times, 3) == pytest.approx([12.5])
 
 
 def test_programs_of_several_steps_have_times_of_their_own():
     """What a dispatch costs besides is shared by its steps."""
-    times = DecodeSeconds()
-    times.guess(program(3), 10.0)
-    times.guess(program(3, steps=4), 8.0)
-    times.note(program(3, steps=4), 9.0)
-    times.note(program(3), 11.0)
-    assert (of(times, 3), of(times, 3, steps=4)) == (11.0, 9.0)
-
-
-def test_a_guess_behind_what_was_seen_changes_nothing():
-    times = known(d3=10.0)
-    times.guess(program(3), 1.0)
-    assert of(times, 3) == 10.0
+    times = known({3: 11.0})
+    note(times, 3, 9.0, steps=4)
+    assert (beside(times, 3), beside(times, 3, steps=4)) == ([11.0], [9.0])

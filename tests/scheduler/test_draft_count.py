@@ -31,17 +31,20 @@ FEW_ROWS, MANY_ROWS, EXPERTS = (4.2, 4.8, 6.2), (4.2, 6.0, 10.8), (5.5, 8.4, 13.
 class Device:
     """Runs what is chosen, and tells of it two dispatches late."""
 
-    def __init__(self, milliseconds, rates, *, num_rows=1, num_steps=1, noise=0.03):
+    def __init__(self, milliseconds, rates, *, num_rows=1, num_steps=1, guesses=None):
         self.seconds = DecodeSeconds()
         self.chooser = DraftCount(SHAPES, self.seconds)
         self.milliseconds = dict(zip((0, 1, 3), milliseconds, strict=True))
         self.rates, self.num_rows, self.num_steps = rates, num_rows, num_steps
-        self.noise, self.load = noise, 1.0  # of the times that are told; what they all grow by
+        self.load = 1.0  # what all times grow by
         self.rng, self.late = np.random.default_rng(0), []
-        self.tokens = self.time = 0.0
         self.counts = []
-        for drafts in SHAPES.draft_counts:
-            self.seconds.guess(self.program(drafts), self.milliseconds[drafts] / 1000)
+        self.start_counting()
+        for drafts, each in zip((0, 1, 3), guesses or milliseconds, strict=True):
+            self.seconds.guess(self.program(drafts), each / 1000)
+
+    def start_counting(self):
+        self.tokens = self.time = self.best_time = 0.0
 
     def program(self, drafts):
         rows, tokens, drafts = SHAPES.round_up(self.num_rows, 0, drafts)
@@ -51,38 +54,55 @@ class Device:
         for _ in range(num_dispatches):
             rows = [SimpleNamespace(max_drafts=most)] * self.num_rows
             step = NextStep(0, self.num_steps, decodes=rows)
-            (_, _, count), known = self.chooser.dispatch(step, 0)
+            (_, _, count), choice = self.chooser.dispatch(step, 0)
             self.counts.append(count)
-            self.give(count, known)
+            self.give(count, choice)
         return self
 
-    def give(self, count, known):
+    def milliseconds_of(self, count):
+        return self.load * self.milliseconds[count]
+
+    def give(self, count, choice):
         accepted, emitted = np.zeros((self.num_rows, 3), int), np.zeros(self.num_rows, int)
         for step in range(self.num_steps):
-            has = count if step else min(count, known)
+            has = count if step else min(count, choice.num_known)
             conditional = np.divide(self.rates, (1, *self.rates[:-1]))[:has]
             stands = self.rng.random((self.num_rows, has)) < conditional
             stood = np.cumprod(stands, axis=1)
             accepted[:, :has] += stood
             emitted += 1 + stood.sum(axis=1)
-            self.tokens += self.num_rows + stood.sum()
-            self.time += self.load * self.milliseconds[count]
+            given = self.num_rows + stood.sum()
+            self.tokens += given
+            self.time += self.milliseconds_of(count)
+            self.best_time += given / max(map(self.speed_of, (0, 1, 3)))
         plan = StepPlan(self.program(count), np.zeros(0, np.int32))
         entries = (Entry(None, 0, 1),) * self.num_rows
         given = [
             RowOutput((1,) * n, (), 0, [], row)
             for n, row in zip(emitted, accepted.tolist(), strict=True)
         ]
-        self.late.append((ScheduledStep(plan, entries, (), 0, known), given))
+        step = ScheduledStep(plan, entries, (), 0, choice)
+        noise = 1 + 0.03 * self.rng.standard_normal()
+        self.late.append((step, given, noise * self.milliseconds_of(count) / 1000))
         if len(self.late) > 2:
-            step, given = self.late.pop(0)
+            step, given, seconds = self.late.pop(0)
             self.chooser.note(step, given)
-            milliseconds = self.load * self.milliseconds[step.plan.program.num_drafts]
-            milliseconds *= 1 + self.noise * self.rng.standard_normal()
-            self.seconds.note(step.plan.program, milliseconds / 1000)
+            program, rows = step.plan.program, len(step.decodes)
+            self.seconds.note(program, rows, seconds, is_trial=step.drafts.is_trial)
 
     def speed_of(self, count):
-        return (1 + sum(self.rates[:count])) / self.milliseconds[count] * self.num_rows
+        return (1 + sum(self.rates[:count])) / self.milliseconds_of(count) * self.num_rows
+
+
+class Experts(Device):
+    """A mixture of experts, of which a step reads those that its rows chose: as measured."""
+
+    def milliseconds_of(self, count):
+        """With 1, 8 and 64 rows 0 drafts took 2.5, 5.6 and 16.5 ms, and 3 drafts 4.5, 13.1, 24.2"""
+        few = np.interp(np.log2(self.num_rows), (0, 3, 6), (2.5, 5.6, 16.5))
+        many = np.interp(np.log2(self.num_rows), (0, 3, 6), (4.5, 13.1, 24.2))
+        one = np.interp(np.log2(self.num_rows), (0, 3, 6), (3.2, 8.9, 20.8))
+        return {0: few, 1: one, 3: many}[count]
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -92,11 +112,10 @@ class Device:
 def test_it_comes_within_2_percent_of_the_best_fixed_number(times, rates, num_rows, num_steps):
     """So speculation is never more than 2% slower than none; the first tokens are not counted."""
     device = Device(times, rates, num_rows=num_rows, num_steps=num_steps).run(1000 // num_steps)
-    device.tokens = device.time = 0.0
+    device.start_counting()
     device.run(8000 // num_steps)
-    best = max(device.speed_of(count) for count in (0, 1, 3))
     noise = 0.01 if num_rows == 1 else 0.002
-    assert device.tokens / device.time > (0.98 - noise) * best
+    assert device.best_time > (0.98 - noise) * device.time
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8])
@@ -120,27 +139,34 @@ def test_a_number_that_was_slow_once_is_timed_again():
     assert np.mean(device.run(3000).counts[-300:]) < 1.5
 
 
+@pytest.mark.parametrize("rates", [GOOD, POOR], ids=["good", "poor"])
+@pytest.mark.parametrize("most_rows", [8, 64])
+def test_batches_whose_rows_end_one_by_one_teach_each_number_of_rows(most_rows, rates):
+    """The first batches are for learning."""
+    device = Experts((1, 1.1, 1.3), rates)
+    for batch in range(40):
+        if batch == 10:
+            device.start_counting()
+        for rows, dispatches in ((most_rows, 60), (most_rows // 2, 10), (most_rows // 4, 5)):
+            device.num_rows = rows
+            device.run(dispatches)
+    assert device.best_time > 0.97 * device.time
+
+
 def test_a_load_that_comes_and_goes_says_nothing_of_the_number():
-    """Where rows end, a mixture of experts reads fewer of them, whatever the number of drafts."""
-    device = Device(EXPERTS, GOOD, num_rows=64)
-    device.run(500)
-    device.tokens = device.time = 0.0
+    """Texts of another length take longer, with any number of drafts."""
+    device = Device(EXPERTS, GOOD, num_rows=64).run(500)
+    device.start_counting()
     for burst in range(100):
-        device.load = 1.0 if burst % 2 == 0 else 0.3
-        device.run(60 if burst % 2 == 0 else 10)
-    everywhere = 50 * (60 + 0.3 * 10) * EXPERTS[2]  # milliseconds, had all steps three drafts
-    best = 50 * 70 * 64 * (1 + sum(GOOD)) / everywhere
-    assert device.tokens / device.time > 0.975 * best
+        device.load = (1.0, 0.7)[burst % 2]
+        device.run((60, 10)[burst % 2])
+    assert device.best_time > 0.98 * device.time
 
 
 @pytest.mark.parametrize("guesses", [(1.0, 1.1, 1.3), (30.0, 20.0, 10.0)], ids=["short", "wrong"])
 def test_guesses_cost_few_steps(guesses):
     """They come from steps without rows, which read no expert."""
-    device = Device(EXPERTS, GOOD, num_rows=64)
-    device.seconds = DecodeSeconds()
-    device.chooser = DraftCount(SHAPES, device.seconds)
-    for drafts, milliseconds in zip(SHAPES.draft_counts, guesses, strict=True):
-        device.seconds.guess(device.program(drafts), milliseconds / 1000)
+    device = Device(EXPERTS, GOOD, num_rows=64, guesses=guesses)
     assert np.mean(np.array(device.run(120).counts) == 3) > 0.8
 
 
