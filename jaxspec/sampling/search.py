@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.device import default_device
 from jaxspec.pallas.selection import sums_above
 from jaxspec.pallas.selection.sums_above import PART
 
@@ -123,17 +124,24 @@ def _search(
     The second value is the sum of those that are larger. Sums are as in `sums_above`. Where all
     logits sum to less, it is -inf. Rows that are not `wanted` get anything.
     """
-    key = jnp.full(len(logits), jnp.iinfo(jnp.int32).min)
-    above = jnp.zeros(len(logits), jnp.float32)
     steps = jnp.arange(1, 2**BITS, dtype=jnp.int32)[None, :]
-    for shift in range(32 - BITS, -1, -BITS):
+
+    def add_bits(found, shift):
+        key, above = found
         limits = _from_keys(key[:, None] + (steps << shift))
         sums = sums_above(logits, largest, limits, counts, wanted).sum(axis=1)
         digit = jnp.sum(sums >= target[:, None], axis=1, dtype=jnp.int32)
         # The first limit that is too high. If none is, it is still the one of the passes before.
         sums = jnp.concatenate([sums, above[:, None]], axis=1)
         above = jnp.take_along_axis(sums, digit[:, None], axis=1)[:, 0]
-        key = key + (digit << shift)
+        return (key + (digit << shift), above), None
+
+    lowest = jnp.full(len(logits), jnp.iinfo(jnp.int32).min, jnp.int32)
+    shifts = jnp.arange(32 - BITS, -1, -BITS, dtype=jnp.int32)
+    # A GPU launches what stands in a loop more slowly; a CPU takes long to compile it many times.
+    unroll = default_device().platform == "gpu"
+    nothing_above = jnp.zeros(len(logits), jnp.float32)
+    (key, above), _ = lax.scan(add_bits, (lowest, nothing_above), shifts, unroll=unroll)
     return _from_keys(key), above
 
 

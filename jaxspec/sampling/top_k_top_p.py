@@ -86,10 +86,12 @@ def mask_top_k_top_p(
     0 or less, or of the vocabulary or more, is off, and so is a `top_p` of 1.
     """
     vocab, top_k, top_p = logits.shape[1], inputs.top_k, inputs.top_p
-    few = Ordered(*largest(logits, min(MAX_SMALL_TOP_K, vocab)))
     if vocab <= MAX_SORTED:
-        other = Ordered(*largest(logits, vocab)).last_kept(top_k, top_p)
+        every = Ordered(*largest(logits, vocab))
+        few = Ordered(*(x[:, :MAX_SMALL_TOP_K] for x in every))
+        other = every.last_kept(top_k, top_p)
     else:
+        few = Ordered(*largest(logits, MAX_SMALL_TOP_K))
         other = _last_in_large(logits, few, top_k, top_p, ~_has_small_top_k(inputs))
     last = few.last_kept(top_k, top_p).where(_has_small_top_k(inputs), other)
     is_on = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0)

@@ -64,11 +64,14 @@ def test_more_than_a_limit_never_sums_to_more():
     assert (np.diff(found[:3], axis=1) <= 0).all()
 
 
-def test_the_kernel_is_the_definition_without_races(interpreter):
-    from jaxspec.pallas.selection.sums_above_kernel import sums_above_kernel
+@pytest.mark.parametrize("blocks", [1000, 5], ids=["a part a block", "a row a block"])
+def test_the_kernel_is_the_definition_without_races(blocks, interpreter, monkeypatch):
+    from jaxspec.pallas.selection import sums_above_kernel as file
 
+    monkeypatch.setattr(file, "_BLOCKS", blocks)
     args = operands()
-    assert_right(sums_above_kernel(*args, interpret=interpreter), args)
+    file.sums_above_kernel.clear_cache()
+    assert_right(file.sums_above_kernel(*args, interpret=interpreter), args)
     assert_no_races()
 
 
