@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.device import default_device
 from jaxspec.pallas.selection import sums_above
-from jaxspec.pallas.selection.sums_above import PART
+from jaxspec.pallas.selection.parts import PART
 
 BITS = 4  # of a pass: more would take longer than reading the logits does
 

@@ -1,9 +1,9 @@
 """top-k and top-p: which ids may be drawn at all.
 
 Two processors have one contract and differ in the rows that they serve. `mask_small_top_k` serves
-requests with a top-k of at most `MAX_SMALL`: it looks for the likeliest ids and never sorts a large
-vocabulary. `mask_top_k_top_p` serves every row. A row with a small top-k goes the same way in both,
-so its tokens do not depend on the batch that it is in.
+requests with a top-k of at most `MAX_SMALL_TOP_K`: it needs one pass over the logits.
+`mask_top_k_top_p` serves every row, and may search. A row with a small top-k goes the same way in
+both, so its tokens do not depend on the batch that it is in.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.selection.sums_above import PART
+from jaxspec.pallas.selection.parts import PART
 from jaxspec.sampling import search
 from jaxspec.sampling.search import Bound, bound_of_mass, bound_of_top_k, last_id, mass_within
 

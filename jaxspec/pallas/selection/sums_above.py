@@ -4,9 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.pallas import dispatch
-
-PART = 8192  # logits of a part
-TILE = 512  # that the kernel loads at a time; the last tile of a row may overlap the one before
+from jaxspec.pallas.selection.parts import PART, TILE
 
 
 def sums_above(

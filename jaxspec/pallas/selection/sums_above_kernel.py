@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.selection.sums_above import PART, TILE
+from jaxspec.pallas.selection.parts import PART, TILE
 
 _TOGETHER = 2  # tiles whose loads are under way at the same time
 _BLOCKS = 8 * device.MULTIPROCESSORS  # that are enough

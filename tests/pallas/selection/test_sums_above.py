@@ -7,7 +7,8 @@ from sm90 import array, assert_lean, compile_for
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.selection import sums_above, sums_above_reference
-from jaxspec.pallas.selection.sums_above import PART, why_not_kernel
+from jaxspec.pallas.selection.parts import PART
+from jaxspec.pallas.selection.sums_above import why_not_kernel
 
 VOCAB = PART + 1028  # a second part, whose last tile overlaps the one before
 INF = np.inf
