@@ -101,8 +101,8 @@ class LLM:
         self.session.abort(str(request_id))
 
     def warm_up(self, samplers: Iterable[str] = tuple(SAMPLERS)) -> None:
-        """Compile what requests of these kinds need: "greedy", "sampled" (temperature) or "full"
-        (top-k, top-p). `generate` does it for what it is given; after it nothing compiles.
+        """Compile what requests of these kinds need: "greedy", "sampled" (temperature), "top_k" (up
+        to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
         """
         self._compile([Sampler.named(word) for word in samplers])
 

@@ -10,7 +10,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 TEMPERATURE = "temperature"
+SMALL_TOP_K = "small_top_k"
 TOP_K_TOP_P = "top_k_top_p"
+
+MAX_SMALL_TOP_K = 128
+"""The largest top-k that is small: so many ids are found without a search of the vocabulary."""
 
 
 class Sampler(NamedTuple):
@@ -25,8 +29,14 @@ class Sampler(NamedTuple):
 
     @staticmethod
     def of(*processors: str) -> "Sampler":
-        """The sampler that applies `processors`, named in any order."""
-        return Sampler(tuple(sorted(set(processors))))
+        """The sampler that applies `processors`, named in any order.
+
+        `TOP_K_TOP_P` does what `SMALL_TOP_K` does, and takes its place.
+        """
+        names = set(processors)
+        if TOP_K_TOP_P in names:
+            names.discard(SMALL_TOP_K)
+        return Sampler(tuple(sorted(names)))
 
     def __or__(self, other: "Sampler") -> "Sampler":
         """The join."""
@@ -49,7 +59,7 @@ class Sampler(NamedTuple):
 
     @staticmethod
     def named(word: str) -> "Sampler":
-        """The sampler that users call "greedy", "sampled" or "full".
+        """The sampler that users call "greedy", "sampled", "top_k" or "full".
 
         Raises:
             ValueError: no sampler has this name.
@@ -61,8 +71,10 @@ class Sampler(NamedTuple):
 
 GREEDY = Sampler.of()
 SAMPLED = Sampler.of(TEMPERATURE)
+TOP_K = Sampler.of(TEMPERATURE, SMALL_TOP_K)
 FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
-SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "full": FULL}  # the words that users know
+# The words that users know.
+SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "top_k": TOP_K, "full": FULL}
 
 
 def join(samplers: Iterable[Sampler]) -> Sampler:

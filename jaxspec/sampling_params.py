@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
-from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import MAX_SMALL_TOP_K, SMALL_TOP_K, TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_N = 16_384
 """Samples that one prompt may have."""
@@ -79,10 +79,11 @@ class SamplingParams:
     @property
     def sampler(self) -> Sampler:
         """The least sampler that serves this request: the logits processors that it wants."""
-        draws = not self.is_greedy
+        draws, is_small = not self.is_greedy, 0 < self.top_k <= MAX_SMALL_TOP_K
         wanted = {
             TEMPERATURE: draws,
-            TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),
+            SMALL_TOP_K: draws and is_small,
+            TOP_K_TOP_P: draws and not is_small and (self.top_k > 0 or self.top_p < 1),
         }
         return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))
 

@@ -4,13 +4,22 @@ import itertools
 
 import pytest
 
-from jaxspec.sampler import FULL, GREEDY, SAMPLED, SAMPLERS, Sampler, closed_under_join, join
+from jaxspec.sampler import (
+    FULL,
+    GREEDY,
+    SAMPLED,
+    SAMPLERS,
+    TOP_K,
+    Sampler,
+    closed_under_join,
+    join,
+)
 
 A, B, C = (Sampler.of(name) for name in "abc")
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "z"), list(itertools.product([GREEDY, SAMPLED, FULL, A, A | B], repeat=3))
+    ("x", "y", "z"), list(itertools.product([GREEDY, SAMPLED, TOP_K, FULL, A, A | B], repeat=3))
 )
 def test_the_join_is_that_of_a_lattice(x, y, z):
     assert x | x == x | GREEDY == x
@@ -19,10 +28,11 @@ def test_the_join_is_that_of_a_lattice(x, y, z):
     assert hash(x | y) == hash(y | x)
 
 
-def test_greedy_sampled_and_full_are_a_chain():
-    assert GREEDY | SAMPLED == SAMPLED and SAMPLED | FULL == FULL
-    assert [sampler.makes_logits for sampler in SAMPLERS.values()] == [False, True, True]
-    assert [sampler.draws for sampler in SAMPLERS.values()] == [False, True, True]
+def test_greedy_sampled_top_k_and_full_are_a_chain():
+    for lower, upper in itertools.combinations([GREEDY, SAMPLED, TOP_K, FULL], 2):
+        assert lower | upper == upper | lower == upper != lower
+    assert [sampler.makes_logits for sampler in SAMPLERS.values()] == [False, True, True, True]
+    assert [sampler.draws for sampler in SAMPLERS.values()] == [False, True, True, True]
 
 
 def test_a_sampler_that_does_not_draw_may_need_logits():
@@ -30,9 +40,11 @@ def test_a_sampler_that_does_not_draw_may_need_logits():
 
 
 def test_samplers_go_by_the_words_users_know():
-    assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "full"]
+    assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "top_k", "full"]
     assert str(A | B) == "a_and_b"
-    with pytest.raises(ValueError, match="one of .*'greedy', 'sampled', 'full'.*, got 'beam'"):
+    with pytest.raises(
+        ValueError, match="one of .*'greedy', 'sampled', 'top_k', 'full'.*, got 'beam'"
+    ):
         Sampler.named("beam")
 
 
@@ -41,7 +53,7 @@ def test_the_join_of_several_can_do_what_each_can():
 
 
 def test_steps_of_any_rows_have_their_join_among_those_that_are_closed():
-    assert closed_under_join([FULL, GREEDY, SAMPLED]) == [GREEDY, SAMPLED, FULL]
+    assert closed_under_join(SAMPLERS.values()) == [GREEDY, SAMPLED, TOP_K, FULL]
     assert closed_under_join([]) == []
     closed = closed_under_join([A, B, C])
     rows = [join(some) for n in (1, 2, 3) for some in itertools.combinations([A, B, C], n)]

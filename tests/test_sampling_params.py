@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import FULL, GREEDY, SAMPLED
+from jaxspec.sampler import FULL, GREEDY, SAMPLED, TOP_K
 from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
 
 
@@ -115,7 +115,9 @@ def test_one_stop_string_is_a_list_of_one():
         ({"temperature": 1.1e-5}, SAMPLED),
         ({}, SAMPLED),
         ({"top_k": 0}, SAMPLED),
-        ({"top_k": 1}, FULL),
+        ({"top_k": 1}, TOP_K),
+        ({"top_k": 128, "top_p": 0.5}, TOP_K),
+        ({"top_k": 129}, FULL),
         ({"top_p": 0.99}, FULL),
     ],
 )

@@ -77,7 +77,7 @@ def draft_distribution(
 ) -> Float[Array, "n vocab"]:
     """Logits (float32) of `q`: the same to the proposer that draws and to the test of its draft.
 
-    Without top-k and top-p, whatever the batch needs: they would cost a sort for each draft.
+    Without top-k and top-p, whatever the batch needs: they would cost a search for each draft.
     """
     return process_logits(logits, inputs, positions, sampler=SAMPLED)
 

@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
-from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import SMALL_TOP_K, TEMPERATURE, TOP_K_TOP_P, Sampler
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
 class LogitsProcessor(Protocol):
@@ -78,38 +78,9 @@ def scale_by_temperature(
     return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
 
 
-def mask_top_k_top_p(
-    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
-) -> Float[Array, "n vocab"]:
-    """`logits` (float32) with -inf outside the `top_k` largest, then outside `top_p`.
-
-    top-k keeps exactly k ids: of equal logits the lower ids, as a stable sort does. top-p
-    (Holtzman et al. 2020, nucleus sampling) keeps the shortest run of the likeliest ids
-    whose mass, renormalised after top-k, reaches `top_p`; the likeliest always stays.
-    """
-    vocab, top_k, top_p = logits.shape[1], inputs.top_k, inputs.top_p
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32)[None, :], logits.shape)
-    negated, order = jax.lax.sort((-logits, ids), num_keys=1, is_stable=True)
-    ranks = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-
-    num_top_k = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    ranked = jnp.where(ranks < num_top_k[:, None], -negated, -jnp.inf)
-    mass = jnp.cumsum(jax.nn.softmax(ranked, axis=1), axis=1)
-    num_top_p = 1 + jnp.sum(mass < top_p[:, None], axis=1, dtype=jnp.int32)
-    # Rounding may keep the mass of a whole row below 1, or let it get there early: 1 is no test.
-    num_kept = jnp.minimum(num_top_k, jnp.where(top_p < 1.0, num_top_p, vocab))
-
-    # Equal logits are ordered by id, so the last one kept tells of each other id which side
-    # it is on. That needs no scatter back, and nothing is below a NaN.
-    last = (num_kept - 1)[:, None]
-    cut = -jnp.take_along_axis(negated, last, axis=1)
-    cut_id = jnp.take_along_axis(order, last, axis=1)
-    is_cut = (logits < cut) | ((logits == cut) & (ids > cut_id))
-    return jnp.where(is_cut, -jnp.inf, logits)
-
-
 # In vLLM's order. Their names are what a `Sampler` holds and `SamplingParams.sampler` asks for.
 PROCESSORS: dict[str, LogitsProcessor] = {
     TEMPERATURE: scale_by_temperature,
+    SMALL_TOP_K: mask_small_top_k,
     TOP_K_TOP_P: mask_top_k_top_p,
 }
