@@ -47,6 +47,7 @@ class StepShapes:
     max_prefill_seqs: int = 4  # prompts a step can advance
     steps_per_dispatch: int = 1  # decode steps that one call of a program may make
     draft_counts: tuple[int, ...] = ()  # that decode steps may verify, ascending to K; (): K alone
+    vocab_size: int = 0  # ids of the model's logits, for each of which a plan of tables has a bit
     path_length: int = 0  # tokens of each row's path in a plan; 0: plans have no paths
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)

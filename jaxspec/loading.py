@@ -117,7 +117,7 @@ def settle(
     counts = speculation.draft_counts if speculation else (0,)
     shapes = shapes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
-    shapes = dataclasses.replace(shapes, path_length=ahead)
+    shapes = dataclasses.replace(shapes, path_length=ahead, vocab_size=model.vocab_size)
     holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.request import Request
-from jaxspec.row import FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, row_layout, write_row
+from jaxspec.row import FIELDS, ROW_STOP_IDS, SAMPLING_FIELDS, row_layout, write_row
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -33,7 +33,7 @@ def test_a_row_begins_as_its_request_says():
         "temperature": 0.5,
         "top_k": 2**31 - 1,
         "top_p": 0.25,
-        "stop_ids": [3, 9] + [-1] * (MAX_STOP_IDS - 2),
+        "stop_ids": [3, 9] + [-1] * (ROW_STOP_IDS - 2),
         "min_len": 5,
         "proposer_key": 0,
         "max_drafts": 2**31 - 1,

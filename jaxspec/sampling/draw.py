@@ -52,7 +52,7 @@ def draw(
     """
     scores = process_logits(logits, inputs, positions, sampler=sampler)
     noisy = add_noise(scores, inputs, positions, use)
-    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions, sampler=sampler))
 
 
 def draw_draft(
@@ -69,7 +69,7 @@ def draw_draft(
     """
     scores = draft_distribution(logits, inputs, positions)
     noisy = add_noise(scores, inputs, positions, Use.DRAFT.at_place(place))
-    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions, sampler=SAMPLED))
 
 
 def draft_distribution(
