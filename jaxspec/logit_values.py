@@ -23,7 +23,7 @@ def in_range(name: str, value: Any, least: float, most: float, hint: str) -> flo
     number = real(value)
     if not least <= number <= most:
         raise ValueError(
-            f"{name} must be a number from {least:g} to {most:,g}, got {shown(value)}; {hint}."
+            f"{name} must be a number from {least:g} to {most:g}, got {shown(value)}; {hint}."
         )
     return number
 

@@ -132,9 +132,9 @@ class Request:
     params: SamplingParams
     seed: int  # 32 bits; the noise of this sample is keyed by (seed, position)
     stop_ids: tuple[int, ...] = ()  # stop_token_ids and, unless ignored, the model's own
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     finish: Finish = Finish.RUNNING

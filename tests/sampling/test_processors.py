@@ -3,7 +3,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import FULL, SAMPLED, Sampler
+from jaxspec.sampler import (
+    BIAS,
+    FULL,
+    MIN_P,
+    PENALTIES,
+    SAMPLED,
+    TEMPERATURE,
+    TOP_K_TOP_P,
+    Sampler,
+)
 from jaxspec.sampling.processors import (
     PROCESSORS,
     forbidden_ids,
@@ -115,6 +124,6 @@ def test_half_precision_logits_are_processed_in_float32(make_inputs):
 
 def test_there_is_a_processor_of_every_name_that_a_sampler_may_have(make_inputs):
     logits, inputs = jnp.zeros((1, VOCAB)), make_inputs(1)
-    assert set(FULL.processors) == set(PROCESSORS)
-    with pytest.raises(ValueError, match="min_p"):
-        process_logits(logits, inputs, inputs.seed, sampler=Sampler.of("min_p"))
+    assert list(PROCESSORS) == [BIAS, PENALTIES, TEMPERATURE, MIN_P, TOP_K_TOP_P]  # vLLM's order
+    with pytest.raises(ValueError, match="mirostat"):
+        process_logits(logits, inputs, inputs.seed, sampler=Sampler.of("mirostat"))
