@@ -12,6 +12,8 @@ MAX_LOGIT_BIAS = 1e6
 """Size of a logit's bias; -100 is enough to forbid an id, and +100 to force it."""
 MAX_BAD_WORD_TEXTS = 128
 """Texts of `bad_words`."""
+MAX_BAD_WORD_LENGTH = 1024
+"""Characters of such a text."""
 
 
 def in_range(name: str, value: Any, least: float, most: float, hint: str) -> float:
@@ -54,7 +56,7 @@ def logit_bias(value: Any) -> dict[int, float] | None:
         )
     hint = f"-{MAX_LOGIT_BIAS:,g} forbids an id"
     biases = {
-        int(token): in_range("A bias of logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, hint)
+        int(token): in_range(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, hint)
         for token, bias in value.items()
     }
     return biases or None
@@ -81,7 +83,7 @@ def bad_words(value: Any) -> tuple[str, ...]:
     """The texts; None is none.
 
     Raises:
-        ValueError: it is no list of texts, one is empty, or there are too many.
+        ValueError: it is no list of texts, one is empty, or there are too many or too long ones.
     """
     if value is None:
         return ()
@@ -92,9 +94,10 @@ def bad_words(value: Any) -> tuple[str, ...]:
             f"bad_words must be a list of texts that are not empty, got {shown(value)}. A single "
             "text goes in as a list of one."
         )
-    if len(value) > MAX_BAD_WORD_TEXTS:
+    if len(value) > MAX_BAD_WORD_TEXTS or any(len(word) > MAX_BAD_WORD_LENGTH for word in value):
         raise ValueError(
-            f"bad_words must be at most {MAX_BAD_WORD_TEXTS} texts, got {len(value):,}. Give "
-            "fewer, or forbid single ids by logit_bias."
+            f"bad_words must be at most {MAX_BAD_WORD_TEXTS} texts of at most "
+            f"{MAX_BAD_WORD_LENGTH:,} characters, got {len(value):,} with up to "
+            f"{max(map(len, value)):,}. Give fewer or shorter ones."
         )
     return tuple(value)

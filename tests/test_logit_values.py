@@ -26,9 +26,9 @@ REFUSED = [
     ({"logit_bias": [1]}, r"logit_bias must be a dict of token ids and biases, got \[1\]. Write"),
     ({"logit_bias": {"a": 1}}, "logit_bias must be a dict of token ids"),
     ({"logit_bias": {True: 1}}, "logit_bias must be a dict of token ids"),
-    ({"logit_bias": {3: math.nan}}, "A bias of logit_bias must be a number .* got nan"),
-    ({"logit_bias": {3: math.inf}}, "A bias of logit_bias must be a number .* got inf"),
-    ({"logit_bias": {3: None}}, "A bias of logit_bias must be a number .* got None"),
+    ({"logit_bias": {3: math.nan}}, r"logit_bias\[3\] must be a number .* got nan"),
+    ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] must be a number .* got inf"),
+    ({"logit_bias": {3: None}}, r"logit_bias\[3\] must be a number .* got None"),
     ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of at least one .* got \[\]"),
     ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of at least one .* got 3"),
     ({"allowed_token_ids": [1.5]}, "allowed_token_ids must be a list of at least one"),
@@ -39,7 +39,8 @@ REFUSED = [
     ({"bad_words": [" "]}, "bad_words must be a list of texts that are not empty"),
     ({"bad_words": "word"}, "bad_words must be a list .* got 'word'. A single text goes in as a"),
     ({"bad_words": [3]}, r"bad_words must be a list of texts that are not empty, got \[3\]"),
-    ({"bad_words": ["a"] * 129}, "bad_words must be at most 128 texts, got 129. Give fewer"),
+    ({"bad_words": ["a"] * 129}, "bad_words must be at most 128 texts .* got 129 with up to 1. Gi"),
+    ({"bad_words": ["a" * 1025]}, "at most 1,024 characters, got 1 with up to 1,025"),
 ]
 
 

@@ -2,18 +2,21 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, expected, prompts
 
-from jaxspec.plan import COUNTED_MOVES, TABLES
+from jaxspec.plan import COUNTED_MOVES, TABLES, Program
 from jaxspec.request import Finish, Request
 from jaxspec.runner import step as step_module
 from jaxspec.runner import verify as verify_module
 from jaxspec.runner.step import jitted_step
+from jaxspec.sampler import FULL, MIN_P, Sampler
 from jaxspec.sampling import SamplingInputs
 from jaxspec.sampling.bias_tables import BiasTables
+from jaxspec.sampling.tables import SamplingTables
 from jaxspec.sampling_params import SamplingParams
 
 PROMPTS = [*prompts(4), (7,), (5, 6) * 6]
@@ -163,6 +166,24 @@ def test_a_request_that_may_say_nothing_ends_with_an_error_and_its_neighbour_goe
     assert other.finish == Finish.LENGTH
     engine.requests = [other]
     assert engine.check() == 0 and params.sampler
+
+
+def test_a_program_without_them_is_the_one_it_was():
+    """No table is among its arguments, and no array of that size in it."""
+    engine = Harness("qwen3_5", drafts=3, samplers=())
+    slots, vocab = engine.buckets.num_slots, engine.vocab_size
+    sizes = {f"tensor<{slots}x{vocab}x{kind}>" for kind in ("i1", "i16", "f32")}
+
+    def found(sampler):
+        text = engine.runner.lower(Program(4, 64, sampler, num_drafts=3)).as_text()
+        return {size for size in sizes if size in text}
+
+    assert found(ALL.sampler) == sizes
+    for sampler in (GREEDY.sampler, SAMPLED.sampler, FULL | Sampler.of(MIN_P)):
+        assert found(sampler) == set()
+    state = engine.runner.state
+    plain = dataclasses.replace(state, tables=SamplingTables())
+    assert jax.tree.structure(state.of(FULL)) == jax.tree.structure(plain)
 
 
 def test_a_request_has_tables_for_stop_ids_that_a_row_has_no_room_for():

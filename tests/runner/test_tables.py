@@ -77,7 +77,7 @@ def test_of_a_verify_the_input_and_the_drafts_that_stand_are_counted(inputs, tab
         tokens=jnp.array([[15, -1, -1], [13, 16, -1], [5, -1, -1], [6, -1, -1], [-1] * 3]),
         num_accepted=jnp.array([0, 1, 0, 0, 0]),
     )
-    assert step_tokens(inputs).tolist() == [[11, 0, 0], [12, 13, 13]]
+    assert step_tokens(inputs).tolist() == [[11, -1, -1], [12, 13, 13]]
     after = with_verified(tables, inputs, emitted)
     ones = dict.fromkeys(range(VOCAB), 1)
     assert counted(after.seen.counts, 1) == ones  # the last token of its prompt
