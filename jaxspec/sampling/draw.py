@@ -51,7 +51,8 @@ def draw(
     A row for which `has_choice` is false (a NaN, nothing finite) gives `NO_TOKEN` (-1).
     """
     scores = process_logits(logits, inputs, positions, sampler=sampler)
-    noisy = add_noise(scores, inputs, positions, use)
+    # Where no row draws, penalties and masks alone made logits: noise would cost as much as those.
+    noisy = add_noise(scores, inputs, positions, use) if sampler.draws else scores
     return argmax_or_none(noisy, has_choice(logits, inputs, positions, sampler=sampler))
 
 

@@ -1,7 +1,5 @@
 """SamplingTables: what sampling knows of each slot, beside what a row holds."""
 
-import dataclasses
-
 import flax.struct
 
 from jaxspec.sampler import BIAS, PENALTIES, Sampler
@@ -38,8 +36,7 @@ class SamplingTables:
 
     def replaced_by(self, newer: "SamplingTables") -> "SamplingTables":
         """With the parts that `newer` has."""
-        return dataclasses.replace(
-            self,
+        return SamplingTables(
             seen=self.seen if newer.seen is None else newer.seen,
             bias=self.bias if newer.bias is None else newer.bias,
         )
