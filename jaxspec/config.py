@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxspec.checks import integer, shown
+from jaxspec.checks import INT32_MAX, integer, shown
 
 MAX_DRAFTS = 15
 """Drafts of a verify, which is then 16 tokens wide."""
@@ -67,6 +67,7 @@ class StepShapes:
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
         integer("path_length", self.path_length, 0, MAX_PATH)
+        integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ValueError(
                 f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "

@@ -95,7 +95,8 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
         ValueError: sizes do not go together, or exceed the model's.
     """
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
-    return config.step_shapes(own, draft_counts)
+    sizes = config.step_shapes(own, draft_counts)
+    return dataclasses.replace(sizes, vocab_size=model.vocab_size)
 
 
 def settle(
@@ -117,7 +118,7 @@ def settle(
     counts = speculation.draft_counts if speculation else (0,)
     shapes = shapes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
-    shapes = dataclasses.replace(shapes, path_length=ahead, vocab_size=model.vocab_size)
+    shapes = dataclasses.replace(shapes, path_length=ahead)
     holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 

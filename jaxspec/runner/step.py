@@ -171,7 +171,7 @@ def _one_step(
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
     sampling = with_chunks(state.tables, inputs)
     acceptance = verify(
-        model, scored, inputs, state.draft_logits, sampling, config.verifier, program.sampler
+        model, scored, inputs, state.draft_logits, config.verifier, program.sampler, sampling
     )
     acceptance, finish = truncate_at_stop(
         acceptance,

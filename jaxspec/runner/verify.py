@@ -50,9 +50,9 @@ def verify(
     hidden: Float[Array, "scored hidden"],
     inputs: StepInputs,
     draft_logits: Float[Array, "slots drafts vocab"] | None,
-    tables: SamplingTables,
     verifier: Verifier,
     sampler: Sampler,
+    tables: SamplingTables = SamplingTables(),  # noqa: B008  frozen, and without arrays
 ) -> Acceptance:
     """The drafts of each active row that stand, and the token after them.
 
