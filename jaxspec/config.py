@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxspec.checks import integer, shown
+from jaxspec.checks import INT32_MAX, integer, shown
 
 MAX_DRAFTS = 15
 """Drafts of a verify, which is then 16 tokens wide."""
@@ -47,6 +47,7 @@ class StepShapes:
     max_prefill_seqs: int = 4  # prompts a step can advance
     steps_per_dispatch: int = 1  # decode steps that one call of a program may make
     draft_counts: tuple[int, ...] = ()  # that decode steps may verify, ascending to K; (): K alone
+    vocab_size: int = 0  # ids of the model's logits, for each of which a plan of tables has a bit
     path_length: int = 0  # tokens of each row's path in a plan; 0: plans have no paths
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
@@ -66,6 +67,7 @@ class StepShapes:
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
         integer("path_length", self.path_length, 0, MAX_PATH)
+        integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
             raise ValueError(
                 f"num_speculative_tokens must be 0 to {MAX_DRAFTS}, got {self.num_drafts}: a "

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.bias_tables import MAX_STOP_IDS
 from jaxspec.checks import are_integers, integer, items, shown
 from jaxspec.outputs import Sample
 from jaxspec.request import INT32_MAX, Request
-from jaxspec.row import MAX_STOP_IDS
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
+from jaxspec.token_checks import bad_word_ids, check_biases, check_ids
 from jaxspec.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -60,12 +61,13 @@ class InputProcessor:
 
         Raises:
             ValueError: an empty prompt, one that is too long with its max_tokens, an id outside the
-                vocabulary, text without a tokenizer, too many stop ids, too many samples, or
+                vocabulary, text without a tokenizer, too many stop ids, biases or samples, or
                 another number of request ids.
         """
         _check_samples(params)
         given = None if request_ids is None else _read_names(request_ids, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
+        bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
         encoded, held = list[tuple[int, ...]](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             ids = tuple(self._encode(prompt))
@@ -75,7 +77,7 @@ class InputProcessor:
                     f"A prompt must have at least one token, and {name} has none. Give it some "
                     "text or token ids."
                 )
-            self._check_ids(name, ids)
+            check_ids(name, ids, self._vocab_size)
             held += len(ids) * param.n
             self._check_length(len(ids), param, held)
             encoded.append(ids)
@@ -86,7 +88,7 @@ class InputProcessor:
         names = given or map(str, numbers)
         return [
             self._samples(*each)
-            for each in zip(names, encoded, params, stop_ids, numbers, strict=True)
+            for each in zip(names, encoded, params, stop_ids, bad_words, numbers, strict=True)
         ]
 
     def chat(
@@ -114,7 +116,7 @@ class InputProcessor:
         """The token ids that end a request, once it is known that stop strings can, too."""
         own_eos = () if params.ignore_eos else self._eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
-        self._check_ids("stop_token_ids", stop_ids)
+        check_ids("stop_token_ids", stop_ids, self._vocab_size)
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"A request may have at most {MAX_STOP_IDS} stop token ids, the model's own "
@@ -124,12 +126,23 @@ class InputProcessor:
             self.require_tokenizer("stop strings")
         return stop_ids
 
+    def _bad_words(
+        self, params: SamplingParams, stop_ids: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Their token ids, once it is known that the vocabulary has what a request asks for."""
+        check_biases(params, stop_ids, self._vocab_size)
+        if not params.bad_words:
+            return ()
+        tokenizer = self.require_tokenizer("bad words")
+        return bad_word_ids(params.bad_words, tokenizer, self._vocab_size)
+
     def _samples(
         self,
         request_id: str,
         prompt: tuple[int, ...],
         params: SamplingParams,
         stop_ids: tuple[int, ...],
+        bad_words: tuple[tuple[int, ...], ...],
         number: int,
     ) -> list[Sample]:
         # The first word keeps seeds that users give apart from those drawn here.
@@ -145,6 +158,7 @@ class InputProcessor:
                 params=params,
                 seed=seed,
                 stop_ids=stop_ids,
+                bad_words=bad_words,
                 proposer_key=integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX),
                 leader=samples[0].request if samples else None,
                 request_id=request_id,
@@ -196,13 +210,6 @@ class InputProcessor:
             raise ValueError(
                 f"One call may have at most {MAX_PROMPT_TOKENS:,} prompt tokens over all samples, "
                 f"got {held:,} or more. Lower n, or make several calls."
-            )
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
-            raise ValueError(
-                f"Token ids must be 0 to {self._vocab_size - 1} with this model, and {name} has "
-                f"{', '.join(map(shown, wrong[:5]))}. Use the ids of this model's own tokenizer."
             )
 
 

@@ -293,7 +293,7 @@ class LLM:
         self.session.require_usable()
         groups = self._inputs.process(prompts, params, request_ids)
         self.session.check(sample for group in groups for sample in group)
-        self._compile(param.sampler for param in params)
+        self._compile({sample.request.sampler for group in groups for sample in group})
         return groups
 
 

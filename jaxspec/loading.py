@@ -98,7 +98,8 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
         ValueError: sizes do not go together, or exceed the model's.
     """
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
-    return config.step_shapes(own, draft_counts)
+    sizes = config.step_shapes(own, draft_counts)
+    return dataclasses.replace(sizes, vocab_size=model.vocab_size)
 
 
 def settle(

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.bias_tables import table_layout
 from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.row import row_layout
-from jaxspec.sampler import GREEDY, Sampler
+from jaxspec.sampler import BIAS, GREEDY, PENALTIES, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +32,30 @@ class Program:
         """(decode rows, prefill tokens, drafts), as in `StepShapes.compiled`."""
         return self.decode_rows, self.prefill_tokens, self.num_drafts
 
+    @property
+    def is_moves(self) -> bool:
+        """Whether it copies slots and pages, as `MOVES`."""
+        return self.num_steps == 0 and self != TABLES
+
 
 # Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
 # because the copies would cost as much without moves as with all there is room for.
 MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
+COUNTED_MOVES = dataclasses.replace(MOVES, sampler=Sampler.of(PENALTIES))  # and counts of tokens
+# Writes the tables of one slot, and touches nothing else.
+TABLES = dataclasses.replace(MOVES, sampler=Sampler.of(BIAS))
+
+
+def moves_of(sampler: Sampler) -> Program:
+    """The program that copies slots of requests that want `sampler`."""
+    return COUNTED_MOVES if PENALTIES in sampler else MOVES
 
 
 @functools.cache
 def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
+    if program == TABLES:
+        return table_layout(shapes.vocab_size)
     rows, drafts, page_size = shapes.max_num_seqs, shapes.num_drafts, shapes.page_size
     seqs = shapes.prefill_seqs(program.prefill_tokens)
     new = shapes.max_new_rows
@@ -48,10 +64,10 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     growth = 1 + -(-(program.num_steps * (1 + drafts) + 2 * drafts) // page_size)
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
     # A target gets its whole page table, so it may start on any number of pages.
-    moves = new if program == MOVES else 0
+    moves = new if program.is_moves else 0
     tables = moves, shapes.pages_per_seq
     chunks = (program.prefill_tokens,)
-    has_paths = shapes.path_length > 0 and program != MOVES
+    has_paths = shapes.path_length > 0 and not program.is_moves
     return PackedLayout(
         [
             Field("prev_positions", "Each row's index in the last plan; -1: new.", shape=(rows,)),
@@ -170,6 +186,7 @@ class StepPlan:
 
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, shapes)`
+    before: tuple["StepPlan", ...] = ()  # what must be dispatched in front of it
 
 
 def pack_plan(program: Program, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:

@@ -7,10 +7,12 @@ import operator
 import time
 from collections.abc import Sequence
 
-from jaxspec.sampler import Sampler
+from jaxspec.sampler import BIAS, Sampler
 from jaxspec.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
+ROW_STOP_IDS = 16
+"""Stop ids that a row has room for; where there are more, the rest is in its slot's tables."""
 
 
 class Finish(enum.IntEnum):
@@ -19,7 +21,7 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP = 1  # a stop token id, or a stop string found on the host
     LENGTH = 2  # max_tokens or max_model_len
-    ERROR = 3  # the model gave NaN
+    ERROR = 3  # the model gave NaN, or every token is forbidden
     ABORT = 4  # the caller went away; never written by the device
 
     @property
@@ -134,6 +136,7 @@ class Request:
     leader: "Request | None" = None  # the sample whose prefill this one may share
     request_id: str = ""  # what all samples of its prompt are called
     index: int = 0  # among them
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     finish: Finish = Finish.RUNNING
@@ -159,8 +162,15 @@ class Request:
         self.tokens = list(self.prompt)
         self.max_len = len(self.prompt) + self.params.max_tokens
         self.sampler = self.params.sampler
+        if len(self.stop_ids) > ROW_STOP_IDS:
+            self.sampler |= Sampler.of(BIAS)
         most = self.params.num_speculative_tokens
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether what it forbids and favours is more than a row holds: its slot has tables."""
+        return BIAS in self.sampler
 
     @property
     def output(self) -> list[int]:

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.layout import Field, PackedLayout
-from jaxspec.request import INT32_MAX, Request
-
-MAX_STOP_IDS = 16  # stop token ids a row has room for
+from jaxspec.request import INT32_MAX, ROW_STOP_IDS, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +33,18 @@ def _seed_bits(request: Request) -> np.int32:
     return np.uint32(request.seed).view(np.int32)
 
 
+def _stop_ids(request: Request) -> tuple[int, ...]:
+    return request.stop_ids[:ROW_STOP_IDS]
+
+
+def _table_slot(request: Request) -> int:
+    return request.slot if request.has_tables else 0
+
+
+def _real(name: str, meaning: str) -> RowField:
+    return RowField(name, meaning, lambda r: getattr(r.params, name), dtype=np.float32)
+
+
 def _min_len(request: Request) -> int:
     return len(request.prompt) + request.params.min_tokens
 
@@ -45,8 +55,14 @@ SAMPLING_FIELDS = (
     RowField("temperature", "0: greedy.", lambda r: r.params.temperature, dtype=np.float32),
     RowField("top_k", "Ids kept; 0 or less: all.", lambda r: min(r.params.top_k, INT32_MAX)),
     RowField("top_p", "Probability mass kept; 1: all.", lambda r: r.params.top_p, dtype=np.float32),
-    RowField("stop_ids", "These end it; then -1.", lambda r: r.stop_ids, shape=(MAX_STOP_IDS,)),
+    RowField("stop_ids", "These end it; then -1.", _stop_ids, shape=(ROW_STOP_IDS,)),
     RowField("min_len", "Tokens, prompt included, before which no stop id may come.", _min_len),
+    RowField("prompt_len", "Tokens of the prompt; behind them is output.", lambda r: len(r.prompt)),
+    RowField("table_slot", "Slot of its tables; 0: it has none.", _table_slot),
+    _real("min_p", "Least probability kept, as a share of the likeliest's; 0: all."),
+    _real("presence_penalty", "Taken off for an id that was output; 0: none."),
+    _real("frequency_penalty", "Taken off for each time that it was; 0: none."),
+    _real("repetition_penalty", "Divides what was in prompt or output; 1: none."),
 )
 
 FIELDS = (

@@ -9,7 +9,10 @@ import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
+BIAS = "bias"
+PENALTIES = "penalties"
 TEMPERATURE = "temperature"
+MIN_P = "min_p"
 SMALL_TOP_K = "small_top_k"
 TOP_K_TOP_P = "top_k_top_p"
 
@@ -38,6 +41,10 @@ class Sampler(NamedTuple):
             names.discard(SMALL_TOP_K)
         return Sampler(tuple(sorted(names)))
 
+    def __contains__(self, processor: object) -> bool:
+        """Whether it applies the processor of this name."""
+        return processor in self.processors
+
     def __or__(self, other: "Sampler") -> "Sampler":
         """The join."""
         return Sampler.of(*self.processors, *other.processors)
@@ -50,7 +57,7 @@ class Sampler(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether some row may take another token than the likeliest one."""
-        return TEMPERATURE in self.processors
+        return TEMPERATURE in self
 
     def __str__(self) -> str:
         """Its word in `SAMPLERS`, or the names of its processors: part of a program's name."""

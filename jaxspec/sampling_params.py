@@ -5,8 +5,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec import logit_values
 from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
-from jaxspec.sampler import MAX_SMALL_TOP_K, SMALL_TOP_K, TEMPERATURE, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import (
+    BIAS,
+    MAX_SMALL_TOP_K,
+    MIN_P,
+    PENALTIES,
+    SMALL_TOP_K,
+    TEMPERATURE,
+    TOP_K_TOP_P,
+    Sampler,
+)
 
 MAX_N = 16_384
 """Samples that one prompt may have."""
@@ -25,9 +35,13 @@ class SamplingParams:
 
     `temperature` 0, or any below `GREEDY_BELOW`, is greedy. `top_k` -1 or 0 and `top_p` 1 are off.
     `stop` strings end the text before them; `stop_token_ids` are kept as the last token.
-    `min_tokens` forbids stop ids before so many tokens. `n` samples, each with noise of its own,
-    share one prefill as far as rows are free when it ends. `num_speculative_tokens` is the most
-    drafts of a verify: 0 turns speculation off for the request, None leaves it to the engine.
+    `min_tokens` forbids stop ids before so many tokens. `min_p` keeps what is at least so likely as
+    that share of the likeliest. `presence_penalty` and `frequency_penalty` count the output,
+    `repetition_penalty` the prompt too. `logit_bias` adds to the logits of ids, nothing but
+    `allowed_token_ids` may come, and none of the texts `bad_words`.
+    `n` samples, each with noise of its own, share one prefill as far as rows are free when it ends.
+    `num_speculative_tokens` is the most drafts of a verify: 0 turns speculation off for the
+    request, None leaves it to the engine.
 
     NumPy's numbers are taken, and kept as Python's.
 
@@ -39,6 +53,13 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = ()
     seed: int | None = None
     max_tokens: int = 128
     min_tokens: int = 0
@@ -54,6 +75,13 @@ class SamplingParams:
             temperature=_temperature(self.temperature),
             top_p=_top_p(self.top_p),
             top_k=integer("top_k", self.top_k, -1, hint="; -1 turns it off"),
+            min_p=logit_values.in_range("min_p", self.min_p, 0.0, 1.0, "0 turns it off"),
+            presence_penalty=logit_values.penalty("presence_penalty", self.presence_penalty),
+            frequency_penalty=logit_values.penalty("frequency_penalty", self.frequency_penalty),
+            repetition_penalty=logit_values.repetition_penalty(self.repetition_penalty),
+            logit_bias=logit_values.logit_bias(self.logit_bias),
+            allowed_token_ids=logit_values.allowed_token_ids(self.allowed_token_ids),
+            bad_words=logit_values.bad_words(self.bad_words),
             seed=None if self.seed is None else seed_bits("seed", self.seed),
             max_tokens=integer("max_tokens", self.max_tokens, 1),
             min_tokens=integer("min_tokens", self.min_tokens, 0),
@@ -80,7 +108,11 @@ class SamplingParams:
     def sampler(self) -> Sampler:
         """The least sampler that serves this request: the logits processors that it wants."""
         draws, is_small = not self.is_greedy, 0 < self.top_k <= MAX_SMALL_TOP_K
+        repeats = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         wanted = {
+            BIAS: bool(self.logit_bias or self.allowed_token_ids or self.bad_words),
+            PENALTIES: repeats != (0.0, 0.0, 1.0),
+            MIN_P: draws and self.min_p > 0,
             TEMPERATURE: draws,
             SMALL_TOP_K: draws and is_small,
             TOP_K_TOP_P: draws and not is_small and (self.top_k > 0 or self.top_p < 1),

@@ -356,9 +356,21 @@ CALLS = [
         "this model's own tokenizer.",
     ),
     (
-        lambda llm: llm.generate(IDS, SamplingParams(stop_token_ids=[*range(17)])),
-        "A request may have at most 16 stop token ids, the model's own included, got 17. Use stop "
-        "strings for the rest.",
+        lambda llm: llm.generate(IDS, SamplingParams(stop_token_ids=[*range(257)])),
+        "A request may have at most 256 stop token ids, the model's own included, got 257. Use "
+        "stop strings for the rest.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(logit_bias={264: 1.0})),
+        "Token ids must be 0 to 263 with this model, and logit_bias has 264. Use the ids of this "
+        "model's own tokenizer.",
+    ),
+    (
+        lambda llm: llm.generate(
+            IDS, SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=3)
+        ),
+        "allowed_token_ids must have an id that ends no request while min_tokens=3 forbids those, "
+        "got (7,). Allow another id, or set min_tokens=0.",
     ),
     (
         lambda llm: llm.generate({"prompt_token_ids": [1.5]}),

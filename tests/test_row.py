@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxspec.request import Request
-from jaxspec.row import FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, row_layout, write_row
+from jaxspec import row
+from jaxspec.request import ROW_STOP_IDS, Request
+from jaxspec.row import FIELDS, SAMPLING_FIELDS, RowField, row_layout, write_row
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -19,7 +20,9 @@ def written(num_drafts=2, stop_ids=(), **params):
 
 
 def test_a_row_begins_as_its_request_says():
-    fields = written(stop_ids=(3, 9), temperature=0.5, top_k=2**40, top_p=0.25, min_tokens=2)
+    penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.25}
+    chosen = {"temperature": 0.5, "top_k": 2**40, "top_p": 0.25, "min_p": 0.125}
+    fields = written(stop_ids=(3, 9), min_tokens=2, **chosen, **penalties)
     assert fields == {
         "slot": 4,
         "prefill_len": 4,
@@ -33,8 +36,14 @@ def test_a_row_begins_as_its_request_says():
         "temperature": 0.5,
         "top_k": 2**31 - 1,
         "top_p": 0.25,
-        "stop_ids": [3, 9] + [-1] * (MAX_STOP_IDS - 2),
+        "stop_ids": [3, 9] + [-1] * (ROW_STOP_IDS - 2),
         "min_len": 5,
+        "prompt_len": 3,
+        "table_slot": 0,
+        "min_p": 0.125,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.25,
         "proposer_key": 0,
         "max_drafts": 2**31 - 1,
         "num_drafts": 0,
@@ -47,9 +56,19 @@ def test_a_row_has_no_more_drafts_than_its_request_asks_for(asked, most):
     assert written(num_speculative_tokens=asked)["max_drafts"] == most
 
 
-def test_more_stop_ids_than_there_is_room_for_are_refused():
-    with pytest.raises(ValueError, match="room for 16 stop_ids, got 17"):
-        written(stop_ids=tuple(range(17)))
+def test_a_row_names_its_tables_where_a_request_has_some():
+    """Stop ids that it has no room for are there."""
+    fields = written(stop_ids=tuple(range(17)))
+    assert fields["stop_ids"] == [*range(16)] and fields["table_slot"] == 4
+    assert written(logit_bias={5: 1})["table_slot"] == 4
+    assert written(stop_ids=tuple(range(16)))["table_slot"] == 0
+
+
+def test_a_sequence_longer_than_its_field_is_refused(monkeypatch):
+    longer = RowField("drafts", "Too long.", lambda r: (1, 2, 3), shape=("drafts",))
+    monkeypatch.setattr(row, "FIELDS", (*FIELDS[:-1], longer))
+    with pytest.raises(ValueError, match="room for 2 drafts, got 3"):
+        written()
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 8])

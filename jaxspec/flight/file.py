@@ -21,7 +21,7 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.plan import MOVES, Program, output_layout, plan_layout
+from jaxspec.plan import COUNTED_MOVES, MOVES, TABLES, Program, output_layout, plan_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import Sampler
 from jaxspec.sampling.processors import PROCESSORS
@@ -187,7 +187,7 @@ def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
         type(n) is not int for n in sizes.values()
     ):
         raise ValueError(f"it has the program {program}")
-    if program != MOVES and (
+    if program not in (MOVES, COUNTED_MOVES, TABLES) and (
         program.shape not in shapes.compiled()
         or program.num_steps not in shapes.num_steps(program.prefill_tokens)
     ):
@@ -214,6 +214,10 @@ def _split(flat: np.ndarray, sizes: list[int], which: np.ndarray) -> list[np.nda
 def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_size: int) -> None:
     """Refuse an index that lies outside of what it points into."""
     fields = plan_layout(program, shapes).unpack(packed)
+    if program == TABLES:
+        ids = dict.fromkeys(("bias_ids", "bad_words", "more_stop_ids"), (-1, vocab_size - 1))
+        _check_bounds("tables", fields, ids | {"slot": (0, shapes.num_slots - 1)})
+        return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
     bounds = {
@@ -253,9 +257,16 @@ def _check_state(leaves: list[np.ndarray], shapes: StepShapes, vocab_size: int) 
 
 
 def _row_bounds(shapes: StepShapes, vocab_size: int) -> dict[str, tuple[int, int]]:
-    lengths = ("prefill_len", "max_len", "num_computed", "min_len", "ring_length")
+    lengths = (
+        "prefill_len",
+        "max_len",
+        "num_computed",
+        "min_len",
+        "ring_length",
+        "prompt_len",
+    )
     return {
-        "slot": (0, shapes.num_slots - 1),
+        **dict.fromkeys(("slot", "table_slot"), (0, shapes.num_slots - 1)),
         "state_offset": (0, shapes.num_drafts),
         "max_drafts": (0, 2**31 - 1),
         "num_drafts": (0, shapes.num_drafts),

@@ -13,7 +13,7 @@ from jaxspec.plan import output_layout, plan_layout
 from jaxspec.row import row_layout
 
 # Fields of a plan and of its new rows that hold token ids, or what is made of a prompt's.
-_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens", "paths")
+_PLAN_FIELDS = ("prefill_tokens", "next_prefill_tokens", "paths", "bad_words")
 _ROW_FIELDS = ("last_token", "proposer_key")
 
 _Map = Callable[[np.ndarray], np.ndarray]
@@ -23,8 +23,8 @@ def without_ids(flight: Flight) -> Flight:
     """`flight` with each token id of its prompts and completions replaced by a made-up one.
 
     Equal ids stay equal, and -1 stays. The key of the hash is drawn here and forgotten, so nobody
-    can look ids up; how often each came can still be counted. Stop ids and seeds stay: they are
-    parameters.
+    can look ids up; how often each came can still be counted. Stop ids, biases and seeds stay: they
+    are parameters.
     """
     made_up = _hash(flight.about["vocab_size"])
     steps = [_hashed(step, flight.shapes, made_up) for step in flight.steps]
@@ -36,9 +36,10 @@ def _hashed(step: Step, shapes: StepShapes, made_up: _Map) -> Step:
     fields = plan_layout(step.program, shapes).unpack(packed)
     for name in fields.keys() & set(_PLAN_FIELDS):
         fields[name][...] = made_up(fields[name])
-    columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
-    for name in _ROW_FIELDS:
-        columns[name][...] = made_up(columns[name])
+    if "new_rows" in fields:
+        columns = row_layout(shapes.num_drafts).unpack(fields["new_rows"])
+        for name in _ROW_FIELDS:
+            columns[name][...] = made_up(columns[name])
     if output is not None:
         output = output.copy()
         tokens = output_layout(shapes.num_drafts).read(output, "tokens")

@@ -139,10 +139,11 @@ class FlightRecorder:
             self._is_full = bool((layout.read(plan.packed, "prev_positions") >= 0).any())
             if self._is_full:
                 return None
-        step = Step(plan.program, plan.packed)
-        self._steps.append(step)
-        self.remember(plan.packed)
-        return step
+        steps = [Step(each.program, each.packed) for each in (*plan.before, plan)]
+        self._steps += steps
+        for step in steps:
+            self.remember(step.packed)
+        return steps[-1]
 
 
 class _Recorded:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from jaxspec.checks import shown
-from jaxspec.row import MAX_STOP_IDS
+from jaxspec.request import ROW_STOP_IDS
 
 _Value = TypeVar("_Value")
 
@@ -62,12 +62,12 @@ WORD: Kind[str] = Kind("a string", lambda value: isinstance(value, str))
 OBJECT: Kind[Mapping[str, Any]] = Kind("an object", lambda value: isinstance(value, Mapping))
 _TOKEN_ID = whole(0, 2**31 - 1)
 TOKEN_IDS: Kind[int | list[int]] = Kind(
-    f"a token id or a list of at most {MAX_STOP_IDS}, each {_TOKEN_ID.words}",
+    f"a token id or a list of at most {ROW_STOP_IDS}, each {_TOKEN_ID.words}",
     lambda value: (
         _TOKEN_ID.holds(value)
         or (
             isinstance(value, list)
-            and len(value) <= MAX_STOP_IDS
+            and len(value) <= ROW_STOP_IDS
             and all(map(_TOKEN_ID.holds, value))
         )
     ),

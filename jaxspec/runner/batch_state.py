@@ -10,6 +10,8 @@ from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate
 from jaxspec.config import StepShapes
 from jaxspec.layout import PackedLayout
 from jaxspec.row import row_layout
+from jaxspec.sampler import Sampler
+from jaxspec.sampling.tables import SamplingTables
 
 
 @flax.struct.dataclass
@@ -78,6 +80,19 @@ class EngineState:
     page_tables: Int[Array, "slots pages"]  # page 0 is the null page
     pools: Pools
     draft_logits: Float[Array, "slots drafts vocab"] | None  # of probabilistic drafts
+    tables: SamplingTables = flax.struct.field(default_factory=SamplingTables)
+
+    def of(self, sampler: Sampler) -> "EngineState":
+        """What a program with this sampler is given, which no other's tables cost anything."""
+        return self._with(self.tables.of(sampler))
+
+    def replaced_by(self, newer: "EngineState") -> "EngineState":
+        """`newer`, with the tables that its program was not given."""
+        return newer._with(self.tables.replaced_by(newer.tables))
+
+    def _with(self, tables: SamplingTables) -> "EngineState":
+        # Each dispatch asks for two, and `dataclasses.replace` takes four times as long.
+        return EngineState(self.rows, self.page_tables, self.pools, self.draft_logits, tables)
 
 
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
@@ -85,10 +100,13 @@ def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
     return BatchState(jnp.zeros((num_rows, row_layout(num_drafts).size), jnp.int32))
 
 
-def empty_state(shapes: StepShapes, specs: Iterable[CacheSpec], drawn_ids: int) -> EngineState:
+def empty_state(
+    shapes: StepShapes, specs: Iterable[CacheSpec], drawn_ids: int, vocab_size: int
+) -> EngineState:
     """The state of an engine without requests. `jax.eval_shape` of it tells what it would hold.
 
     `drawn_ids`: ids of the distribution that a draft is drawn from; 0: drafts are not drawn.
+    `vocab_size`: ids of the model's logits.
     """
     num_slots, num_drafts = shapes.num_slots, shapes.num_drafts
     sizes = PoolSizes(shapes.num_pages, shapes.page_size, num_slots, shapes.width)
@@ -98,4 +116,5 @@ def empty_state(shapes: StepShapes, specs: Iterable[CacheSpec], drawn_ids: int) 
         page_tables=jnp.zeros((num_slots, shapes.pages_per_seq), jnp.int32),
         pools=allocate(specs, sizes),
         draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
+        tables=SamplingTables.empty(num_slots, vocab_size, shapes.max_model_len),
     )

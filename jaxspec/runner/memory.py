@@ -56,6 +56,7 @@ class Holdings:
     tables: Any  # the proposer's
     specs: tuple[CacheSpec, ...]
     drawn_ids: int  # of the distributions that drafts are drawn from
+    vocab_size: int
 
     @staticmethod
     def of(
@@ -75,11 +76,11 @@ class Holdings:
             tables = nnx.eval_shape(proposer.init_tables, model, drafter)
             drawn_ids = model.vocab_size if proposer.is_probabilistic else 0
             specs += proposer.cache_specs(options)
-        return Holdings(weights, tables, specs, drawn_ids)
+        return Holdings(weights, tables, specs, drawn_ids, model.vocab_size)
 
     def empty_state(self, shapes: StepShapes) -> EngineState:
         """The state of a runner of such sizes, without requests."""
-        return empty_state(shapes, self.specs, self.drawn_ids)
+        return empty_state(shapes, self.specs, self.drawn_ids, self.vocab_size)
 
     def bytes(self, shapes: StepShapes) -> dict[str, int]:
         """Bytes by what holds them, in a runner of such sizes."""
@@ -87,6 +88,7 @@ class Holdings:
         held = {"weights": self.weights, **holders(self.specs, state.pools)}
         held |= {"page_tables": state.page_tables, "rows": state.rows}
         held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
+        held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
             for name, pool in held.items()
@@ -148,6 +150,7 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
         "slots": f"{shapes.num_slots} slots",
     }
     counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
+    counts |= dict.fromkeys(("seen_tokens", "bias_tables", "draft_logits"), units["slots"])
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))
     lines = [

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model, ModelRecipe, Published
-from jaxspec.plan import MOVES, Program, StepPlan, output_layout, plan_layout
+from jaxspec.plan import TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
@@ -88,7 +88,9 @@ class ModelRunner:
         Raises:
             KeyError: the program was not warmed up.
         """
-        return self._run(self._programs[plan.program], plan.packed)
+        for each in plan.before:
+            self.dispatch(each)
+        return self._run(plan.program, self._programs[plan.program], plan.packed)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -147,7 +149,7 @@ class ModelRunner:
         Processes of their own trace those that no file holds, where that is quicker. What such a
         process fails to trace, `lower` traces.
         """
-        places = {program: self._place(program) for program in programs if program != MOVES}
+        places = {program: self._place(program) for program in programs if program.num_steps}
         files = {p: file for p, file in places.items() if file and not program_cache.is_there(file)}
         count = trace_processes.num_processes(len(files))
         requests = {program: self._request(program) for program in files} if count else {}
@@ -179,7 +181,7 @@ class ModelRunner:
         step, started = self.lower(program).compile(), 0.0
         for _ in range(3):
             started = time.perf_counter()
-            self._run(step, self._empty_plan(program)).result()
+            self._run(program, step, self._empty_plan(program)).result()
         self._programs[program] = step
         return time.perf_counter() - started
 
@@ -192,7 +194,8 @@ class ModelRunner:
         return self._holdings.bytes(self.shapes)
 
     def _args(self, program: Program) -> tuple[Any, ...]:
-        return self._weights, self._tables, self.state, self._empty_plan(program)
+        state = self.state.of(program.sampler)
+        return self._weights, self._tables, state, self._empty_plan(program)
 
     def _place(self, program: Program) -> Path | None:
         """Where the program is kept on disk."""
@@ -213,13 +216,18 @@ class ModelRunner:
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
-            step, results = jitted_step(self._config, program), jax.tree.structure((self.state, 0))
+            step, results = jitted_step(self._config, program), jax.tree.structure((args[2], 0))
             place = self._place(program)
             self._steps[program] = program_cache.kept(place, step, args, results, donated=2)
         return self._steps[program]
 
-    def _run(self, step: jax.stages.Compiled, packed: np.ndarray) -> PendingOutput:
-        self._state, output = step(self._weights, self._tables, self.state, packed)
+    def _run(
+        self, program: Program, step: jax.stages.Compiled, packed: np.ndarray
+    ) -> PendingOutput:
+        state = self.state
+        given = state.of(program.sampler)
+        given, output = step(self._weights, self._tables, given, packed)
+        self._state = state.replaced_by(given)
         return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
 
     def _new_state(self) -> EngineState:
@@ -232,6 +240,8 @@ class ModelRunner:
         layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
+        if program == TABLES:
+            return packed
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1
         return packed

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from jaxspec.cache import CacheSpec, Moves, StatePolicy, copy
 from jaxspec.config import StepShapes
 from jaxspec.models.base import Model
-from jaxspec.plan import MOVES, Program, output_layout
+from jaxspec.plan import TABLES, Program, output_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
@@ -30,6 +30,7 @@ from jaxspec.runner.remap import (
     update_page_tables,
     write_page_tables,
 )
+from jaxspec.runner.tables import stop_ids, with_chunks, with_verified
 from jaxspec.runner.update import truncate_at_stop, update
 from jaxspec.runner.verify import verify
 from jaxspec.sampling import NO_TOKEN, Verifier
@@ -61,8 +62,10 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
     donated. The output is int32 `[steps, decode rows + seqs, output_layout(K).size]`, on the host.
     """
-    if program == MOVES:
-        return _make_moves(config)
+    if program == TABLES:
+        return _make_tables(config)
+    if program.is_moves:
+        return _make_moves(config, program)
 
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
@@ -88,7 +91,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     return step
 
 
-def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
+def _make_moves(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
     """The program of plans that copy slots and pages; like a step's, but nothing is computed.
 
     It is a program of its own so that no other pays: in XLA a copy of no slots moves as many bytes
@@ -98,7 +101,7 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
     def moves(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
     ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
-        plan = DevicePlan.unpack(packed, MOVES, config.shapes)
+        plan = DevicePlan.unpack(packed, program, config.shapes)
         state = _place_rows(config, state, plan)
         copies = Moves(
             source_slots=plan.source_slots,
@@ -106,14 +109,36 @@ def _make_moves(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
             source_pages=plan.source_pages,
             target_pages=plan.target_pages,
         )
+        seen = state.tables.seen
+        if seen is not None:
+            seen = seen.copied(plan.source_slots, plan.target_slots)
         state = dataclasses.replace(
             state,
             page_tables=write_page_tables(state.page_tables, plan),
             pools=copy(config.specs, state.pools, copies),
+            tables=dataclasses.replace(state.tables, seen=seen),
         )
-        return state, jnp.zeros((0, 0, output_layout(config.shapes.num_drafts).size), jnp.int32)
+        return state, _no_output(config)
 
     return moves
+
+
+def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
+    """The program of plans that write the tables of a slot: the state is theirs after it."""
+
+    def tables(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
+        assert state.tables.bias is not None  # a program with BIAS has them
+        bias = state.tables.bias.with_slot(packed)
+        state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
+        return state, _no_output(config)
+
+    return tables
+
+
+def _no_output(config: StepConfig) -> Int[Array, "steps rows fields"]:
+    return jnp.zeros((0, 0, output_layout(config.shapes.num_drafts).size), jnp.int32)
 
 
 def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
@@ -144,9 +169,16 @@ def _one_step(
     # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
-    acceptance = verify(model, scored, inputs, state.draft_logits, config.verifier, program.sampler)
+    sampling = with_chunks(state.tables, inputs)
+    acceptance = verify(
+        model, scored, inputs, state.draft_logits, config.verifier, program.sampler, sampling
+    )
     acceptance, finish = truncate_at_stop(
-        acceptance, inputs.active, inputs.first_position, inputs.produces_token
+        acceptance,
+        inputs.active,
+        inputs.first_position,
+        inputs.produces_token,
+        stop_ids(sampling, inputs.active),
     )
     active = update(inputs.active, acceptance, finish, plan.prefill_lens, config.states)
 
@@ -171,7 +203,11 @@ def _one_step(
         num_dropped=num_dropped(inputs),
     )
     state = dataclasses.replace(
-        state, rows=state.rows.put(inputs.index, active), pools=pools, draft_logits=draft_logits
+        state,
+        rows=state.rows.put(inputs.index, active),
+        pools=pools,
+        draft_logits=draft_logits,
+        tables=with_verified(sampling, inputs, acceptance),
     )
     return state, output
 

@@ -16,12 +16,14 @@ def truncate_at_stop(
     rows: BatchState,
     first_index: Int[Array, " rows"],
     emits: Bool[Array, " rows"],
+    stop_ids: Int[Array, "rows stops"] | None = None,
 ) -> tuple[Acceptance, Int[Array, " rows"]]:
     """The acceptance cut after a row's last token, and its new `finish`.
 
     `first_index` is the index in its request of the row's first emitted token, `emits` whether the
-    step makes tokens for it. A row ends at a stop id or at its length limit, whichever comes first;
-    with an error where verification had no token to give (NaN logits).
+    step makes tokens for it, and `stop_ids` all that it has; None: those of its fields. A row ends
+    at a stop id or at its length limit, whichever comes first; with an error where verification had
+    no token to give: NaN logits, or every token forbidden.
 
     The counts are true afterwards. Where a stop is the second of three drafts that stand, two
     tokens are emitted and one draft is accepted: the stop itself is the row's newest token, which
@@ -31,7 +33,8 @@ def truncate_at_stop(
     tokens = jnp.where(may_emit[:, None], acceptance.tokens, NO_TOKEN)
     place = jnp.arange(tokens.shape[1])[None, :]
     index = first_index[:, None] + place
-    stops = (tokens[:, :, None] == rows.stop_ids[:, None, :]) & (tokens != NO_TOKEN)[:, :, None]
+    stop_ids = rows.stop_ids if stop_ids is None else stop_ids
+    stops = (tokens[:, :, None] == stop_ids[:, None, :]) & (tokens != NO_TOKEN)[:, :, None]
     is_stop = jnp.any(stops, axis=2) & (index >= rows.min_len[:, None])
     is_last = index == rows.max_len[:, None] - 1
     ends = is_stop | is_last

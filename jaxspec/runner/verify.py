@@ -9,6 +9,7 @@ from jaxspec.models.base import Model
 from jaxspec.row import SAMPLING_FIELDS
 from jaxspec.runner.batch_state import BatchState
 from jaxspec.runner.prepare import Places, StepInputs
+from jaxspec.runner.tables import step_tokens
 from jaxspec.sampler import Sampler
 from jaxspec.sampling import (
     NO_TOKEN,
@@ -18,11 +19,30 @@ from jaxspec.sampling import (
     draw,
     forbidden_ids,
 )
+from jaxspec.sampling.tables import SamplingTables
 
 
 def sampling_inputs(rows: BatchState) -> SamplingInputs:
     """How each row's tokens are drawn."""
-    return SamplingInputs({field.name: getattr(rows, field.name) for field in SAMPLING_FIELDS})
+    names = [field.name for field in SAMPLING_FIELDS]
+    return SamplingInputs({name: getattr(rows, name) for name in names})
+
+
+def _with_tables(inputs: StepInputs, tables: SamplingTables) -> tuple[SamplingInputs, ...]:
+    """How tokens are drawn in the rectangle and at chunk ends, each by its tables and prefix."""
+    parts = inputs.places.split_rows(sampling_inputs(inputs.active))
+    if tables.is_empty:
+        return parts
+    tokens = step_tokens(inputs)  # the tables have those of chunks
+    before = tokens, jnp.zeros((parts[1].seed.shape[0], 0), jnp.int32)
+    return tuple(
+        SamplingInputs(
+            part.columns | {"slot": rows.slot, "num_computed": rows.num_computed}, tables, tokens
+        )
+        for part, rows, tokens in zip(
+            parts, inputs.places.split_rows(inputs.active), before, strict=True
+        )
+    )
 
 
 def verify(
@@ -32,15 +52,17 @@ def verify(
     draft_logits: Float[Array, "slots drafts vocab"] | None,
     verifier: Verifier,
     sampler: Sampler,
+    tables: SamplingTables = SamplingTables(),  # noqa: B008  frozen, and without arrays
 ) -> Acceptance:
     """The drafts of each active row that stand, and the token after them.
 
-    `hidden` is the trunk's output at `inputs.logits_indices`. The end of a chunk is a row without
-    drafts: it takes the target's token, as plain decoding does. Rows that produce no token in this
-    step (`inputs.produces_token`) get one all the same, which `truncate_at_stop` drops.
+    `hidden` is the trunk's output at `inputs.logits_indices`, and `tables` have the step's chunks
+    (`with_chunks`). The end of a chunk is a row without drafts: it takes the target's token, as
+    plain decoding does. Rows that produce no token in this step (`inputs.produces_token`) get one
+    all the same, which `truncate_at_stop` drops.
     """
     places = inputs.places
-    decode, ends = places.split_rows(sampling_inputs(inputs.active))
+    decode, ends = _with_tables(inputs, tables)
     first, end_positions = places.split_rows(inputs.first_position)
     offset = jnp.arange(places.width)[None, :]
     positions = first[:, None] + offset

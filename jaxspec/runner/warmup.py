@@ -10,9 +10,9 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, Program
+from jaxspec.plan import MOVES, TABLES, Program, moves_of
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.sampler import Sampler, closed_under_join
+from jaxspec.sampler import BIAS, Sampler, closed_under_join
 
 
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
@@ -21,13 +21,16 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     A step runs the join of what its rows need, so these are programs of every join. An engine of
     one row needs no `MOVES`: there is no second row to copy a state to.
     """
+    joins = closed_under_join(samplers)
     steps = [
         Program(rows, tokens, sampler, num_steps, drafts)
-        for sampler in closed_under_join(samplers)
+        for sampler in joins
         for rows, tokens, drafts in shapes.compiled()
         for num_steps in shapes.num_steps(tokens)
     ]
-    return [*steps, MOVES] if shapes.max_num_seqs > 1 else steps
+    moves = dict.fromkeys(map(moves_of, joins)) if shapes.max_num_seqs > 1 else ()
+    tables = [TABLES] if any(BIAS in sampler for sampler in joins) else []
+    return [*steps, *moves, *tables]
 
 
 def warm_up(
@@ -104,8 +107,10 @@ def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
 
 def _label(program: Program) -> str:
     """A program as a person would name it: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
-    if program == MOVES:
-        return "copies of a prompt's state"
+    if program == TABLES:
+        return "tables of what a request forbids"
+    if program.is_moves:
+        return "copies of a prompt's state" + (program != MOVES) * " and counts"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     drafts = f", {program.num_drafts} draft" + "s" * (program.num_drafts > 1)
     drafts = drafts if program.num_drafts else ""

@@ -51,8 +51,9 @@ def draw(
     A row for which `has_choice` is false (a NaN, nothing finite) gives `NO_TOKEN` (-1).
     """
     scores = process_logits(logits, inputs, positions, sampler=sampler)
-    noisy = add_noise(scores, inputs, positions, use)
-    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
+    # Where no row draws, penalties and masks alone made logits: noise would cost as much as those.
+    noisy = add_noise(scores, inputs, positions, use) if sampler.draws else scores
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions, sampler=sampler))
 
 
 def draw_draft(
@@ -69,7 +70,7 @@ def draw_draft(
     """
     scores = draft_distribution(logits, inputs, positions)
     noisy = add_noise(scores, inputs, positions, Use.DRAFT.at_place(place))
-    return argmax_or_none(noisy, has_choice(logits, inputs, positions))
+    return argmax_or_none(noisy, has_choice(logits, inputs, positions, sampler=SAMPLED))
 
 
 def draft_distribution(

@@ -6,8 +6,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
-from jaxspec.sampler import SMALL_TOP_K, TEMPERATURE, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import (
+    BIAS,
+    MIN_P,
+    PENALTIES,
+    SMALL_TOP_K,
+    TEMPERATURE,
+    TOP_K_TOP_P,
+    Sampler,
+)
+from jaxspec.sampling.bias import add_bias
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
+from jaxspec.sampling.penalties import penalize
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
@@ -61,14 +71,21 @@ def mask_stop_ids(
 
 
 def has_choice(
-    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    sampler: Sampler,
 ) -> Bool[Array, " n"]:
     """Whether a token can be drawn: no NaN, and something finite is left to allow.
 
-    `logits` are the raw ones: after top-k and top-p a forced token (+inf) stands alone among -inf,
-    and so does what is left of a row that overflowed.
+    `logits` are the raw ones, and what the row forbids counts as not there. After top-k and top-p a
+    forced token (+inf) stands alone among -inf, and so does what is left of a row that overflowed.
     """
-    return has_argmax(mask_stop_ids(logits, inputs, positions))
+    allowed = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
+    if BIAS in sampler:
+        allowed = add_bias(allowed, inputs, positions)
+    return has_argmax(allowed)
 
 
 def scale_by_temperature(
@@ -78,9 +95,24 @@ def scale_by_temperature(
     return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
 
 
+def mask_min_p(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Float[Array, "n vocab"]:
+    """`logits` (float32) with -inf where a token is less than `min_p` times as likely as the best.
+
+    The likeliest always stays, and so does every row in which `min_p` is 0.
+    """
+    # log(0) is -inf, below which nothing lies.
+    least = jnp.max(logits, axis=1) + jnp.log(inputs.min_p)
+    return jnp.where(logits < least[:, None], -jnp.inf, logits)
+
+
 # In vLLM's order. Their names are what a `Sampler` holds and `SamplingParams.sampler` asks for.
 PROCESSORS: dict[str, LogitsProcessor] = {
+    BIAS: add_bias,
+    PENALTIES: penalize,
     TEMPERATURE: scale_by_temperature,
+    MIN_P: mask_min_p,
     SMALL_TOP_K: mask_small_top_k,
     TOP_K_TOP_P: mask_top_k_top_p,
 }

@@ -153,7 +153,7 @@ class _Drawn:
             tokens=tokens,
             target=target,
             draft=draft.reshape(rows, drafts, vocab),
-            is_sound=has_choice(*flat).reshape(rows, emits),
+            is_sound=has_choice(*flat, sampler=sampler).reshape(rows, emits),
             inputs=inputs,
             positions=positions,
         )

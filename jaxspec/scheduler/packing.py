@@ -1,12 +1,13 @@
-"""Writes a step's decisions into the packed plan."""
+"""Writes a step's decisions into the packed plan, and what must come before it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxspec.bias_tables import pack_tables
 from jaxspec.config import StepShapes
-from jaxspec.plan import Fork, Program, pack_plan
+from jaxspec.plan import TABLES, Fork, Program, StepPlan, pack_plan
 from jaxspec.request import Request
 from jaxspec.row import row_layout, write_row
 from jaxspec.scheduler.host_drafter import HostDrafter, path_fields
@@ -22,12 +23,13 @@ def pack_step(
     drafter: HostDrafter,
     grown: Iterable[Request] = (),
     forks: Sequence[Fork] = (),
-) -> np.ndarray:
-    """The packed plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
+) -> StepPlan:
+    """The plan for `rows`: `num_decode` that decode, the `prefills`, then idle ones.
 
     The device finds a row that it has by its index in the last plan (`Request.row`). The pages that
     `grown` were given since the device last heard of theirs (`Request.num_pages_sent`) go into the
-    plan; and so do the paths that the `drafter` expects of the rows that work.
+    plan; and so do the paths that the `drafter` expects of the rows that work. The tables of rows
+    that enter come in plans before it.
 
     Raises:
         ValueError: two rows have the same slot, or come from the same row: both would write there.
@@ -41,7 +43,7 @@ def pack_step(
     for entry, row in zip(entries, new_rows, strict=True):
         write_row(entry, rows[row], layout)
     chunks = [r.tokens[r.num_computed : r.num_computed + n] for r, n in prefills]
-    return pack_plan(
+    packed = pack_plan(
         program,
         shapes,
         {
@@ -57,6 +59,9 @@ def pack_step(
             **path_fields(drafter, rows[: num_decode + len(prefills)], shapes, program),
         },
     )
+    entering = [rows[row] for row in new_rows if rows[row].has_tables]
+    tables = [StepPlan(TABLES, pack_tables(each, shapes.vocab_size)) for each in entering]
+    return StepPlan(program, packed, tuple(tables))
 
 
 def _refuse_repeated(name: str, values: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, Fork, Program, StepOutput, StepPlan
+from jaxspec.plan import Fork, Program, StepOutput, StepPlan, moves_of
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import join
 from jaxspec.scheduler.decode_steps import num_decode_steps
@@ -197,7 +197,8 @@ class Scheduler:
                 forks.append(fork(leader, child, self.pages, self.shapes.page_size))
             if not (followers and self._free_slots and step.num_new == self.shapes.max_new_rows):
                 self._followers.dismiss(leader)
-        return ScheduledStep(self._plan(MOVES, step, forks), (), (), 0) if forks else None
+        program = moves_of(join(r.sampler for r in self.running if r.row < 0))
+        return ScheduledStep(self._plan(program, step, forks), (), (), 0) if forks else None
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -208,9 +209,7 @@ class Scheduler:
             if self._followers.waits(request, self.running):
                 reserved += 1  # a row is kept for it until its leader reaches the fork
                 continue
-            rows_full = (
-                len(self._free_slots) <= reserved or step.num_new == self.shapes.max_new_rows
-            )
+            rows_full = len(self._free_slots) <= reserved or not self._has_row(step)
             seqs_full = len(step.prefills) >= self.shapes.max_prefill_seqs or step.budget < 1
             wanted = self.shapes.reach(len(request.tokens))
             pages_short = self._pages_for(wanted, request) > self.pages.num_free
@@ -293,7 +292,7 @@ class Scheduler:
         if len(rows) < len(self.running):
             active = set(rows)
             rows += [request for request in self.running if request not in active]
-        packed = pack_step(
+        plan = pack_step(
             program,
             self.shapes,
             rows=rows,
@@ -305,4 +304,4 @@ class Scheduler:
         )
         for row, request in enumerate(rows):
             request.row, request.num_pages_sent = row, len(request.pages)
-        return StepPlan(program, packed)
+        return plan

@@ -11,7 +11,8 @@ from fake_device import make_buckets
 
 from jaxspec.flight import Flight, Step, file
 from jaxspec.flight.file import read, write
-from jaxspec.plan import MOVES, Program, output_layout, pack_plan
+from jaxspec.flight.ids import without_ids
+from jaxspec.plan import MOVES, TABLES, Program, output_layout, pack_plan, plan_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import FULL, GREEDY
 
@@ -252,3 +253,40 @@ def test_a_file_that_would_fill_the_memory_is_not_unpacked(tmp_path, monkeypatch
     monkeypatch.setattr(file, "_MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(ValueError, match="it would unpack to"):
         read(tmp_path / "a.npz")
+
+
+def with_tables(slot, **fields):
+    shapes = dataclasses.replace(SHAPES, vocab_size=9)
+    packed = np.zeros(plan_layout(TABLES, shapes).size, np.int32)
+    plan = plan_layout(TABLES, shapes).unpack(packed)
+    plan["slot"][...] = slot
+    for name, value in fields.items():
+        plan[name][...] = value
+    step = Step(TABLES, packed, np.zeros((0, 0, output_layout(2).size), np.int32))
+    return dataclasses.replace(make_flight(), shapes=shapes, steps=[step], hashed=False)
+
+
+def test_tables_are_read_and_their_ids_are_bounded(tmp_path):
+    path, flight = tmp_path / "a.npz", with_tables(5, bad_words=3, bias_ids=-1)
+    write(path, flight)
+    (step,) = read(path).steps
+    assert step.program == TABLES and np.array_equal(step.packed, flight.steps[0].packed)
+    for wrong in (
+        with_tables(6),
+        with_tables(1, bad_words=9),
+        with_tables(1, bias_ids=9),
+        with_tables(1, more_stop_ids=-2),
+    ):
+        write(path, wrong)
+        with pytest.raises(ValueError, match="A flight must be a whole file"):
+            read(path)
+
+
+def test_bad_words_are_hashed_as_what_was_said_is():
+    flight = with_tables(2, bad_words=np.arange(32) % 9)
+    (step,) = without_ids(flight).steps
+    told, kept = (
+        plan_layout(TABLES, flight.shapes).unpack(s.packed) for s in (step, flight.steps[0])
+    )
+    assert not np.array_equal(told["bad_words"], kept["bad_words"])
+    assert told["slot"] == kept["slot"] and np.array_equal(told["allowed"], kept["allowed"])

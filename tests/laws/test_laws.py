@@ -39,6 +39,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation.mtp import MTPOptions
 
 PROMPTS = prompts(6)
+PREFIXED = dataclasses.replace(SAMPLED, presence_penalty=0.5, logit_bias={5: 1.0})
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 HYBRIDS = pytest.mark.parametrize(
     ("fixture", "states"),
@@ -489,7 +490,7 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
             chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
         ),
     )
-    kinds = [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_k=5)]
+    kinds = [GREEDY, dataclasses.replace(SAMPLED, top_k=5), PREFIXED]
     samplers = [params.sampler for params in kinds]
     engine = Harness("qwen3_5", drafts=3, samplers=samplers, num_pages=24)
     heard = []

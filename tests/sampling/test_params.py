@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from jaxspec.sampling import SamplingInputs
+from jaxspec.sampling.tables import SamplingTables
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -31,6 +32,18 @@ def test_repeat_is_the_order_in_which_rows_of_positions_flatten(n, stops):
         np.testing.assert_array_equal(got, wide.reshape(4 * n, *leaf.shape[1:]))
 
 
+def test_a_place_has_the_tokens_in_front_of_it_and_hides_those_behind():
+    tables = SamplingTables()
+    inputs = SamplingInputs({}, tables, jnp.array([[4, 5, 6], [7, -1, -1]], jnp.int32))
+    repeated = inputs.repeat(3)
+    assert repeated.tokens.tolist() == [
+        *([4, -1, -1], [4, 5, -1], [4, 5, 6]),
+        *([7, -1, -1], [7, -1, -1], [7, -1, -1]),
+    ]
+    assert inputs.repeat(2).tokens.tolist() == [[4, -1, -1], [4, 5, -1], *[[7, -1, -1]] * 2]
+    assert repeated.tables is tables  # by slot: nothing to repeat
+
+
 def test_only_a_temperature_too_small_to_divide_by_is_greedy():
     temperature = [0.0, 1e-6, 1e-4, 1.0]
     columns = make_inputs(4, 0).columns | {"temperature": jnp.array(temperature, jnp.float32)}
@@ -41,5 +54,7 @@ def test_only_a_temperature_too_small_to_divide_by_is_greedy():
 
 
 def test_a_column_that_is_no_sampling_field_is_refused():
-    with pytest.raises(AttributeError, match="'min_p' is no field of jaxspec.row.SAMPLING_FIELDS"):
-        _ = make_inputs(1, 0).min_p
+    with pytest.raises(
+        AttributeError, match="'mirostat' is no field of jaxspec.row.SAMPLING_FIELDS"
+    ):
+        _ = make_inputs(1, 0).mirostat

@@ -3,7 +3,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import FULL, SAMPLED, TOP_K, Sampler
+from jaxspec.sampler import (
+    BIAS,
+    FULL,
+    MIN_P,
+    PENALTIES,
+    SAMPLED,
+    SMALL_TOP_K,
+    TEMPERATURE,
+    TOP_K,
+    TOP_K_TOP_P,
+    Sampler,
+)
 from jaxspec.sampling.processors import (
     PROCESSORS,
     forbidden_ids,
@@ -63,6 +74,6 @@ def test_half_precision_logits_are_processed_in_float32(make_inputs):
 
 def test_there_is_a_processor_of_every_name_that_a_sampler_may_have(make_inputs):
     logits, inputs = jnp.zeros((1, VOCAB)), make_inputs(1)
-    assert {*TOP_K.processors, *FULL.processors} == set(PROCESSORS)
-    with pytest.raises(ValueError, match="min_p"):
-        process_logits(logits, inputs, inputs.seed, sampler=Sampler.of("min_p"))
+    assert list(PROCESSORS) == [BIAS, PENALTIES, TEMPERATURE, MIN_P, SMALL_TOP_K, TOP_K_TOP_P]
+    with pytest.raises(ValueError, match="mirostat"):
+        process_logits(logits, inputs, inputs.seed, sampler=Sampler.of("mirostat"))

@@ -54,8 +54,8 @@ def test_a_plan_has_the_path_of_each_row_that_works():
     rows = [make_group(seed, 3, 9)[0] for seed in (0, 2, 9)]
     for slot, request in enumerate(rows, 1):
         request.slot, request.tokens = slot, [slot, slot]
-    packed = pack_step(PROGRAM, shapes, rows=rows, num_decode=2, prefills=[], drafter=Counting())
-    fields = plan_layout(PROGRAM, shapes).unpack(packed)
+    plan = pack_step(PROGRAM, shapes, rows=rows, num_decode=2, prefills=[], drafter=Counting())
+    fields = plan_layout(PROGRAM, shapes).unpack(plan.packed)
     assert fields["paths"][:3].tolist() == [[-1] * 4, [3, 4, -1, -1], [0] * 4]
     assert fields["path_from"][:3].tolist() == [2, 2, 0]
     assert fields["path_match"][:3].tolist() == [0, 2, 0]

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
+from jaxspec.bias_tables import table_layout
+from jaxspec.plan import TABLES
 from jaxspec.request import Finish
 from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.host_drafter import HostDrafter
@@ -569,3 +571,22 @@ def test_a_plan_of_two_rows_in_one_place_is_refused(fact, what):
     setattr(other, fact, getattr(one, fact))
     with pytest.raises(ValueError, match=f"Each row of a plan must have its own {what}"):
         loop.turn()
+
+
+def test_tables_come_before_the_step_in_which_their_request_enters():
+    """Its slot's, once for each entry, forks and what comes back after a preemption included."""
+    loop = Loop(vocab_size=50, num_pages=12, max_num_seqs=3, decode_rows=(3,))
+    loop.add(make_group(1, 9, 20, n=2, logit_bias={4: 1.0}), make_group(5, 9, 20))
+    entered = []
+    while loop.scheduler.has_work:
+        before = {r: r.generation for r in loop.requests.values()}
+        step = loop.schedule()
+        new = [r for r in loop.requests.values() if r.generation > before[r] and r.slot]
+        plans = [table_layout(50).unpack(plan.packed) for plan in step.plan.before]
+        assert all(plan.program == TABLES for plan in step.plan.before)
+        assert sorted(int(plan["slot"]) for plan in plans) == sorted(
+            r.slot for r in new if r.has_tables
+        )
+        entered += new
+        loop.collect()
+    assert loop.scheduler.num_preemptions > 0 and len(entered) > 3

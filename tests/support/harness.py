@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from oracle import Oracle, expect
+from oracle import Expected, Oracle, expect
 
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.engine import Engine
@@ -47,9 +47,16 @@ def oracle(fixture: str) -> Oracle:
     return Oracle(FIXTURES / fixture)
 
 
-@functools.cache
-def expected(fixture: str, prompt: tuple[int, ...], params: SamplingParams, seed: int, stops=()):
-    return expect(oracle(fixture), prompt, params, seed, stops)
+def expected(
+    fixture: str, prompt: tuple[int, ...], params: SamplingParams, seed: int, stops=(), words=()
+):
+    key = repr((fixture, prompt, params, seed, stops, words))  # a dict in them has no hash
+    if key not in _expected:
+        _expected[key] = expect(oracle(fixture), prompt, params, seed, stops, bad_words=words)
+    return _expected[key]
+
+
+_expected: dict[str, Expected] = {}
 
 
 def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...]]:
@@ -109,6 +116,7 @@ class Harness:
             max_prefill_seqs=3,
             steps_per_dispatch=steps_per_dispatch,
             draft_counts=draft_counts,
+            vocab_size=model(fixture).vocab_size,
             path_length=path_length(speculation, max_in_flight, steps_per_dispatch),
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
@@ -145,14 +153,22 @@ class Harness:
         self.emitted: dict[Request, list[int]] = {}
         self.num_ties = 0
 
-    def add(self, prompt, params=GREEDY, seed: int = 0, stop_ids=()) -> list[Request]:
+    def add(self, prompt, params=GREEDY, seed: int = 0, stop_ids=(), bad_words=()) -> list[Request]:
         """Queue `params.n` samples; sample i draws with noise of `seed + i`."""
         samples: list[Request] = []
         for index in range(params.n):
             key = self.proposer.request_key(prompt, seed + index) if self.proposer else 0
             leader = samples[0] if samples else None
             samples.append(
-                Request(tuple(prompt), params, seed + index, tuple(stop_ids), key, leader)
+                Request(
+                    tuple(prompt),
+                    params,
+                    seed + index,
+                    tuple(stop_ids),
+                    key,
+                    leader,
+                    tuple(bad_words),
+                )
             )
         self.scheduler.check(samples)
         self.scheduler.add(samples)
@@ -177,7 +193,12 @@ class Harness:
                 continue
             assert request.finish in (Finish.STOP, Finish.LENGTH), request.finish
             want = expected(
-                self.fixture, request.prompt, request.params, request.seed, request.stop_ids
+                self.fixture,
+                request.prompt,
+                request.params,
+                request.seed,
+                request.stop_ids,
+                request.bad_words,
             )
             what = f"{self.fixture} prompt {request.prompt[:5]}... seed {request.seed}"
             self.num_ties += want.check(request.output, what)

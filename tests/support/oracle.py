@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, for safetensors
 import numpy as np
+from prefixes import by_min_p, by_prefix
 from safetensors import safe_open
 
 from jaxspec.sampling import Use, gumbel_noise
@@ -230,17 +231,18 @@ def _noise(seed, position, vocab):
     return np.asarray(gumbel_noise(*map(np.asarray, at), Use.TARGET, vocab))[0].astype(np.float64)
 
 
-def expect(oracle: Oracle, prompt, params, seed: int = 0, stop_ids=(), limit=None) -> Expected:
+def expect(
+    oracle: Oracle, prompt, params, seed: int = 0, stop_ids=(), limit=None, bad_words=()
+) -> Expected:
     """The continuation of `prompt` under `params`, by the definition."""
     run, tokens, scores = oracle.start(), [], []
     for token in prompt:
         logits = run.feed(token)
     while True:
-        score = logits.copy()
-        if len(tokens) < params.min_tokens:
-            score[list(stop_ids)] = -np.inf
+        score = by_prefix(logits, params, prompt, tokens, stop_ids, bad_words)
         if params.temperature:
-            score = _keep(score / params.temperature, params.top_k, params.top_p)
+            score = by_min_p(score / params.temperature, params.min_p)
+            score = _keep(score, params.top_k, params.top_p)
             score = score + _noise(seed, len(prompt) + len(tokens), len(score))
         tokens.append(int(score.argmax()))
         scores.append(score)

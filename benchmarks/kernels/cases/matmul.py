@@ -26,7 +26,7 @@ from jaxspec.pallas.matmul.split_matmul import (
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.row import MAX_STOP_IDS
+from jaxspec.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8
 
 _SHAPE = GDN["qwen3.5-0.8b"]  # also the 2B's
@@ -122,7 +122,7 @@ def argmax_matmul_cases() -> Iterator[Case]:
         return op(x, weight, jnp.full((x.shape[0], num_forbidden), NO_TOKEN, jnp.int32))
 
     for model in ("qwen3.5-0.8b", "qwen3.5-9b"):
-        for name, ids, num_forbidden in (("head", 248320, MAX_STOP_IDS), ("draft head", 32768, 0)):
+        for name, ids, num_forbidden in (("head", 248320, ROW_STOP_IDS), ("draft head", 32768, 0)):
             ops = (argmax_matmul, argmax_matmul_reference)
             runs = [functools.partial(run, op, num_forbidden) for op in ops]
             for tokens in (16, 64, 128, 256, 1024):

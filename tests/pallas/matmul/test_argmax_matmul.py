@@ -14,7 +14,7 @@ from jaxspec.pallas.matmul.argmax_matmul import (
     why_not_kernel,
 )
 from jaxspec.pallas.matmul.scores import NO_TOKEN
-from jaxspec.row import MAX_STOP_IDS
+from jaxspec.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8, to_float8
 
 INF, NAN = np.inf, np.nan
@@ -105,7 +105,7 @@ def operands(rows, features, ids, num_forbidden):
 
 @pytest.mark.parametrize(
     ("rows", "features", "ids", "num_forbidden"),
-    [(9, 320, 328, MAX_STOP_IDS), (72, 320, 328, 2), (150, 64, 136, 1), (264, 128, 192, 0)],
+    [(9, 320, 328, ROW_STOP_IDS), (72, 320, 328, 2), (150, 64, 136, 1), (264, 128, 192, 0)],
 )
 def test_the_kernel_equals_the_oracle_without_races(
     interpreter, monkeypatch, rows, features, ids, num_forbidden
@@ -186,7 +186,7 @@ def test_on_a_gpu_the_op_in_8_bits_equals_the_oracle(features, ids, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_forbidden", [0, MAX_STOP_IDS])
+@pytest.mark.parametrize("num_forbidden", [0, ROW_STOP_IDS])
 @pytest.mark.parametrize("rows", [8, 12, 36, 64, 72, 128, 136, 200, 256, 260])
 @pytest.mark.parametrize("features", [1024, 4096])
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, rows, num_forbidden):

@@ -16,7 +16,7 @@ from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.row import MAX_STOP_IDS
+from jaxspec.request import ROW_STOP_IDS
 from jaxspec.weight import Dense, Float8
 
 OPTIMIZED = True  # as for a user
@@ -123,7 +123,7 @@ def test_one_wave_gemm(h200, monkeypatch, capfd, model, product, columns, tokens
     assert_lean(compiled, capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("num_forbidden", [0, MAX_STOP_IDS])
+@pytest.mark.parametrize("num_forbidden", [0, ROW_STOP_IDS])
 @pytest.mark.parametrize(
     ("features", "tokens", "ids"),
     [

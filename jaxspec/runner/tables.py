@@ -1,0 +1,78 @@
+"""The tokens of a step into the tables of sampling: chunks before the verify, the rest after it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.runner.batch_state import BatchState
+from jaxspec.runner.prepare import StepInputs
+from jaxspec.sampling import Acceptance
+from jaxspec.sampling.tables import SamplingTables
+
+
+def with_chunks(tables: SamplingTables, inputs: StepInputs) -> SamplingTables:
+    """The tables with the step's chunks, so that the ends of prompts are sampled by all of them.
+
+    A chunk that begins its request finds what a former one left in the slot, and clears it.
+    """
+    prefill = inputs.model.prefill
+    if prefill is None or tables.is_empty:
+        return tables
+    _, tokens = inputs.places.split_tokens(inputs.model.tokens)
+    _, positions = inputs.places.split_tokens(inputs.model.positions)
+    _, rows = inputs.places.split_rows(inputs.active)
+    token = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    seq = jnp.sum(token[:, None] >= prefill.query_start[None, 1:], axis=1, dtype=jnp.int32)
+    is_real = token < prefill.query_start[-1]
+    seq = jnp.where(is_real, seq, 0)
+    seen, bias = tables.seen, tables.bias
+    if seen is not None:
+        begins = (prefill.query_len > 0) & (prefill.num_computed == 0)
+        seen = seen.cleared(jnp.where(begins, rows.slot, seen.counts.shape[0]))
+        is_prompt = positions < rows.prompt_len[seq]
+        seen = seen.with_tokens(rows.slot[seq], tokens, is_prompt, is_real)
+    if bias is not None:
+        length = bias.recent.shape[1]
+        is_new = is_real & (token >= prefill.query_start[1:][seq] - length)
+        slots = jnp.where(is_new, rows.table_slot[seq], 0)
+        bias = bias.with_tokens(slots, tokens, positions)
+    return dataclasses.replace(tables, seen=seen, bias=bias)
+
+
+def with_verified(
+    tables: SamplingTables, inputs: StepInputs, acceptance: Acceptance
+) -> SamplingTables:
+    """The tables with what the verify made valid: input tokens, and the drafts that stand."""
+    if tables.is_empty:
+        return tables
+    rows, _ = inputs.places.split_rows(inputs.active)
+    num_valid, _ = inputs.places.split_rows(acceptance.num_emitted)
+    width = inputs.places.width
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    is_true = (place < num_valid[:, None]).reshape(-1)
+    index = rows.num_computed[:, None] + place
+    tokens = step_tokens(inputs).reshape(-1)
+    seen, bias = tables.seen, tables.bias
+    if seen is not None:
+        is_prompt = (index < rows.prompt_len[:, None]).reshape(-1)
+        slots = jnp.repeat(rows.slot, width)
+        seen = seen.with_tokens(slots, tokens, is_prompt, is_true)
+    if bias is not None:
+        slots = jnp.where(is_true, jnp.repeat(rows.table_slot, width), 0)
+        bias = bias.with_tokens(slots, tokens, index.reshape(-1))
+    return dataclasses.replace(tables, seen=seen, bias=bias)
+
+
+def step_tokens(inputs: StepInputs) -> Int[Array, "rows width"]:
+    """The rectangle's tokens (int32): of each row its last token, then its drafts."""
+    rows, _ = inputs.places.split_rows(inputs.active)
+    return jnp.concatenate([rows.last_token[:, None], inputs.drafts], axis=1)
+
+
+def stop_ids(tables: SamplingTables, rows: BatchState) -> Int[Array, "rows stops"]:
+    """All stop ids (int32) of each row, then -1."""
+    if tables.bias is None:
+        return rows.stop_ids
+    more = tables.bias.more_stop_ids[rows.table_slot]
+    return jnp.concatenate([rows.stop_ids, more], axis=1)

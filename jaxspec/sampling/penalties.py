@@ -1,0 +1,38 @@
+"""Penalties for what was said before: presence, frequency and repetition."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.sampling.params import SamplingInputs
+
+
+def penalize(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Float[Array, "n vocab"]:
+    """`logits` (float32) less what their ids have coming for where they stand already.
+
+    An id in the prompt or the output has a logit above 0 divided by `repetition_penalty`, and one
+    below multiplied. Then `frequency_penalty` is taken off for each time that it was output, and
+    `presence_penalty` once (Keskar et al. 2019 and OpenAI's API, as vLLM has them).
+
+    A row's prefix is what the tables count and the step's tokens in front of it, drafts among them.
+
+    Raises:
+        ValueError: the inputs have no counts.
+    """
+    if inputs.tables is None or inputs.tables.seen is None or inputs.tokens is None:
+        raise ValueError("Penalties must have counts of tokens. This is a bug in jaxspec.")
+    seen, ids = inputs.tables.seen, jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    in_prompt = seen.in_prompt[inputs.slot]
+    counts = seen.counts[inputs.slot].astype(jnp.int32)
+    # By comparison and not by a scatter: XLA makes all of this one pass over the logits.
+    for place in range(inputs.tokens.shape[1]):
+        is_token = ids == inputs.tokens[:, place, None]
+        # The last token of a prompt may be computed beside rows that decode.
+        is_prompt = (inputs.num_computed + place < inputs.prompt_len)[:, None]
+        in_prompt |= is_token & is_prompt
+        counts += (is_token & ~is_prompt).astype(jnp.int32)
+    repetition = jnp.where(in_prompt | (counts > 0), inputs.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
+    logits -= inputs.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return logits - jnp.where(counts > 0, inputs.presence_penalty[:, None], 0.0)
