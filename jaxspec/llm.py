@@ -150,12 +150,7 @@ class LLM:
                     speed = count / bar.format_dict["elapsed"]
                     bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         return [
-            RequestOutput(
-                prompt=prompt if isinstance(prompt, str) else prompt.get("prompt"),
-                prompt_token_ids=list(group[0].request.prompt),
-                outputs=[sample.output() for sample in group],
-                request_id=group[0].request_id,
-            )
+            RequestOutput.of(prompt if isinstance(prompt, str) else prompt.get("prompt"), group)
             for prompt, group in zip(batch, groups, strict=True)
         ]
 

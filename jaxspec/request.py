@@ -6,6 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxspec.sampler import Sampler
 from jaxspec.sampling_params import SamplingParams
@@ -134,6 +135,9 @@ class Request:
     leader: "Request | None" = None  # the sample whose prefill this one may share
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
+    # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.
+    logprobs: list[Any] = dataclasses.field(default_factory=list)  # of each token emitted
+    prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None: not known yet
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # somebody reads its tokens as they come
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
@@ -157,6 +161,8 @@ class Request:
         self.tokens = list(self.prompt)
         self.max_len = len(self.prompt) + self.params.max_tokens
         self.sampler = self.params.sampler
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt)
         most = self.params.num_speculative_tokens
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
-from jaxspec.sampler import TEMPERATURE, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import LOGPROBS, PROMPT_LOGPROBS, TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_N = 16_384
 """Samples that one prompt may have."""
@@ -15,6 +15,8 @@ MAX_STOPS = 256
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string: as many may be held back, and looked at with each token."""
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
+MAX_LOGPROBS = 20
+"""Likeliest ids whose log-probabilities a program reports, whether fewer are asked for or not."""
 GREEDY_BELOW = 1e-5
 """Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
 
@@ -28,6 +30,8 @@ class SamplingParams:
     `min_tokens` forbids stop ids before so many tokens. `n` samples, each with noise of its own,
     share one prefill as far as rows are free when it ends. `num_speculative_tokens` is the most
     drafts of a verify: 0 turns speculation off for the request, None leaves it to the engine.
+    `logprobs` asks for the log-probability of each token of the output and of that many likeliest
+    ones in its place; `prompt_logprobs` for the same of the prompt. None asks for none.
 
     NumPy's numbers are taken, and kept as Python's.
 
@@ -46,6 +50,8 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value, and keep it as Python's own type."""
@@ -61,6 +67,8 @@ class SamplingParams:
             stop_token_ids=_stop_token_ids(self.stop_token_ids),
             ignore_eos=boolean("ignore_eos", self.ignore_eos),
             num_speculative_tokens=_most_drafts(self.num_speculative_tokens),
+            logprobs=_num_logprobs("logprobs", self.logprobs),
+            prompt_logprobs=_num_logprobs("prompt_logprobs", self.prompt_logprobs),
         )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -78,11 +86,13 @@ class SamplingParams:
 
     @property
     def sampler(self) -> Sampler:
-        """The least sampler that serves this request: the logits processors that it wants."""
+        """The least sampler that serves this request: the processors and reports that it wants."""
         draws = not self.is_greedy
         wanted = {
             TEMPERATURE: draws,
             TOP_K_TOP_P: draws and (self.top_k > 0 or self.top_p < 1),
+            LOGPROBS: self.logprobs is not None,
+            PROMPT_LOGPROBS: self.prompt_logprobs is not None,
         }
         return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))
 
@@ -107,6 +117,14 @@ def _top_p(value: Any) -> float:
 def _most_drafts(value: Any) -> int | None:
     hint = "; 0 turns speculation off for a request, and None leaves it to the engine"
     return None if value is None else integer("num_speculative_tokens", value, 0, hint=hint)
+
+
+def _num_logprobs(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    every = "; the whole vocabulary (-1 elsewhere) is not reported" if value == -1 else ""
+    hint = f"{every}; 0 reports the token's own alone, up to {MAX_LOGPROBS} the likeliest besides"
+    return integer(name, value, 0, MAX_LOGPROBS, hint=hint)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -21,13 +21,13 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     A step runs the join of what its rows need, so these are programs of every join. An engine of
     one row needs no `MOVES`: there is no second row to copy a state to.
     """
-    steps = [
+    steps = dict.fromkeys(  # in order, each once
         Program(rows, tokens, sampler, num_steps, drafts)
         for sampler in closed_under_join(samplers)
         for rows, tokens, drafts in shapes.compiled()
         for num_steps in shapes.num_steps(tokens)
-    ]
-    return [*steps, MOVES] if shapes.max_num_seqs > 1 else steps
+    )
+    return [*steps, MOVES] if shapes.max_num_seqs > 1 else [*steps]
 
 
 def warm_up(
