@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
+from jaxspec.checks import are_integers, boolean, integer, is_integer, real, seed_bits, shown
 from jaxspec.sampler import LOGPROBS, PROMPT_LOGPROBS, TEMPERATURE, TOP_K_TOP_P, Sampler
 
 MAX_N = 16_384
@@ -122,8 +122,12 @@ def _most_drafts(value: Any) -> int | None:
 def _num_logprobs(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    every = "; the whole vocabulary (-1 elsewhere) is not reported" if value == -1 else ""
-    hint = f"{every}; 0 reports the token's own alone, up to {MAX_LOGPROBS} the likeliest besides"
+    if is_integer(value) and value == -1:
+        raise ValueError(
+            f"{name} must be 0 to {MAX_LOGPROBS}, got -1: the whole vocabulary is not reported. "
+            f"Ask for the {MAX_LOGPROBS} likeliest."
+        )
+    hint = "; 0 reports the token's own alone, and None nothing"
     return integer(name, value, 0, MAX_LOGPROBS, hint=hint)
 
 

@@ -51,7 +51,8 @@ def _best(values: Float[Array, "rows some"], columns: Int[Array, "rows some"], n
 
 
 def _number(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return jnp.where(jnp.isnan(x), -jnp.inf, x)
+    """`x` as `lax.top_k` orders it by value: to that, a NaN is the largest and -0 less than 0."""
+    return jnp.where(jnp.isnan(x), -jnp.inf, jnp.where(x == 0, 0.0, x))
 
 
 def _iota(n: int) -> Int[Array, " n"]:
