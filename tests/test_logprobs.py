@@ -1,7 +1,11 @@
 """What users read of what a device reported."""
 
-import numpy as np
+import dataclasses
 
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
 from jaxspec.logprobs import LAYOUT, Logprob, readable
 from jaxspec.sampling_params import MAX_LOGPROBS
 
@@ -68,3 +72,60 @@ def test_logits_that_round_to_one_logprob_keep_their_ranks():
 def test_no_tokens_have_no_logprobs():
     assert readable([], [], 3, None) == []
     assert Logprob(-1.0) == (-1.0, None, None)
+
+
+# Through an LLM.
+
+PROMPT = "def fibonacci(n):"
+REPORTED = SamplingParams(
+    temperature=0.8, seed=3, max_tokens=10, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
+SILENT = dataclasses.replace(REPORTED, logprobs=None, prompt_logprobs=None)
+
+
+@pytest.fixture(scope="module")
+def llm(short_model):
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
+    with LLM(short_model, dtype="float32", max_model_len=64, **options) as llm:
+        llm.generate("a", dataclasses.replace(SILENT, max_tokens=1))
+        yield llm
+
+
+def test_samples_that_share_a_prompt_show_its_logprobs_once(llm):
+    """And the tokens are those of a call that asks for none, with the texts of their ids."""
+    params = dataclasses.replace(REPORTED, n=3)  # of which two run at a time
+    (output,) = llm.generate(PROMPT, params)
+    (silent,) = llm.generate(PROMPT, dataclasses.replace(SILENT, n=3))
+    (alone,) = llm.generate(PROMPT, REPORTED)
+    assert [s.token_ids for s in output.outputs] == [s.token_ids for s in silent.outputs]
+    assert [s.logprobs for s in silent.outputs] == [None] * 3
+    first, *entries = output.prompt_logprobs
+    assert first is None and len(entries) == len(output.prompt_token_ids) - 1
+    for entry, again in zip(entries, alone.prompt_logprobs[1:], strict=True):
+        assert entry.keys() == again.keys()
+    for sample in output.outputs:
+        own = [entry[token] for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+        assert sample.cumulative_logprob == sum(found.logprob for found in own) < 0
+        assert [found.decoded_token for found in own] == [
+            llm.tokenizer.decode([token]) for token in sample.token_ids
+        ]
+
+
+def test_the_pieces_of_a_stream_joined_are_the_output(llm):
+    with llm.stream(PROMPT, REPORTED) as stream:
+        pieces = list(stream)
+    (output,) = llm.generate(PROMPT, REPORTED)
+    joined = [entry for piece in pieces for entry in piece.logprobs]
+    assert [[*entry] for entry in joined] == [[*entry] for entry in output.outputs[0].logprobs]
+    assert len(pieces[0].prompt_logprobs) == len(output.prompt_logprobs)
+    assert all(piece.prompt_logprobs is None for piece in pieces[1:])
+
+
+def test_a_stop_string_cuts_them(llm):
+    (whole,) = llm.generate(PROMPT, REPORTED)
+    stop = whole.outputs[0].text[3:5]
+    (output,) = llm.generate(PROMPT, dataclasses.replace(REPORTED, stop=stop))
+    (sample,) = output.outputs
+    assert sample.finish_reason == "stop"
+    assert 0 < len(sample.logprobs) == len(sample.token_ids) < 10
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)

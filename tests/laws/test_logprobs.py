@@ -84,7 +84,7 @@ def test_forks_aborts_and_preemptions_lose_none():
     assert any(request.leader for request in engine.requests)
     assert engine.check() <= 1
     num_output, num_prompt = check_logprobs(engine)
-    assert num_output > 100 and num_prompt > 100
+    assert num_output > 100 and num_prompt > 50
 
 
 def test_one_token_has_nothing_before_it():
