@@ -1,8 +1,10 @@
 """Hybrid LLMs in JAX with zero-bubble asynchronous speculative decoding."""
 
+from jaxspec.beam_search import BeamSearchParams
 from jaxspec.inspection import Inspection, inspect
 from jaxspec.kept_llm import generate
 from jaxspec.llm import LLM
+from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -10,8 +12,10 @@ from jaxspec.speculation import SpeculativeConfig
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Inspection",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jaxspec.plan import Program, StepOutput, StepPlan
 from jaxspec.request import DraftCounts
+from jaxspec.scheduler.logprobs import record_logprobs
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
 
@@ -175,6 +176,7 @@ class Engine:
         started = time.perf_counter()
         output = pending.result()
         waited = time.perf_counter()
+        record_logprobs(step, output)
         progress = self.scheduler.collect(step, output)
         self._count(progress)
         collected = time.perf_counter()

@@ -44,7 +44,7 @@ class InputProcessor:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
-        self._eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
+        self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
         self._request_key, self._seed = request_key, seed
         self._num_prompts = 0  # which the noise of prompts without a seed goes by
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class InputProcessor:
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end a request, once it is known that stop strings can, too."""
-        own_eos = () if params.ignore_eos else self._eos_ids
+        own_eos = () if params.ignore_eos else self.eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
         check_ids("stop_token_ids", stop_ids, self._vocab_size)
         if len(stop_ids) > MAX_STOP_IDS:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxspec.beam_search import beam_search as _beam_search
 from jaxspec.engine import Engine, StepTimes
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
@@ -23,6 +24,7 @@ from jaxspec.runner.warmup import warm_up
 from jaxspec.sampler import SAMPLERS, Sampler
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.score import score as _score
 from jaxspec.session import Session
 from jaxspec.tokenizer import Tokenizer
 
@@ -150,12 +152,7 @@ class LLM:
                     speed = count / bar.format_dict["elapsed"]
                     bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         return [
-            RequestOutput(
-                prompt=prompt if isinstance(prompt, str) else prompt.get("prompt"),
-                prompt_token_ids=list(group[0].request.prompt),
-                outputs=[sample.output() for sample in group],
-                request_id=group[0].request_id,
-            )
+            RequestOutput.of(prompt if isinstance(prompt, str) else prompt.get("prompt"), group)
             for prompt, group in zip(batch, groups, strict=True)
         ]
 
@@ -195,6 +192,8 @@ class LLM:
         self.session.require_usable()
         prompt = self._inputs.chat(messages, template_options)
         return self.generate(prompt, sampling_params)[0]
+
+    beam_search, score = _beam_search, _score
 
     def metrics(self) -> dict[str, Any]:
         """Counts, acceptance by method, seconds, speeds, shapes, bytes by pool, what each op runs.

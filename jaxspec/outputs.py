@@ -1,8 +1,9 @@
 """What users get back, and the text that grows as a request's tokens arrive."""
 
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 
+from jaxspec.logprobs import Logprob, readable
 from jaxspec.request import Request, RequestMetrics
 from jaxspec.stop_strings import StopStrings
 from jaxspec.tokenizer import TextStream
@@ -15,6 +16,9 @@ class CompletionOutput:
     `draft_positions` says of each of `token_ids` who gave it: 0 the target itself, j the draft j of
     its verify, which the target let stand. The last token of a sample that ends at a stop id or its
     length counts as the target's, drafted or not.
+
+    `logprobs` has a dict for each of `token_ids`: the token's own `Logprob` by its id, then those
+    of the likeliest ids in its place. It is None unless `SamplingParams.logprobs` asks for it.
     """
 
     index: int
@@ -23,16 +27,44 @@ class CompletionOutput:
     finish_reason: str | None  # "stop", "length", "error", "abort"
     metrics: RequestMetrics
     draft_positions: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all `token_ids` together; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        places = zip(self.token_ids, self.logprobs, strict=True)
+        return sum((entry[token].logprob for token, entry in places), start=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its samples."""
+    """A prompt and its samples.
+
+    `prompt_logprobs` has for each prompt token what `CompletionOutput.logprobs` has for its tokens,
+    and None for the first one, which nothing predicts. As a whole it is None unless
+    `SamplingParams.prompt_logprobs` asks for it, or if the request ended before its prompt was
+    read.
+    """
 
     prompt: str | None  # None: it came as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     request_id: str = ""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @staticmethod
+    def of(prompt: str | None, samples: "Sequence[Sample]") -> "RequestOutput":
+        """The samples of one prompt as they stand."""
+        first = samples[0]  # others may share its prompt, and then only this one has read it
+        return RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=list(first.request.prompt),
+            outputs=[sample.output() for sample in samples],
+            request_id=first.request_id,
+            prompt_logprobs=first.prompt_logprobs(),
+        )
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -49,6 +81,8 @@ class TextDelta:
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None  # with the last one
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # as `CompletionOutput`'s
+    logprobs: list[dict[int, Logprob]] | None = None  # as `CompletionOutput`'s
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first one
 
 
 class Stream(Iterator[TextDelta]):
@@ -145,8 +179,15 @@ class Sample:
         positions = request.draft_positions[first : self._num_tokens_taken]
         self._num_characters_taken += len(text)
         self._is_end_taken = is_over
-        metrics = request.metrics if is_over else None
-        return TextDelta(text, tokens, request.finish.reason, metrics, positions)
+        return TextDelta(
+            text=text,
+            token_ids=tokens,
+            finish_reason=request.finish.reason,
+            metrics=request.metrics if is_over else None,
+            draft_positions=positions,
+            logprobs=self._logprobs(first, tokens),
+            prompt_logprobs=None if first else self.prompt_logprobs(),
+        )
 
     def output(self) -> CompletionOutput:
         """The sample as it stands."""
@@ -157,4 +198,24 @@ class Sample:
             finish_reason=self.request.finish.reason,
             metrics=self.request.metrics,
             draft_positions=self.request.draft_positions[: self.request.num_output],
+            logprobs=self._logprobs(0, self.request.output),
         )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """`RequestOutput.prompt_logprobs`, as far as this sample has read its prompt itself."""
+        num_top, rows = self.request.params.prompt_logprobs, self.request.prompt_logprobs[1:]
+        if num_top is None or any(row is None for row in rows):
+            return None
+        return [None, *readable(rows, self.request.prompt[1:], num_top, self._text_of)]
+
+    def _logprobs(self, first: int, tokens: list[int]) -> list[dict[int, Logprob]] | None:
+        """`CompletionOutput.logprobs` of `tokens`, the output's from number `first` on."""
+        num_top = self.request.params.logprobs
+        if num_top is None:
+            return None
+        rows = self.request.logprobs[first : first + len(tokens)]
+        return readable(rows, tokens, num_top, self._text_of)
+
+    @property
+    def _text_of(self) -> Callable[[int], str] | None:
+        return None if self._stream is None else self._stream.text_of

@@ -14,18 +14,26 @@ from jaxspec.bias_tables import table_layout
 from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.row import row_layout
-from jaxspec.sampler import BIAS, GREEDY, PENALTIES, Sampler
+from jaxspec.sampler import BIAS, GREEDY, PENALTIES, PROMPT_LOGPROBS, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static shape of one compiled step."""
+    """The static shape of one compiled step.
+
+    One without prompt tokens has none to report on, so its sampler loses `PROMPT_LOGPROBS`.
+    """
 
     decode_rows: int  # rows of the decode rectangle
     prefill_tokens: int  # tokens of the flat prefill region; 0: the hot program has none
     sampler: Sampler  # what its sampling can do
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
     num_drafts: int = 0  # of a row, verified in a step and then made anew: K or less
+
+    def __post_init__(self) -> None:
+        """Drop what changes nothing: equal programs are compiled once."""
+        if not self.prefill_tokens and PROMPT_LOGPROBS in self.sampler:
+            object.__setattr__(self, "sampler", self.sampler.without(PROMPT_LOGPROBS))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -119,7 +127,8 @@ class StepOutput:
     """What the steps of one dispatch gave, on the host: NumPy arrays `[steps, rows, *shape]`.
 
     Its rows are the decode rectangle's, then the prefill region's. The packed output of a step has
-    these fields in this order (`output_layout`).
+    the first fields in this order (`output_layout`). What programs report besides comes in arrays
+    of its own, rows of `logprobs.LAYOUT`, from the programs whose sampler says so.
     """
 
     tokens: np.ndarray = _column("Emitted ids, then -1.", ("emits",))
@@ -127,11 +136,20 @@ class StepOutput:
     num_accepted: np.ndarray = _column("Drafts that stand.")
     finish: np.ndarray = _column("A `Finish`, which stays once it is set.")
     num_dropped: np.ndarray = _column("Drafts verified that were no ids of the vocabulary.")
+    logprobs: np.ndarray | None = None  # int32 [steps, rows, tokens of a verify, LAYOUT.size]
+    prompt_logprobs: np.ndarray | None = None  # int32 [steps, prompt tokens, LAYOUT.size]
 
     @staticmethod
-    def unpack(packed: np.ndarray, layout: PackedLayout) -> "StepOutput":
+    def unpack(
+        packed: np.ndarray,
+        layout: PackedLayout,
+        logprobs: np.ndarray | None = None,
+        prompt_logprobs: np.ndarray | None = None,
+    ) -> "StepOutput":
         """The fields of `packed` (int32 `[steps, rows, layout.size]`), as the device wrote it."""
-        return StepOutput(**layout.unpack(packed))
+        return StepOutput(
+            **layout.unpack(packed), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
 
     def by_row(self) -> list[RowOutput]:
         """The steps joined, row by row.
@@ -163,8 +181,8 @@ class StepOutput:
 @functools.cache
 def output_layout(num_drafts: int) -> PackedLayout:
     """Where each field of a `StepOutput` lies in a row of the packed output."""
-    fields = (Field(field.name, **field.metadata) for field in dataclasses.fields(StepOutput))
-    return PackedLayout(fields, num_drafts)
+    columns = [field for field in dataclasses.fields(StepOutput) if field.metadata]
+    return PackedLayout((Field(each.name, **each.metadata) for each in columns), num_drafts)
 
 
 class Fork(NamedTuple):

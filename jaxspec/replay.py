@@ -199,12 +199,14 @@ class _Comparison:
         for output, tokens in zip((recorded, replayed), self._tokens[request], strict=True):
             given = output.tokens[:, place].ravel()
             tokens += given[given >= 0].tolist()
-        for name, values in vars(recorded).items():
+        for name in output_layout(self._shapes.num_drafts).fields:
+            values = getattr(recorded, name)
             if self.parting is None and not np.array_equal(
                 values[:, place], getattr(replayed, name)[:, place]
             ):
                 pair = (
-                    output[:, place].ravel().tolist() for output in (values, vars(replayed)[name])
+                    output[:, place].ravel().tolist()
+                    for output in (values, getattr(replayed, name))
                 )
                 self.parting = Parting(self._step, row, request, name, *pair)
 

@@ -6,6 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxspec.sampler import BIAS, Sampler
 from jaxspec.sampling_params import SamplingParams
@@ -134,11 +135,14 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # stop_token_ids and, unless ignored, the model's own
     proposer_key: int = 0  # which entry of the proposer's own tables is this request's
     leader: "Request | None" = None  # the sample whose prefill this one may share
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     request_id: str = ""  # what all samples of its prompt are called
     index: int = 0  # among them
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
+    # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.
+    logprobs: list[Any] = dataclasses.field(default_factory=list)  # of each token emitted
+    prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None: not known yet
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # somebody reads its tokens as they come
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
@@ -164,6 +168,8 @@ class Request:
         self.sampler = self.params.sampler
         if len(self.stop_ids) > ROW_STOP_IDS:
             self.sampler |= Sampler.of(BIAS)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt)
         most = self.params.num_speculative_tokens
         self.max_drafts = INT32_MAX if most is None else min(most, INT32_MAX)
 

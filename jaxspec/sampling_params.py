@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from jaxspec import logit_values
-from jaxspec.checks import are_integers, boolean, integer, real, seed_bits, shown
+from jaxspec.checks import are_integers, boolean, integer, is_integer, real, seed_bits, shown
 from jaxspec.sampler import (
     BIAS,
+    LOGPROBS,
     MAX_SMALL_TOP_K,
     MIN_P,
     PENALTIES,
+    PROMPT_LOGPROBS,
     SMALL_TOP_K,
     TEMPERATURE,
     TOP_K_TOP_P,
@@ -25,6 +27,8 @@ MAX_STOPS = 256
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string: as many may be held back, and looked at with each token."""
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores could overflow
+MAX_LOGPROBS = 20
+"""Likeliest ids whose log-probabilities a program reports, whether fewer are asked for or not."""
 GREEDY_BELOW = 1e-5
 """Float32 temperatures below this are greedy: scores divided by them would overflow to ties."""
 
@@ -42,6 +46,8 @@ class SamplingParams:
     `n` samples, each with noise of its own, share one prefill as far as rows are free when it ends.
     `num_speculative_tokens` is the most drafts of a verify: 0 turns speculation off for the
     request, None leaves it to the engine.
+    `logprobs` asks for the log-probability of each token of the output and of that many likeliest
+    ones in its place; `prompt_logprobs` for the same of the prompt. None asks for none.
 
     NumPy's numbers are taken, and kept as Python's.
 
@@ -67,6 +73,8 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value, and keep it as Python's own type."""
@@ -89,6 +97,8 @@ class SamplingParams:
             stop_token_ids=_stop_token_ids(self.stop_token_ids),
             ignore_eos=boolean("ignore_eos", self.ignore_eos),
             num_speculative_tokens=_most_drafts(self.num_speculative_tokens),
+            logprobs=_num_logprobs("logprobs", self.logprobs),
+            prompt_logprobs=_num_logprobs("prompt_logprobs", self.prompt_logprobs),
         )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -106,7 +116,7 @@ class SamplingParams:
 
     @property
     def sampler(self) -> Sampler:
-        """The least sampler that serves this request: the logits processors that it wants."""
+        """The least sampler that serves this request: the processors and reports that it wants."""
         draws, is_small = not self.is_greedy, 0 < self.top_k <= MAX_SMALL_TOP_K
         repeats = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         wanted = {
@@ -116,6 +126,8 @@ class SamplingParams:
             TEMPERATURE: draws,
             SMALL_TOP_K: draws and is_small,
             TOP_K_TOP_P: draws and not is_small and (self.top_k > 0 or self.top_p < 1),
+            LOGPROBS: self.logprobs is not None,
+            PROMPT_LOGPROBS: self.prompt_logprobs is not None,
         }
         return Sampler.of(*(name for name, is_wanted in wanted.items() if is_wanted))
 
@@ -140,6 +152,18 @@ def _top_p(value: Any) -> float:
 def _most_drafts(value: Any) -> int | None:
     hint = "; 0 turns speculation off for a request, and None leaves it to the engine"
     return None if value is None else integer("num_speculative_tokens", value, 0, hint=hint)
+
+
+def _num_logprobs(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if is_integer(value) and value == -1:
+        raise ValueError(
+            f"{name} must be 0 to {MAX_LOGPROBS}, got -1: the whole vocabulary is not reported. "
+            f"Ask for the {MAX_LOGPROBS} likeliest."
+        )
+    hint = "; 0 reports the token's own alone, and None nothing"
+    return integer(name, value, 0, MAX_LOGPROBS, hint=hint)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -214,6 +214,10 @@ class TextStream:
         self._window, self._num_context, self._num_shown = [], 0, 0
         return shown
 
+    def text_of(self, token_id: int) -> str:
+        """The text of one token alone, a special one's too; half a character is U+FFFD."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
     @property
     def waiting(self) -> str:
         """The text still waiting, as it would be if the output ended here."""

@@ -160,6 +160,8 @@ SAMPLING = {
     "seed": ([None, 0, np.uint8(9)], lambda v: v is None or is_integer(v, -(2**63), 2**64 - 1)),
     "max_tokens": ([5, 60], lambda v: is_integer(v, 1, 2**63 - 1)),
     "min_tokens": ([0, 2], lambda v: is_integer(v, 0, 2**63 - 1)),
+    "logprobs": ([None, 0, 20], lambda v: v is None or is_integer(v, 0, 20)),
+    "prompt_logprobs": ([None, 3], lambda v: v is None or is_integer(v, 0, 20)),
     "stop": (["a", ["a", "b"], (), None], lambda v: v is None or is_stop(v)),
     "stop_token_ids": ([[1, 2], (), None], lambda v: v is None or is_listed(v, is_integer)),
     "ignore_eos": ([True, False], is_flag),

@@ -1,8 +1,10 @@
 import random
 
+import numpy as np
 import pytest
 
 from jaxspec.config import StepShapes
+from jaxspec.logprobs import LAYOUT
 from jaxspec.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -32,13 +34,15 @@ class PairStream:
         self.held = text[len(shown) :]
         return shown
 
+    text_of = staticmethod(chr)
+
     def flush(self):
         text, self.held = self.held, ""
         return text
 
 
-def make_sample(stops=(), stream=True):
-    request = Request((1, 2), SamplingParams(stop=tuple(stops)), seed=0)
+def make_sample(stops=(), stream=True, **params):
+    request = Request((1, 2), SamplingParams(stop=tuple(stops), **params), seed=0)
     search = StopStrings(stops) if stops else None
     return Sample(request, PairStream() if stream else None, search)
 
@@ -151,6 +155,53 @@ def test_deltas_joined_are_the_output_however_often_they_are_taken():
     request.finish = Finish.ABORT
     assert sample.take() == TextDelta("", [], "abort", request.metrics)
     assert sample.take() is None
+
+
+def reported(number):
+    """A row of which only its number is looked at."""
+    row = np.zeros(LAYOUT.size, np.int32)
+    LAYOUT.read(row, "rank")[...] = number
+    return row
+
+
+def ranks(logprobs):
+    return [[found.rank for found in entry.values()] for entry in logprobs]
+
+
+def test_logprobs_end_where_the_tokens_do():
+    """At a stop string too, and whatever an interrupt or a verify left behind them."""
+    sample = make_sample(["b"], logprobs=0)
+    sample.request.logprobs = [reported(number) for number in range(5)]
+    (delta,) = feed(sample, ["abcd"], Finish.LENGTH)
+    output = sample.output()
+    assert ranks(output.logprobs) == ranks(delta.logprobs) == [[0], [1]]
+    assert [list(entry) for entry in output.logprobs] == [[97], [98]]
+    assert output.cumulative_logprob == 0.0 and delta.prompt_logprobs is None
+
+
+def test_each_delta_has_the_logprobs_of_its_tokens_and_the_first_the_prompt_s():
+    sample = make_sample(logprobs=0, prompt_logprobs=0)
+    sample.request.logprobs = [reported(number) for number in range(5)]
+    sample.request.prompt_logprobs = [None, reported(9)]
+    deltas = feed(sample, ["ab", "c"], Finish.LENGTH)
+    assert [ranks(delta.logprobs) for delta in deltas] == [[[0], [1]], [[2]]]
+    assert [delta.prompt_logprobs is None for delta in deltas] == [False, True]
+    assert deltas[0].prompt_logprobs[0] is None and ranks(deltas[0].prompt_logprobs[1:]) == [[9]]
+
+
+def test_who_did_not_ask_has_none():
+    sample = make_sample()
+    (delta,) = feed(sample, ["ab"], Finish.LENGTH)
+    output = sample.output()
+    assert output.logprobs is output.cumulative_logprob is delta.logprobs is None
+    assert RequestOutput.of("a", [sample]).prompt_logprobs is None
+
+
+def test_a_prompt_that_was_not_read_to_its_end_has_no_logprobs():
+    sample = make_sample(prompt_logprobs=0)
+    assert RequestOutput.of(None, [sample]).prompt_logprobs is None
+    sample.request.prompt_logprobs[1] = reported(3)
+    assert len(RequestOutput.of(None, [sample]).prompt_logprobs) == 2
 
 
 def test_metrics_of_a_prompt_are_those_of_its_samples_together():

@@ -11,7 +11,7 @@ from jaxspec.plan import (
     pack_plan,
     plan_layout,
 )
-from jaxspec.sampler import FULL, GREEDY, SAMPLED
+from jaxspec.sampler import FULL, GREEDY, LOGPROBS, PROMPT_LOGPROBS, SAMPLED, Sampler
 
 BUCKETS = StepShapes(
     max_num_seqs=4,
@@ -80,6 +80,12 @@ def test_moves_have_a_program_of_their_own(program):
     assert {shapes[name] for name in MOVED[:-1]} == {(BUCKETS.max_new_rows,)}
     computes = ("append_slots", "prefill_tokens", "prefill_lens", "next_prefill_tokens")
     assert {shapes[name] for name in computes} == {(0,)}
+
+
+def test_a_program_without_a_prompt_reports_on_none():
+    both = FULL | Sampler.of(PROMPT_LOGPROBS, LOGPROBS)
+    assert Program(2, 8, both).sampler == both
+    assert Program(2, 0, both) == Program(2, 0, FULL | Sampler.of(LOGPROBS))
 
 
 def test_every_plan_is_a_fresh_array():

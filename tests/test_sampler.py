@@ -7,6 +7,8 @@ import pytest
 from jaxspec.sampler import (
     FULL,
     GREEDY,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
     SAMPLED,
     SAMPLERS,
     TOP_K,
@@ -37,6 +39,16 @@ def test_greedy_sampled_top_k_and_full_are_a_chain():
 
 def test_a_sampler_that_does_not_draw_may_need_logits():
     assert A.makes_logits and not A.draws and (A | SAMPLED).draws
+
+
+def test_reports_are_no_processors():
+    """What a program tells besides its tokens leaves the way to the tokens as it is."""
+    reports = Sampler.of(LOGPROBS, PROMPT_LOGPROBS)
+    assert reports.processors == () and (FULL | reports).processors == FULL.processors
+    assert not reports.draws and reports.makes_logits
+    assert not Sampler.of(PROMPT_LOGPROBS).makes_logits  # of the tokens that are chosen
+    assert (FULL | reports).without(LOGPROBS).without(PROMPT_LOGPROBS) == FULL
+    assert FULL.without(LOGPROBS) == FULL
 
 
 def test_samplers_go_by_the_words_users_know():

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampler import FULL, GREEDY, SAMPLED, TOP_K
+from jaxspec.sampler import (
+    FULL,
+    GREEDY,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    SAMPLED,
+    TOP_K,
+    Sampler,
+)
 from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
 
 
@@ -30,6 +38,13 @@ from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
         ({"n": 0}, "n must be an integer of at least 1, got 0"),
         ({"n": True}, "n must be an integer of at least 1, got True"),
         ({"min_tokens": -1}, "min_tokens must be an integer of at least 0, got -1"),
+        ({"logprobs": -1}, "logprobs must be 0 to 20, got -1: the whole .* Ask for the 20 likel"),
+        ({"logprobs": 21}, "logprobs must be at most 20, got 21; 0 reports the token's own alone"),
+        ({"logprobs": True}, "logprobs must be an integer of at least 0, got True; 0 reports"),
+        ({"logprobs": 2.0}, "logprobs must be an integer of at least 0, got 2.0"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 to 20, got -1"),
+        ({"prompt_logprobs": 10**9}, "prompt_logprobs must be at most 20, got 1000000000"),
+        ({"prompt_logprobs": "all"}, "prompt_logprobs must be an integer .* got 'all'"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens, got 9 > 8"),
         ({"stop": ""}, r"stop strings must be non-empty strings, got \[''\]"),
         ({"stop": ["a", ""]}, r"stop strings must be non-empty strings, got \['a', ''\]"),
@@ -81,6 +96,8 @@ def test_a_value_outside_its_range_is_refused(changes, message):
         {"seed": -(2**63)},
         {"stop": None},
         {"stop_token_ids": None},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"logprobs": None, "prompt_logprobs": None},
     ],
 )
 def test_values_at_the_edge_of_their_range_are_taken(changes):
@@ -88,7 +105,7 @@ def test_values_at_the_edge_of_their_range_are_taken(changes):
 
 
 def test_numbers_of_numpy_are_kept_as_pythons():
-    integers = ("n", "top_k", "seed", "max_tokens", "min_tokens")
+    integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
     python = dict.fromkeys(integers, 3) | {"temperature": 0.5, "top_p": 0.5, "ignore_eos": True}
     python["stop_token_ids"] = (1, 2)
     for kind in (np.int64, np.uint8):
@@ -119,6 +136,8 @@ def test_one_stop_string_is_a_list_of_one():
         ({"top_k": 128, "top_p": 0.5}, TOP_K),
         ({"top_k": 129}, FULL),
         ({"top_p": 0.99}, FULL),
+        ({"logprobs": 0}, SAMPLED | Sampler.of(LOGPROBS)),
+        ({"temperature": 0.0, "prompt_logprobs": 0}, Sampler.of(PROMPT_LOGPROBS)),
     ],
 )
 def test_the_sampler_is_the_least_that_can_serve_the_request(changes, sampler):

@@ -21,7 +21,7 @@ from jaxspec.plan import TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
-from jaxspec.runner.output import PendingOutput
+from jaxspec.runner.output import DeviceOutput, PendingOutput
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
 from jaxspec.runner.trace_worker import TraceRequest
@@ -216,8 +216,9 @@ class ModelRunner:
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.
         if program not in self._steps:
-            step, results = jitted_step(self._config, program), jax.tree.structure((args[2], 0))
-            place = self._place(program)
+            step, place = jitted_step(self._config, program), self._place(program)
+            output = DeviceOutput.structure(program.sampler)
+            results = jax.tree.structure((args[2], output))
             self._steps[program] = program_cache.kept(place, step, args, results, donated=2)
         return self._steps[program]
 

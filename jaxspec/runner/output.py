@@ -1,7 +1,8 @@
-"""A step's packed output: the device writes it, and `PendingOutput` alone waits for it."""
+"""A step's output: the device writes it, and `PendingOutput` alone waits for it."""
 
 import time
 from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.layout import PackedLayout
 from jaxspec.plan import StepOutput
+from jaxspec.sampler import LOGPROBS, PROMPT_LOGPROBS, Sampler
 
 
 def pack_output(layout: PackedLayout, /, **fields: Array) -> Int[Array, "rows fields"]:
@@ -17,22 +19,40 @@ def pack_output(layout: PackedLayout, /, **fields: Array) -> Int[Array, "rows fi
     return jnp.concatenate([layout.bits(name, fields[name]) for name in layout.fields], axis=1)
 
 
+class DeviceOutput(NamedTuple):
+    """What a program gives: an array for all, and one for each thing that its sampler reports."""
+
+    packed: Any  # int32 [steps, rows, output_layout(K).size]
+    logprobs: Any = None  # as `StepOutput`'s
+    prompt_logprobs: Any = None  # as `StepOutput`'s
+
+    @staticmethod
+    def structure(sampler: Sampler) -> "DeviceOutput":
+        """The output of programs with such a sampler, with a leaf in place of each array."""
+        return DeviceOutput(
+            packed=0,
+            logprobs=0 if LOGPROBS in sampler else None,
+            prompt_logprobs=0 if PROMPT_LOGPROBS in sampler else None,
+        )
+
+
 class PendingOutput:
-    """The packed output of a dispatch, which puts it into the host's memory."""
+    """The output of a dispatch, which puts it into the host's memory."""
 
-    def __init__(self, packed: jax.Array, layout: PackedLayout, watcher: Executor | None = None):
-        """`packed`: int32 `[steps, rows, layout.size]`, where `layout` is `output_layout(K)`.
-
-        A `watcher` (one thread, for traces) notes when the step was done.
+    def __init__(self, output: DeviceOutput, layout: PackedLayout, watcher: Executor | None = None):
+        """`layout` is `output_layout(K)`. A `watcher` (one thread, for traces) notes when the step
+        was done.
         """
-        self._packed, self._layout = packed, layout
+        self._packed, *self._reports = output
+        self._layout = layout
         self._done: Future[float] | None = (
-            watcher.submit(_time_when_done, packed) if watcher else None
+            watcher.submit(_time_when_done, self._packed) if watcher else None
         )
 
     def result(self) -> StepOutput:
         """Wait for the step, then its output as NumPy arrays."""
-        return StepOutput.unpack(np.asarray(self._packed), self._layout)
+        reports = [None if each is None else np.asarray(each) for each in self._reports]
+        return StepOutput.unpack(np.asarray(self._packed), self._layout, *reports)
 
     def done_time(self) -> float | None:
         """When the device was done with the step (`time.perf_counter`); None if unwatched."""

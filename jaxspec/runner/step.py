@@ -21,7 +21,8 @@ from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
-from jaxspec.runner.output import pack_output
+from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
+from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import prepare
 from jaxspec.runner.propose import num_dropped, propose
 from jaxspec.runner.remap import (
@@ -56,11 +57,13 @@ def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
     return jax.jit(make_step(config, program), donate_argnums=2)
 
 
-def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
-    """The function `step(weights, tables, state, packed_plan) -> (state, packed_output)`.
+def make_step(
+    config: StepConfig, program: Program
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """The function `step(weights, tables, state, packed_plan) -> (state, output)`.
 
     `weights` are the leaves of `config.weights`, `tables` the proposer's arrays; `state` is to be
-    donated. The output is int32 `[steps, decode rows + seqs, output_layout(K).size]`, on the host.
+    donated. The output is on the host; its rows are the decode rows and the prompts.
     """
     if program == TABLES:
         return _make_tables(config)
@@ -69,7 +72,7 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
 
     def step(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
+    ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
         with jax.default_matmul_precision(config.matmul_precision):
             model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
@@ -91,7 +94,9 @@ def make_step(config: StepConfig, program: Program) -> Callable[..., tuple[Engin
     return step
 
 
-def _make_moves(config: StepConfig, program: Program) -> Callable[..., tuple[EngineState, Array]]:
+def _make_moves(
+    config: StepConfig, program: Program
+) -> Callable[..., tuple[EngineState, DeviceOutput]]:
     """The program of plans that copy slots and pages; like a step's, but nothing is computed.
 
     It is a program of its own so that no other pays: in XLA a copy of no slots moves as many bytes
@@ -100,7 +105,7 @@ def _make_moves(config: StepConfig, program: Program) -> Callable[..., tuple[Eng
 
     def moves(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
+    ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
         state = _place_rows(config, state, plan)
         copies = Moves(
@@ -123,12 +128,12 @@ def _make_moves(config: StepConfig, program: Program) -> Callable[..., tuple[Eng
     return moves
 
 
-def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]:
+def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
     """The program of plans that write the tables of a slot: the state is theirs after it."""
 
     def tables(
         weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
-    ) -> tuple[EngineState, Int[Array, "steps rows fields"]]:
+    ) -> tuple[EngineState, DeviceOutput]:
         assert state.tables.bias is not None  # a program with BIAS has them
         bias = state.tables.bias.with_slot(packed)
         state = dataclasses.replace(state, tables=dataclasses.replace(state.tables, bias=bias))
@@ -137,8 +142,9 @@ def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, Array]]
     return tables
 
 
-def _no_output(config: StepConfig) -> Int[Array, "steps rows fields"]:
-    return jnp.zeros((0, 0, output_layout(config.shapes.num_drafts).size), jnp.int32)
+def _no_output(config: StepConfig) -> DeviceOutput:
+    size = output_layout(config.shapes.num_drafts).size
+    return DeviceOutput(jnp.zeros((0, 0, size), jnp.int32))
 
 
 def _place_rows(config: StepConfig, state: EngineState, plan: DevicePlan) -> EngineState:
@@ -159,7 +165,7 @@ def _one_step(
     tables: Any,
     plan: DevicePlan,
     state: EngineState,
-) -> tuple[EngineState, Int[Array, "rows fields"]]:
+) -> tuple[EngineState, DeviceOutput]:
     """A forward pass, what it accepts, and the drafts of the next; every row stays in its place."""
     page_size = config.shapes.page_size
     inputs = prepare(state.rows, state.page_tables, plan, page_size, program)
@@ -169,9 +175,9 @@ def _one_step(
     # Without prompt tokens every position is scored; skip the gather, which XLA would make a copy.
     hidden = output.hidden
     scored = hidden if inputs.model.prefill is None else hidden[inputs.logits_indices]
-    sampling = with_chunks(state.tables, inputs)
-    acceptance = verify(
-        model, scored, inputs, state.draft_logits, config.verifier, program.sampler, sampling
+    sampling, sampler = with_chunks(state.tables, inputs), program.sampler
+    acceptance, logits = verify(
+        model, scored, inputs, state.draft_logits, config.verifier, sampler, sampling
     )
     acceptance, finish = truncate_at_stop(
         acceptance,
@@ -184,7 +190,7 @@ def _one_step(
 
     draft_logits = state.draft_logits
     if config.proposer is not None:
-        proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, program.sampler)
+        proposer_inputs = draft_inputs(output, inputs, acceptance, active, plan, sampler)
         drafts, pools = propose(config.proposer, model, proposer_inputs, pools, tables)
         active = active.with_fields(
             drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
@@ -194,13 +200,18 @@ def _one_step(
             made = slots[:, None], jnp.arange(program.num_drafts)
             draft_logits = draft_logits.at[made].set(drafts.logits, mode="drop")
 
-    output = pack_output(
+    packed = pack_output(
         output_layout(config.shapes.num_drafts),
         tokens=_widened(acceptance.tokens, config.shapes.width),
         num_drafts=inputs.num_draft_tokens,
         num_accepted=acceptance.num_accepted,
         finish=finish,
         num_dropped=num_dropped(inputs),
+    )
+    reported = DeviceOutput(
+        packed,
+        emitted_logprobs(logits, inputs, acceptance, sampler),
+        prompt_logprobs(model, hidden, inputs, acceptance, sampler),
     )
     state = dataclasses.replace(
         state,
@@ -209,7 +220,7 @@ def _one_step(
         draft_logits=draft_logits,
         tables=with_verified(sampling, inputs, acceptance),
     )
-    return state, output
+    return state, reported
 
 
 def _widened(tokens: Int[Array, "rows some"], columns: int) -> Int[Array, "rows columns"]:

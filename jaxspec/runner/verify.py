@@ -53,22 +53,27 @@ def verify(
     verifier: Verifier,
     sampler: Sampler,
     tables: SamplingTables = SamplingTables(),  # noqa: B008  frozen, and without arrays
-) -> Acceptance:
-    """The drafts of each active row that stand, and the token after them.
+) -> tuple[Acceptance, Float[Array, "scored vocab"] | None]:
+    """The drafts of each active row that stand, and the token after them; and the target's logits.
 
     `hidden` is the trunk's output at `inputs.logits_indices`, and `tables` have the step's chunks
     (`with_chunks`). The end of a chunk is a row without drafts: it takes the target's token, as
     plain decoding does. Rows that produce no token in this step (`inputs.produces_token`) get one
     all the same, which `truncate_at_stop` drops.
+
+    The logits (float32) are the model's own at each scored token, or None where the `sampler` makes
+    none.
     """
     places = inputs.places
     decode, ends = _with_tables(inputs, tables)
     first, end_positions = places.split_rows(inputs.first_position)
     offset = jnp.arange(places.width)[None, :]
     positions = first[:, None] + offset
-    tokens, end_tokens, logits = _target_tokens(
+    logits = model.logits(hidden) if sampler.makes_logits else None
+    tokens, end_tokens = _target_tokens(
         model,
         hidden,
+        logits,
         places,
         _Scored(decode.repeat(places.width), positions.reshape(-1)),
         _Scored(ends, end_positions),
@@ -79,7 +84,7 @@ def verify(
     slots, _ = places.split_rows(inputs.active.slot)
     accepted = verifier(
         places.rectangle(tokens),
-        None if logits is None else places.rectangle(logits),
+        None if logits is None else places.rectangle(places.split_tokens(logits)[0]),
         jnp.where(offset[:, 1:] <= num_drafts[:, None], inputs.drafts, NO_TOKEN),
         None if draft_logits is None else draft_logits[slots, : places.width - 1],
         decode,
@@ -88,10 +93,11 @@ def verify(
     )
     padding = (0, 0), (0, places.width - 1)
     emitted_at_ends = jnp.pad(end_tokens[:, None], padding, constant_values=NO_TOKEN)
-    return Acceptance(
+    acceptance = Acceptance(
         tokens=jnp.concatenate([accepted.tokens, emitted_at_ends]),
         num_accepted=jnp.pad(accepted.num_accepted, (0, len(end_tokens))),
     )
+    return acceptance, logits
 
 
 class _Scored(NamedTuple):
@@ -104,20 +110,17 @@ class _Scored(NamedTuple):
 def _target_tokens(
     model: Model,
     hidden: Float[Array, "scored hidden"],
+    logits: Float[Array, "scored vocab"] | None,
     places: Places,
     decode: _Scored,
     ends: _Scored,
     sampler: Sampler,
-) -> tuple[Int[Array, " verified"], Int[Array, " ends"], Float[Array, "verified vocab"] | None]:
-    """The tokens (int32) of plain decoding in the rectangle and at chunk ends, and the logits.
-
-    Logits (float32) are those of the rectangle, and None where the sampler makes none.
-    """
-    if not sampler.makes_logits:
+) -> tuple[Int[Array, " verified"], Int[Array, " ends"]]:
+    """The tokens (int32) of plain decoding, in the rectangle and at chunk ends."""
+    if logits is None:
         forbidden = jnp.concatenate([forbidden_ids(*decode), forbidden_ids(*ends)])
-        tokens, end_tokens = places.split_tokens(model.greedy_tokens(hidden, forbidden))
-        return tokens, end_tokens, None
-    logits, end_logits = places.split_tokens(model.logits(hidden))
+        return places.split_tokens(model.greedy_tokens(hidden, forbidden))
+    verified, end_logits = places.split_tokens(logits)
     # Two draws: rejection sampling reads no token of the rectangle, and XLA then drops that draw.
-    tokens = draw(logits, *decode, sampler=sampler)
-    return tokens, draw(end_logits, *ends, sampler=sampler), logits
+    tokens = draw(verified, *decode, sampler=sampler)
+    return tokens, draw(end_logits, *ends, sampler=sampler)

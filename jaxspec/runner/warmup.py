@@ -22,12 +22,12 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     one row needs no `MOVES`: there is no second row to copy a state to.
     """
     joins = closed_under_join(samplers)
-    steps = [
+    steps = dict.fromkeys(  # in order, each once
         Program(rows, tokens, sampler, num_steps, drafts)
         for sampler in joins
         for rows, tokens, drafts in shapes.compiled()
         for num_steps in shapes.num_steps(tokens)
-    ]
+    )
     moves = dict.fromkeys(map(moves_of, joins)) if shapes.max_num_seqs > 1 else ()
     tables = [TABLES] if any(BIAS in sampler for sampler in joins) else []
     return [*steps, *moves, *tables]

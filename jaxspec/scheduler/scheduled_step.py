@@ -25,13 +25,28 @@ class Entry(NamedTuple):
     request: Request
     generation: int
     bound: int  # most tokens the dispatch can emit for it; 0: a chunk that does not end its prompt
+    chunk: range = range(0)  # the indices of the tokens that it reads in the prefill region
 
     @staticmethod
-    def launch(request: Request, num_steps: int, bound: int) -> "Entry":
-        """Count steps that emit for a request as in flight, and the most tokens they can give."""
+    def launch(request: Request, num_steps: int, bound: int, num_read: int = 0) -> "Entry":
+        """Count steps that emit for a request as in flight, and the most tokens they can give.
+
+        `num_read`: tokens of its chunk, which `num_computed` counts already.
+        """
         request.in_flight += num_steps
         request.in_flight_bound += bound
-        return Entry(request, request.generation, bound)
+        chunk = range(request.num_computed - num_read, request.num_computed)
+        return Entry(request, request.generation, bound, chunk)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs, and has not left the batch and come back."""
+        return not self.request.finish and self.generation == self.request.generation
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the dispatch gives the request a token or its end."""
+        return self.bound > 0 and self.is_current
 
 
 class DraftChoice(NamedTuple):

@@ -137,7 +137,7 @@ class Scheduler:
         now, given = time.monotonic(), output.by_row()
         for row, entry in step.rows:
             request = entry.request
-            if not entry.bound or request.finish or entry.generation != request.generation:
+            if not entry.is_awaited:
                 continue
             request.in_flight -= step.plan.program.num_steps
             request.in_flight_bound -= entry.bound
@@ -283,7 +283,7 @@ class Scheduler:
         for request, length in step.prefills:
             request.num_computed += length
             ends_prompt = int(not request.is_prefilling)
-            prefills.append(Entry.launch(request, ends_prompt, ends_prompt))
+            prefills.append(Entry.launch(request, ends_prompt, ends_prompt, length))
         return ScheduledStep(plan, tuple(decodes), tuple(prefills), num_prompt_tokens, choice)
 
     def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:

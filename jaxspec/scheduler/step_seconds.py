@@ -23,7 +23,7 @@ class StepSeconds:
         """
         self._shapes, self._most = shapes, max_step_ms and max_step_ms / 1000
         self.decode = DecodeSeconds()  # of steps without prompts
-        # Of steps with prompts, by `Program.shape`.
+        # What steps with prompts take, by `Program.shape`.
         self._seconds: dict[tuple[int, int, int], float] = {}
 
     def guess(self, program: Program, seconds: float) -> None:

@@ -117,7 +117,7 @@ def run_step(make_rows, rows, successors, *, num_decode=0, chunks=(), after_chun
     state, output = step(weights, (), state, pack_plan(program, BUCKETS, values))
     jax.effects_barrier()
     fields = state.rows.layout.unpack(np.asarray(state.rows.fields))
-    (packed,) = np.asarray(output)
+    (packed,) = np.asarray(output.packed)
     output = StepOutput.unpack(packed, output_layout(WIDTH - 1))
     return jax.tree.map(np.asarray, proposer.heard), fields, output
 

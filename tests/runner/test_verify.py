@@ -50,7 +50,7 @@ def run(rows, scores, first_position, sampler, verifier, num_drafts=WIDTH - 1):
         page_size=4,
     )
     model, draft_logits = ScoresModel(sampler.makes_logits), jnp.zeros((7, WIDTH - 1, VOCAB))
-    result = verify(model, jnp.asarray(scores), inputs, draft_logits, verifier, sampler)
+    result, _ = verify(model, jnp.asarray(scores), inputs, draft_logits, verifier, sampler)
     assert result.tokens.dtype == result.num_accepted.dtype == jnp.int32
     return np.asarray(result.tokens), np.asarray(result.num_accepted)
 

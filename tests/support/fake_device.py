@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import StepOutput, plan_layout
+from jaxspec.plan import StepOutput, output_layout, plan_layout
 from jaxspec.request import Finish, Request
 from jaxspec.row import row_layout
 from jaxspec.sampling_params import SamplingParams
@@ -149,7 +149,8 @@ class FakeDevice:
         self.uncollected.append(step)
         if not outputs:
             return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
-        return StepOutput(*map(np.stack, zip(*(vars(x).values() for x in outputs), strict=True)))
+        names = output_layout(self.buckets.num_drafts).fields
+        return StepOutput(**{n: np.stack([getattr(x, n) for x in outputs]) for n in names})
 
     def collected(self, step):
         """The scheduler was given this step's output."""

@@ -1,0 +1,33 @@
+"""What is reported of tokens: their log-probabilities, ranks, and the likeliest in their places."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.logprobs import LAYOUT
+from jaxspec.sampling.candidates import largest
+from jaxspec.sampling.params import NO_TOKEN
+from jaxspec.sampling_params import MAX_LOGPROBS
+
+
+def pack_logprobs(
+    logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
+) -> Int[Array, "n fields"]:
+    """The fields of `logprobs.LAYOUT` for each of `tokens`, packed as int32.
+
+    `logits` (float32) are those of the token's place; a token of -1 gets fields of no meaning. The
+    logits are read twice: for the maxima of `largest`, then for the sum and the rank at once.
+    """
+    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    top_logits, top_ids = largest(logits, count)
+    total = jnp.sum(jnp.exp(logits - top_logits[:, :1]), axis=1)
+    missing = (0, 0), (0, MAX_LOGPROBS - count)
+    num_larger = jnp.sum(logits > own, axis=1, dtype=jnp.int32)
+    fields = {
+        "logit": own[:, 0],
+        "rank": 1 + num_larger,
+        "log_total": jnp.log(total),
+        "top_ids": jnp.pad(top_ids, missing, constant_values=NO_TOKEN),
+        "top_logits": jnp.pad(top_logits, missing, constant_values=-jnp.inf),
+    }
+    return jnp.concatenate([LAYOUT.bits(name, fields[name]) for name in LAYOUT.fields], axis=1)

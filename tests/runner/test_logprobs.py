@@ -1,0 +1,87 @@
+"""What a step reports: every place beside its token, and prompts in pieces, across chunks."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.logprobs import LAYOUT
+from jaxspec.runner import logprobs
+from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
+from jaxspec.runner.prepare import Places
+from jaxspec.sampler import FULL, GREEDY, LOGPROBS, PROMPT_LOGPROBS, Sampler
+from jaxspec.sampling import Acceptance
+
+VOCAB, ROWS, WIDTH = 40, 2, 3
+BOTH = Sampler.of(LOGPROBS, PROMPT_LOGPROBS)
+RANDOM = np.random.default_rng(0)
+
+
+class HeadModel:
+    """Scores are a product with the hidden states."""
+
+    head = RANDOM.normal(size=(8, VOCAB)).astype(np.float32)
+
+    def logits(self, hidden):
+        return hidden @ self.head
+
+
+def make_inputs(chunk_lens=(), following=()):
+    """A rectangle of 2 rows and these chunks, whose tokens are numbered from 10 on."""
+    num_chunk = sum(chunk_lens)
+    prefill = SimpleNamespace(query_start=np.cumsum([0, *chunk_lens], dtype=np.int32))
+    model = SimpleNamespace(
+        tokens=np.concatenate([np.zeros(ROWS * WIDTH), 10 + np.arange(num_chunk)]).astype(np.int32),
+        prefill=prefill if chunk_lens else None,
+    )
+    return SimpleNamespace(
+        places=Places(ROWS, WIDTH), model=model, next_prefill_token=np.array(following, np.int32)
+    )
+
+
+def accepted(tokens):
+    return Acceptance(jnp.asarray(tokens, jnp.int32), jnp.zeros(len(tokens), jnp.int32))
+
+
+def unpack(packed):
+    return LAYOUT.unpack(np.asarray(packed))
+
+
+def test_the_logits_of_a_place_are_reported_with_the_token_behind_it():
+    tokens = [[5, 6, -1], [7, 8, 9], [4, -1, -1]]
+    logits = RANDOM.normal(size=(ROWS * WIDTH + 1, VOCAB)).astype(np.float32)
+    inputs = make_inputs((3,), (-1,))
+    fields = unpack(emitted_logprobs(jnp.asarray(logits), inputs, accepted(tokens), BOTH))
+    assert fields["logit"].shape == (3, WIDTH)
+    scored = {(row, place): row * WIDTH + place for row in range(2) for place in range(3)}
+    for (row, place), index in {**scored, (2, 0): ROWS * WIDTH}.items():
+        token = tokens[row][place]
+        if token >= 0:
+            assert fields["logit"][row, place] == logits[index, token]
+            assert fields["top_ids"][row, place, 0] == logits[index].argmax()
+
+
+@pytest.mark.parametrize("piece", [256, 4, 7, 1])
+def test_prompt_tokens_are_scored_in_pieces_and_across_borders(monkeypatch, piece):
+    """Chunks 10 11 12 | 13 14 | 15 16: 20 follows the first, the step's own 4 the second."""
+    monkeypatch.setattr(logprobs, "_PIECE", piece)
+    following = [11, 12, 20, 14, 4, 16, 30]
+    inputs = make_inputs((3, 2, 2), (20, -1, 30))
+    hidden = RANDOM.normal(size=(ROWS * WIDTH + 7, 8)).astype(np.float32)
+    tokens = [[0] * 3, [0] * 3, [1, -1, -1], [4, -1, -1], [2, -1, -1]]
+    packed = prompt_logprobs(HeadModel(), jnp.asarray(hidden), inputs, accepted(tokens), BOTH)
+    fields, logits = unpack(packed), hidden[ROWS * WIDTH :] @ HeadModel.head
+    np.testing.assert_allclose(fields["logit"], logits[np.arange(7), following], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, FULL, Sampler.of(LOGPROBS)])
+def test_nothing_is_computed_that_a_program_does_not_report(sampler):
+    inputs = make_inputs((3,), (-1,))
+    assert prompt_logprobs(None, None, inputs, None, sampler) is None
+    if LOGPROBS not in sampler.names:
+        assert emitted_logprobs(None, inputs, None, sampler) is None
+
+
+def test_a_program_without_a_prompt_reports_none():
+    assert prompt_logprobs(None, None, make_inputs(), None, BOTH) is None
