@@ -4,8 +4,9 @@ from jaxspec.inspection import Inspection, inspect
 from jaxspec.kept_llm import generate
 from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
+from jaxspec.prompts import TextPrompt, TokensPrompt
 from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 
 __all__ = [
@@ -14,10 +15,13 @@ __all__ = [
     "Inspection",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SpeculativeConfig",
     "Stream",
     "TextDelta",
+    "TextPrompt",
+    "TokensPrompt",
     "generate",
     "inspect",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
+from jaxspec.generation_config import default_params
 from jaxspec.models import Unread, dtype_of, resolve_folder, unread, unread_model_or_head
 from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.models.config import ModelConfig
@@ -20,8 +21,10 @@ from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
@@ -35,6 +38,7 @@ class Loaded(NamedTuple):
     proposer: Proposer | None
     runner: ModelRunner
     host_drafter: HostDrafter
+    default_params: SamplingParams  # of a call that brings none
     config: EngineConfig  # with every "auto" and None that the device decided resolved
 
 
@@ -48,6 +52,20 @@ def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
     if config.model is None:
         return EMBEDDED_MODEL
     return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
+
+
+def tokenizer_of(config: EngineConfig, folder: Path, *, progress: bool) -> Tokenizer | None:
+    """The tokenizer that `config` names, or that of the model's `folder`; None: there is none.
+
+    Raises:
+        FileNotFoundError: there is none where `config` says.
+        ValueError: it is broken.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
+    return Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
 @contextlib.contextmanager
@@ -133,6 +151,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     """
     enable_compilation_cache(config.compilation_cache)
     folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
@@ -172,5 +191,6 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
+        default_params=defaults,
         config=resolved,
     )

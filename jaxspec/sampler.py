@@ -7,7 +7,9 @@ and no JAX here.
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxspec.checks import items, shown
 
 TEMPERATURE = "temperature"
 TOP_K_TOP_P = "top_k_top_p"
@@ -54,8 +56,8 @@ class Sampler(NamedTuple):
         Raises:
             ValueError: no sampler has this name.
         """
-        if word not in SAMPLERS:
-            raise ValueError(f"A sampler must be one of {list(SAMPLERS)}, got {word!r}.")
+        if not isinstance(word, str) or word not in SAMPLERS:
+            raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(word)}.")
         return SAMPLERS[word]
 
 
@@ -63,6 +65,18 @@ GREEDY = Sampler.of()
 SAMPLED = Sampler.of(TEMPERATURE)
 FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
 SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "full": FULL}  # the words that users know
+
+
+def samplers_named(words: Any) -> list[Sampler]:
+    """The samplers of one word or several.
+
+    Raises:
+        ValueError: a word names no sampler.
+    """
+    listed = [words] if isinstance(words, str) else items(words, len(SAMPLERS))
+    if listed is None:
+        raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(words)}.")
+    return list(map(Sampler.named, listed))
 
 
 def join(samplers: Iterable[Sampler]) -> Sampler:
