@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import boolean, items, shown, text
+from jaxspec.conversations import with_plain_contents
 from jaxspec.files import fill, open_file, read_json
-from jaxspec.messages import with_plain_contents
 from jaxspec.template_process import MAX_CHARACTERS, TemplateFailure, TemplateProcess
 
 MAX_TEMPLATE_BYTES = 2**20

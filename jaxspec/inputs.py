@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checks import INT64_MAX, integer, is_integer, items, shown
-from jaxspec.messages import TemplateOptions, check_options, conversations_of
+from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
 from jaxspec.prompts import MAX_SAMPLES, Prompt, PromptParts, TokensPrompt, parts_of, read_ids
 from jaxspec.request import INT32_MAX, Request

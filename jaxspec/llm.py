@@ -9,13 +9,13 @@ from typing import Any, Unpack
 
 from jaxspec import progress_bar
 from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.conversations import Messages, TemplateOptions
 from jaxspec.diagnostics import Diagnostics
 from jaxspec.engine import Engine
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.inputs import InputProcessor, params_of
 from jaxspec.loading import load, tokenizer_of
-from jaxspec.messages import Messages, TemplateOptions
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.process import check_process, first_process

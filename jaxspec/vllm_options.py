@@ -35,7 +35,7 @@ class Given(NamedTuple):
         """Whether the value means what is so here; 1 and True are two values."""
         if not self.values:
             return True
-        is_plain = given is None or isinstance(given, bool | int | float | str | dict)
+        is_plain = given is None or isinstance(given, bool | int | float | str | dict | list)
         return is_plain and any(type(given) is type(v) and given == v for v in self.values)
 
 

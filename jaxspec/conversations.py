@@ -12,7 +12,7 @@ Messages = Sequence[Mapping[str, Any]]
 MAX_CONVERSATIONS = 2**16
 _TEXT_KINDS = ("text", "input_text", "output_text")
 # A template that loops over a content takes its parts; another takes a text.
-_WALKS_PARTS = re.compile(r"\bin\s+[\w.\[\]'\"]*content\b")
+_WALKS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
 _EXAMPLE = '[{"role": "user", "content": "Hi"}]'
 
 
