@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.checks import items, shown
 
+_MAX_WORDS = 1024
 TEMPERATURE = "temperature"
 TOP_K_TOP_P = "top_k_top_p"
 
@@ -73,7 +74,7 @@ def samplers_named(words: Any) -> list[Sampler]:
     Raises:
         ValueError: a word names no sampler.
     """
-    listed = [words] if isinstance(words, str) else items(words, len(SAMPLERS))
+    listed = [words] if isinstance(words, str) else items(words, _MAX_WORDS)
     if listed is None:
         raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(words)}.")
     return list(map(Sampler.named, listed))

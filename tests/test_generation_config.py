@@ -38,9 +38,7 @@ def test_its_fields_are_taken_as_vllm_takes_them(published, fields, folder, tmp_
 
 def test_without_the_file_the_defaults_are_those_of_sampling_params(tmp_path):
     assert default_params("auto", tmp_path) == SamplingParams()
-    with pytest.raises(
-        FileNotFoundError, match="generation_config must be 'auto', 'vllm' or a fol"
-    ):
+    with pytest.raises(FileNotFoundError, match="generation_config must be 'auto', 'vllm' or a"):
         default_params(str(tmp_path), tmp_path)
 
 

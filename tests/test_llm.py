@@ -542,37 +542,6 @@ def test_urgent_requests_enter_first(drafted, monkeypatch):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
-def test_metrics_have_vllm_s_names(drafted):
-    drafted.generate(PROMPTS, GREEDY)
-    found = {metric.name: metric for metric in drafted.get_metrics()}
-    mine = drafted.metrics()
-    assert found["vllm:generation_tokens"].value == mine["num_tokens"] > 0
-    assert found["vllm:spec_decode_num_drafts"].value == mine["num_rounds"] > 0
-    assert found["vllm:num_requests_running"].value == found["vllm:num_requests_waiting"].value == 0
-    assert found["vllm:kv_cache_usage_perc"].value == 0.0
-    accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
-    assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens"].value
-
-
-def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
-    before = drafted.metrics()["num_steps"]
-    with drafted.trace() as steps:
-        drafted.generate(PROMPTS, GREEDY)
-    assert len(steps) == drafted.metrics()["num_steps"] - before
-    ends = [step.device_end for step in steps]
-    assert ends == sorted(ends)
-    for step in steps:
-        assert step.dispatch_start < step.device_end < step.collect_end + 0.1
-        assert step.num_decodes <= step.program.decode_rows
-        assert step.num_prompt_tokens <= step.program.prefill_tokens
-    lengths = [len(drafted.tokenizer.encode(prompt)) for prompt in PROMPTS]
-    assert sum(step.num_prompt_tokens for step in steps) == sum(lengths)
-    with drafted.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
-        drafted.trace().__enter__()
-    drafted.generate(PROMPTS, GREEDY)
-    assert len(ends) == len(steps) and drafted.session.engine.trace is None
-
-
 def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(short_model):
     """With stop strings, stop ids, several steps a dispatch and preemption: 4 rows on 13 pages."""
     with LLM(short_model, **OPTIONS, num_pages=14, steps_per_dispatch=2) as llm:
@@ -596,20 +565,6 @@ def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(sh
     }
     assert metrics["num_rounds"] == total.num_drafts > 0
     assert metrics["num_tokens"] >= total.num_tokens  # what a stop string cut was given first
-
-
-def test_metrics_say_what_ran_and_what_holds_memory(drafted):
-    before = drafted.metrics()["num_steps"]
-    drafted.generate(PROMPTS, GREEDY)
-    metrics = drafted.metrics()
-    assert metrics["num_steps"] > before and metrics["plan_time"] > 0
-    assert metrics["num_tokens"] > 0 and metrics["tokens_per_second"] > 0
-    assert metrics["compile_seconds"]["4 rows, 3 drafts, 64 prompt tokens, greedy"] > 0
-    pools = drafted._runner.state.pools
-    memory = metrics["memory_bytes"]
-    assert memory["kv"] == pools["kv"].nbytes
-    assert memory["states"] == pools["recurrent"].states.nbytes
-    assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
 
 
 def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain, short_model):

@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from jaxspec.sampler import FULL, GREEDY, SAMPLED, SAMPLERS, Sampler, closed_under_join, join
+from jaxspec.sampler import (
+    FULL,
+    GREEDY,
+    SAMPLED,
+    SAMPLERS,
+    Sampler,
+    closed_under_join,
+    join,
+    samplers_named,
+)
 
 A, B, C = (Sampler.of(name) for name in "abc")
 
@@ -32,8 +41,11 @@ def test_a_sampler_that_does_not_draw_may_need_logits():
 def test_samplers_go_by_the_words_users_know():
     assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "full"]
     assert str(A | B) == "a_and_b"
-    with pytest.raises(ValueError, match="one of .*'greedy', 'sampled', 'full'.*, got 'beam'"):
-        Sampler.named("beam")
+    assert samplers_named("full") == [FULL] == samplers_named(iter(["full"]))
+    assert samplers_named(["sampled", "greedy"]) == [SAMPLED, GREEDY]
+    for wrong, got in (("beam", "'beam'"), (["greedy", 3], "3"), (3, "3"), (None, "None")):
+        with pytest.raises(ValueError, match=f"words of .*'greedy', 'sampled', .*, got {got}"):
+            samplers_named(wrong)
 
 
 def test_the_join_of_several_can_do_what_each_can():

@@ -60,9 +60,7 @@ def test_an_option_under_two_names_and_a_wrong_value_of_another_name_are_refused
         translated({"block_size": 8, "page_size": 16})
     with pytest.raises(ValueError, match="page_size must be an integer of at least 1, got 'a'"):
         EngineConfig.of(None, {"block_size": "a"})
-    with pytest.raises(
-        ValueError, match="quantization must be None .* Use a checkpoint in float32"
-    ):
+    with pytest.raises(ValueError, match="quantization must be None .* Use a checkpoint in"):
         EngineConfig.of(None, {"quantization": "fp8"})
 
 
