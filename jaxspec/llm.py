@@ -15,7 +15,7 @@ from jaxspec.engine import Engine
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
 from jaxspec.inputs import InputProcessor, params_of
-from jaxspec.loading import load, tokenizer_of
+from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.process import check_process, first_process
@@ -52,7 +52,7 @@ class LLM(Diagnostics):
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
         loaded = load(config, progress=progress)
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
-        self.tokenizer = tokenizer_of(config, folder, progress=progress)
+        self.tokenizer = loaded.tokenizer
         self._show_progress = progress
         self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for

@@ -38,6 +38,7 @@ class Loaded(NamedTuple):
     proposer: Proposer | None
     runner: ModelRunner
     host_drafter: HostDrafter
+    tokenizer: Tokenizer | None
     default_params: SamplingParams  # of a call that brings none
     config: EngineConfig  # with every "auto" and None that the device decided resolved
 
@@ -54,7 +55,7 @@ def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
     return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
 
 
-def tokenizer_of(config: EngineConfig, folder: Path, *, progress: bool) -> Tokenizer | None:
+def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokenizer | None:
     """The tokenizer that `config` names, or that of the model's `folder`; None: there is none.
 
     Raises:
@@ -64,7 +65,10 @@ def tokenizer_of(config: EngineConfig, folder: Path, *, progress: bool) -> Token
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
+        try:
+            return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"tokenizer: {error}") from error
     return Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
@@ -151,6 +155,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
     """
     enable_compilation_cache(config.compilation_cache)
     folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    tokenizer = _tokenizer(config, folder, progress=progress)
     defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
@@ -191,6 +196,7 @@ def load(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
+        tokenizer=tokenizer,
         default_params=defaults,
         config=resolved,
     )
