@@ -6,8 +6,9 @@ from jaxspec.kept_llm import generate
 from jaxspec.llm import LLM
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput, Stream, TextDelta
+from jaxspec.prompts import TextPrompt, TokensPrompt
 from jaxspec.request import RequestMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 
 __all__ = [
@@ -18,10 +19,13 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SpeculativeConfig",
     "Stream",
     "TextDelta",
+    "TextPrompt",
+    "TokensPrompt",
     "generate",
     "inspect",
 ]

@@ -5,10 +5,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from jaxspec import progress_bar
 from jaxspec.checks import boolean, integer, real, shown
-from jaxspec.inputs import InputProcessor, Prompt, prompts_of
+from jaxspec.inputs import InputProcessor
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput, Sample
+from jaxspec.prompts import Prompt, prompts_of
+from jaxspec.request import Request
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
@@ -101,7 +104,12 @@ class Searches(Protocol):
     _inputs: InputProcessor
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, /
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams,
+        /,
+        *,
+        use_tqdm: progress_bar.Bar,
     ) -> list[RequestOutput]:
         """Complete prompts."""
         ...
@@ -130,7 +138,9 @@ def beam_search(
         )
     batch = prompts_of(prompts)
     whole = dataclasses.replace(params.step, max_tokens=params.max_tokens)
-    groups = llm._prepare(batch, [whole] * len(batch))  # refuses what would be too long in the end
+    groups = llm._prepare(batch, [whole] * len(batch))
+    for number, (sample, *_) in enumerate(groups, 1):
+        _check_room(number, sample.request, params)
     found = search(
         lambda beams: _next_tokens(llm, beams, params.step),
         [list(group[0].request.prompt) for group in groups],
@@ -177,10 +187,20 @@ def search(
     return [best(done) for done in ended]
 
 
+def _check_room(number: int, request: Request, params: BeamSearchParams) -> None:
+    room = request.max_len - len(request.prompt)
+    if room < params.max_tokens:
+        raise ValueError(
+            f"Prompt {number} leaves room for {room} tokens, and max_tokens is "
+            f"{params.max_tokens}. Shorten the prompt, lower max_tokens, or raise max_model_len."
+        )
+
+
 def _next_tokens(
     llm: Searches, beams: list[list[int]], step: SamplingParams
 ) -> list[CompletionOutput]:
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in beams], step)
+    prompts = [{"prompt_token_ids": tokens} for tokens in beams]
+    outputs = llm.generate(prompts, step, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import boolean, items, shown
+from jaxspec.checks import boolean, items, shown, text
+from jaxspec.conversations import with_plain_contents
 from jaxspec.files import fill, open_file, read_json
 from jaxspec.template_process import MAX_CHARACTERS, TemplateFailure, TemplateProcess
 
@@ -19,6 +20,8 @@ _MAX_DEPTH = 64  # of lists and dicts in each other
 _CONTAINER = 32  # characters that a list or a dict counts as, beside what it holds
 _MAX_INTEGER_BITS = 1024
 _OWN_FILE = "chat_template.jinja"
+_ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # no switches of a template's own
+_MARK = "\N{WORD JOINER}[the message goes on here]\N{WORD JOINER}"  # what no message has
 
 
 class ChatTemplate:
@@ -37,12 +40,23 @@ class ChatTemplate:
         self._process = TemplateProcess()
 
     def render(
-        self, messages: Any, tools: Any, add_generation_prompt: bool, options: Mapping[str, Any]
+        self,
+        messages: Any,
+        tools: Any,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+        *,
+        template: str | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation, whose parts are JSON's values.
 
+        `template`: the source of another one, or the name of one that the checkpoint has.
+        `continue_final_message`: the text ends with the last message's content.
+
         Raises:
-            ValueError: there is no template, a part is no such value, or the template fails.
+            ValueError: there is no template, a part is no such value, the template fails, or the
+                last message can't be continued.
         """
         conversation = {
             "messages": _mappings("messages", messages, "role and content"),
@@ -50,22 +64,87 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": boolean("add_generation_prompt", add_generation_prompt),
         }
-        variables = _Copy().of_each(conversation | dict(options))
-        variables["messages"] = list(map(_alias_reasoning, variables["messages"]))
-        name = "tool_use" if variables["tools"] and "tool_use" in self._sources else "default"
+        variables = _Copy().of_each(conversation | _switches(options))
+        source = self._source(template, has_tools=bool(variables["tools"]))
+        told = list(map(_alias_reasoning, with_plain_contents(variables["messages"], source)))
+        if continue_final_message:
+            told = _marked(told, add_generation_prompt)
+        variables["messages"] = told
+        text = self._run(source, self._special_tokens | variables)
+        return _before_mark(text) if continue_final_message else text
+
+    def _source(self, template: Any, *, has_tools: bool) -> str:
+        if template is not None:
+            name = text("chat_template", template)
+            source = self._sources.get(name, name)
+            if len(source) > MAX_TEMPLATE_BYTES:
+                raise ValueError(_too_long("chat_template"))
+            return source
+        name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ValueError(
                 f"A chat needs a chat template, but {self._folder} has none ({_OWN_FILE}, or "
-                "chat_template in tokenizer_config.json). Use generate() with the text itself."
+                "chat_template in tokenizer_config.json). Pass chat_template, or use generate() "
+                "with the text itself."
             )
+        return self._sources[name]
+
+    def _run(self, source: str, variables: dict[str, Any]) -> str:
         try:
-            return self._process.render(self._sources[name], self._special_tokens | variables)
+            return self._process.render(source, variables)
         except TemplateFailure as failure:
             raise ValueError(
                 f"The chat template of {self._folder} must accept the conversation, but "
                 f"{failure}. Check roles, their order and contents against the template, or use "
                 "generate() with the text itself."
             ) from failure
+
+
+def _switches(options: Any) -> dict[str, Any]:
+    """A template's own switches, which are no parts of the conversation."""
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"chat_template_kwargs must be a dict of the template's own switches, got "
+            f"{shown(options)}. Write it as in {{'enable_thinking': False}}."
+        )
+    if taken := [name for name in _ARGUMENTS if name in options]:
+        raise ValueError(
+            f"chat_template_kwargs must not hold {taken[0]!r}, which is an argument of its own; "
+            f"got {shown(options)}. Pass it there."
+        )
+    return dict(options)
+
+
+def _marked(messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[dict[str, Any]]:
+    """The messages with a mark where the last one's content ends."""
+    if add_generation_prompt:
+        raise ValueError(
+            "continue_final_message=True continues the last message, and "
+            "add_generation_prompt=True, the default, begins another one. Pass "
+            "add_generation_prompt=False with it."
+        )
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*messages[:-1], last | {"content": content + _MARK}]
+    if isinstance(content, list) and content:
+        end = {"type": "text", "text": content[-1]["text"] + _MARK}
+        return [*messages[:-1], last | {"content": [*content[:-1], end]}]
+    raise ValueError(
+        "continue_final_message=True needs a last message with a text to continue, got "
+        f"{shown(last)}. Give it a content."
+    )
+
+
+def _before_mark(text: str) -> str:
+    """The text before the last mark."""
+    before, mark, _ = text.rpartition(_MARK)
+    if not mark:
+        raise ValueError(
+            "continue_final_message=True needs a chat template that writes the last message's "
+            "content out, and this one does not. Use generate() with the text itself."
+        )
+    return before
 
 
 def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -117,7 +196,7 @@ def _read_own(path: Path) -> str | None:
         ) from error
 
 
-def _too_long(path: Path) -> str:
+def _too_long(path: Path | str) -> str:
     return (
         f"{path}: a chat template must have at most {MAX_TEMPLATE_BYTES:,} bytes, and this one "
         "has more. Download it again."

@@ -1,24 +1,23 @@
 """Prompts and parameters in, checked samples out; refusals come before anything is queued."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxspec.bias_tables import MAX_STOP_IDS
-from jaxspec.checks import are_integers, integer, items, shown
+from jaxspec.checks import INT64_MAX, integer, is_integer, items, shown
+from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
+from jaxspec.prompts import MAX_SAMPLES, Prompt, PromptParts, TokensPrompt, parts_of, read_ids
 from jaxspec.request import INT32_MAX, Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
 from jaxspec.token_checks import bad_word_ids, check_biases, check_ids
 from jaxspec.tokenizer import Tokenizer
 
-Prompt = str | Mapping[str, Any]
-
-MAX_SAMPLES = 2**18
-"""Samples of one call; each holds some 1.4 kB from the start."""
 MAX_PROMPT_TOKENS = 2**28
 """Prompt tokens of one call over all samples, each of which keeps a list of them."""
 
@@ -54,24 +53,28 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[list[Sample]]:
         """The samples of each prompt, unqueued.
 
-        `request_ids`: what the samples of each prompt are called; None: numbers.
+        `params` are checked copies, as `params_of` gives them. `request_ids`: what the samples of
+        each prompt are called; None: numbers. `priority`: as in `LLM.generate`.
 
         Raises:
-            ValueError: an empty prompt, one that is too long with its max_tokens, an id outside the
+            ValueError: an empty prompt, one that leaves no room for a token, an id outside the
                 vocabulary, text without a tokenizer, too many stop ids, biases or samples, or
-                another number of request ids.
+                another number of request ids or priorities.
         """
         _check_samples(params)
         given = None if request_ids is None else _read_names(request_ids, len(prompts))
+        priorities = _read_priorities(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
         encoded, held = list[tuple[int, ...]](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
-            ids = tuple(self._encode(prompt))
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
+            with _named(f"prompt {number}", len(prompts)):
+                ids = tuple(self._encode(parts_of(prompt), param))
             if not ids:
                 raise ValueError(
                     f"A prompt must have at least one token, and {name} has none. Give it some "
@@ -79,7 +82,7 @@ class InputProcessor:
                 )
             check_ids(name, ids, self._vocab_size)
             held += len(ids) * param.n
-            self._check_length(len(ids), param, held)
+            self._check_length(name, len(ids), held)
             encoded.append(ids)
         with self._lock:
             first = self._num_prompts
@@ -88,20 +91,29 @@ class InputProcessor:
         names = given or map(str, numbers)
         return [
             self._samples(*each)
-            for each in zip(names, encoded, params, stop_ids, bad_words, numbers, strict=True)
+            for each in zip(
+                names, encoded, params, stop_ids, bad_words, numbers, priorities, strict=True
+            )
         ]
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The prompt of a conversation; `options` are those of `Tokenizer.render_chat`.
+    def chats(self, messages: Any, options: TemplateOptions) -> list[TokensPrompt]:
+        """The prompts of one conversation or several.
 
         Raises:
-            ValueError: no tokenizer, or as in `Tokenizer.chat`.
+            TypeError: there is no such option.
+            ValueError: no tokenizer, or as in `Tokenizer.render_chat` and `Tokenizer.encode`.
         """
-        bound = {"max_model_len": self._max_model_len}
-        ids = self.require_tokenizer("chats").chat(messages, **{**options, **bound})
-        return {"prompt_token_ids": ids}
+        check_options(options)
+        tokenizer, prompts = self.require_tokenizer("chats"), list[TokensPrompt]()
+        conversations = conversations_of(messages)
+        for number, conversation in enumerate(conversations, 1):
+            with _named(f"conversation {number}", len(conversations)):
+                text = tokenizer.render_chat(conversation, **options)
+                # The template writes BOS itself.
+                most = self._max_model_len
+                ids = tokenizer.encode(text, add_special_tokens=False, max_model_len=most)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return prompts
 
     def require_tokenizer(self, inputs: str) -> Tokenizer:
         """The tokenizer, or a ValueError that says that `inputs` need one."""
@@ -115,7 +127,7 @@ class InputProcessor:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end a request, once it is known that stop strings can, too."""
         own_eos = () if params.ignore_eos else self.eos_ids
-        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own_eos)))
+        stop_ids = tuple(dict.fromkeys((*(params.stop_token_ids or ()), *own_eos)))
         check_ids("stop_token_ids", stop_ids, self._vocab_size)
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -124,6 +136,13 @@ class InputProcessor:
             )
         if params.stop:
             self.require_tokenizer("stop strings")
+        if not (params.spaces_between_special_tokens or params.skip_special_tokens) and (
+            self._tokenizer and self._tokenizer.spaces_tokens_apart
+        ):
+            raise ValueError(
+                "spaces_between_special_tokens must be True with this tokenizer, whose decoder "
+                "puts spaces between all tokens; got False. Leave it out."
+            )
         return stop_ids
 
     def _bad_words(
@@ -144,6 +163,7 @@ class InputProcessor:
         stop_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...],
         number: int,
+        priority: int,
     ) -> list[Sample]:
         # The first word keeps seeds that users give apart from those drawn here.
         if params.seed is None:
@@ -163,48 +183,42 @@ class InputProcessor:
                 leader=samples[0].request if samples else None,
                 request_id=request_id,
                 index=index,
+                own_eos=() if params.ignore_eos else self.eos_ids,
+                room=self._max_model_len,
+                priority=priority,
             )
-            stream = self._tokenizer.stream() if self._tokenizer else None
-            stops = StopStrings(params.stop) if params.stop else None
+            stream, stops = None, None
+            if self._tokenizer and params.detokenize:
+                stream = self._tokenizer.stream(params.skip_special_tokens)
+            if params.stop:
+                keeps_match = params.include_stop_str_in_output
+                stops = StopStrings(params.stop, keeps_match=keeps_match)
             samples.append(Sample(request, stream, stops))
         return samples
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        key, value = "prompt", prompt
-        if isinstance(prompt, Mapping) and len(prompt) == 1:
-            ((key, value),) = prompt.items()
-        if key == "prompt_token_ids":
-            return self._read_ids(value)
-        if key != "prompt" or not isinstance(value, str):
-            raise ValueError(
-                "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got "
-                f"{shown(prompt)}. Token ids go in as {{'prompt_token_ids': [...]}}."
-            )
+    def _encode(self, prompt: PromptParts, params: SamplingParams) -> Sequence[int]:
+        kept, most = params.truncate_prompt_tokens, self._max_model_len
+        if kept == -1:
+            wanted = params.max_tokens or most
+            kept = most - (wanted if wanted < most else 1)
+        if prompt.token_ids is not None:
+            return read_ids(prompt.token_ids, most, kept)
+        assert prompt.text is not None
         tokenizer = self.require_tokenizer("text prompts")
-        return tokenizer.encode(value, max_model_len=self._max_model_len)
+        if kept is None:
+            return tokenizer.encode(prompt.text, max_model_len=most)
+        return tokenizer.encode(prompt.text)[-kept:]
 
-    def _read_ids(self, value: Any) -> list[int]:
-        """The ids as Python's integers; no more are read than could fit."""
-        ids = items(value, self._max_model_len)
-        if ids is None or not are_integers(ids):
-            raise ValueError(f"prompt_token_ids must be a list of integers, got {shown(value)}.")
-        if len(ids) > self._max_model_len:
-            count = len(value) if isinstance(value, Sized) else f"more than {self._max_model_len}"
-            raise ValueError(
-                f"A prompt must fit max_model_len={self._max_model_len}, got {count} token ids. "
-                "Shorten it, or raise max_model_len."
-            )
-        return list(map(int, ids))
-
-    def _check_length(self, length: int, params: SamplingParams, held: int) -> None:
-        """Hold a prompt with its max_tokens against max_model_len; no other place does.
+    def _check_length(self, name: str, length: int, held: int) -> None:
+        """Hold a prompt against max_model_len, which bounds it with its output.
 
         `held`: prompt tokens of the call so far, over all samples.
         """
-        if length + params.max_tokens > self._max_model_len:
+        if length >= self._max_model_len:
             raise ValueError(
-                f"A prompt and its max_tokens must fit max_model_len={self._max_model_len}: "
-                f"{length} + {params.max_tokens} tokens came. Shorten one, or raise max_model_len."
+                f"A prompt must leave room for a token within max_model_len={self._max_model_len}, "
+                f"and {name} has {length:,} tokens. Shorten it, set truncate_prompt_tokens, or "
+                "raise max_model_len."
             )
         if held > MAX_PROMPT_TOKENS:
             raise ValueError(
@@ -213,25 +227,15 @@ class InputProcessor:
             )
 
 
-def prompts_of(prompts: Any) -> list[Prompt]:
-    """The prompts of a call: one, or those of an ordered collection or an iterator.
-
-    Raises:
-        ValueError: it is none of these, or too many.
-    """
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    found = items(prompts, MAX_SAMPLES)
-    if found is None:
-        raise ValueError(
-            "prompts must be a text, a dict with 'prompt' or 'prompt_token_ids', or a list of "
-            f"them, got {shown(prompts)}."
-        )
-    if len(found) > MAX_SAMPLES:
-        raise ValueError(
-            f"One call may have at most {MAX_SAMPLES:,} prompts, got more. Make several calls."
-        )
-    return found
+@contextlib.contextmanager
+def _named(name: str, count: int) -> Iterator[None]:
+    """An error inside says which of `count` it is about, if there are several."""
+    try:
+        yield
+    except ValueError as error:
+        if count == 1:
+            raise
+        raise ValueError(f"In {name} of {count}: {error}") from error
 
 
 def _read_names(names: Any, count: int) -> list[str]:
@@ -241,6 +245,18 @@ def _read_names(names: Any, count: int) -> list[str]:
             f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
         )
     return found
+
+
+def _read_priorities(priority: Any, count: int) -> list[int]:
+    if priority is None or is_integer(priority):
+        priority = [priority or 0] * count
+    found = items(priority, count)
+    if found is None or len(found) != count:
+        raise ValueError(
+            f"priority must be an integer, or a list of {count} of them, one for each prompt, got "
+            f"{shown(priority)}."
+        )
+    return [integer("Each of priority", each, -INT64_MAX) for each in found]
 
 
 def _check_samples(params: Sequence[SamplingParams]) -> None:
@@ -257,17 +273,19 @@ def _check_samples(params: Sequence[SamplingParams]) -> None:
 
 
 def params_of(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    default: SamplingParams | None = None,
 ) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts; None is greedy.
+    """Parameters for each of `count` prompts: copies, checked as they are now; None is `default`.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: a list of another length, or a value that was assigned breaks a rule.
     """
     if params is None:
-        return [SamplingParams(temperature=0.0)] * count
+        params = default or SamplingParams()
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [params.clone()] * count
     if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
         raise ValueError(
             f"sampling_params must be SamplingParams, one or a list of them, got {shown(params)}. "
@@ -278,4 +296,5 @@ def params_of(
             f"sampling_params must be one for all prompts or one for each, got {len(params)} for "
             f"{count} prompts."
         )
-    return list(params)
+    copies = {id(each): each.clone() for each in params}
+    return [copies[id(each)] for each in params]

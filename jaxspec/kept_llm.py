@@ -1,15 +1,16 @@
 """`generate`: one call completes prompts, with an LLM that is kept for the next call."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.inputs import Prompt, params_of, prompts_of
+from jaxspec.inputs import params_of
 from jaxspec.llm import LLM
 from jaxspec.options import EngineConfig
 from jaxspec.outputs import RequestOutput
 from jaxspec.process import check_process, first_process
+from jaxspec.prompts import Prompt, is_one_prompt, prompts_of
 from jaxspec.sampling_params import SamplingParams
 
 _KEPT: dict[EngineConfig, LLM] = {}  # what `generate` keeps, by its options
@@ -27,7 +28,7 @@ def generate(
     One `RequestOutput` for one prompt, a list for a list. `options` are those of `LLM`; the LLM is
     kept for the next call with the same options.
     """
-    is_single = isinstance(prompts, str | Mapping)
+    is_single = is_one_prompt(prompts)
     batch = prompts_of(prompts)
     num_samples = sum(param.n for param in params_of(sampling_params, len(batch)))
     rows = options.get("max_num_seqs") or (1 if num_samples < 2 else 8)

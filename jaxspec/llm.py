@@ -3,25 +3,26 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from tqdm import tqdm
-
+from jaxspec import progress_bar
 from jaxspec.beam_search import beam_search as _beam_search
-from jaxspec.engine import Engine, StepTimes
+from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.conversations import Messages, TemplateOptions
+from jaxspec.diagnostics import Diagnostics
+from jaxspec.engine import Engine
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
-from jaxspec.inputs import InputProcessor, Prompt, params_of, prompts_of
+from jaxspec.inputs import InputProcessor, params_of
 from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
-from jaxspec.pallas import dispatch
 from jaxspec.process import check_process, first_process
-from jaxspec.runner.memory import memory_map
-from jaxspec.runner.warmup import warm_up
-from jaxspec.sampler import SAMPLERS, Sampler
+from jaxspec.prompts import Prompt, parts_of, prompts_of
+from jaxspec.runner.warmup import Notice, warm_up
+from jaxspec.sampler import SAMPLERS, Sampler, samplers_named
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.score import score as _score
@@ -29,10 +30,10 @@ from jaxspec.session import Session
 from jaxspec.tokenizer import Tokenizer
 
 Groups = list[list[Sample]]  # the samples of each prompt
-_BAR: dict[str, Any] = {"desc": "generating", "leave": False, "mininterval": 0.25, "miniters": 0}
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(Diagnostics):
     """A model, its engine and its tokenizer; several threads may call it at once.
 
     `close` gives the device's memory back, as does the end of a `with` block.
@@ -53,33 +54,38 @@ class LLM:
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
         loaded = load(config, progress=progress)
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
-        self._runner = loaded.runner
+        self.tokenizer = loaded.tokenizer
         self._show_progress = progress
+        self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
-        self._compile_seconds: dict[str, float] = {}
-        self._method = loaded.speculation.method if loaded.speculation else None
-        self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        self.shapes = self._runner.shapes  # with the pages that fit
+        self._default_params = loaded.default_params
+        runner = loaded.runner
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model_config.vocab_size,
-            max_model_len=self.shapes.max_model_len,
+            max_model_len=runner.shapes.max_model_len,
             eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
         )
-        self._flight, on_failure = None, None
+        flight, on_failure = None, None
         if config.flight_recorder != "off":
-            self._flight = FlightRecorder(
-                self._runner,
-                self.shapes,
+            flight = FlightRecorder(
+                runner,
+                runner.shapes,
                 about(loaded.config, folder, model_config.vocab_size),
                 hashed=config.flight_recorder == "hashed",
             )
-            on_failure = functools.partial(self._flight.save_failure, folder=config.flight_folder)
-        scheduler = Scheduler(self.shapes, config.max_step_ms, loaded.host_drafter)
-        engine = Engine(scheduler, self._flight or self._runner, max_in_flight=config.max_in_flight)
-        self.session = Session(engine, on_failure)  # for those who step it themselves
+            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
+        scheduler = Scheduler(runner.shapes, config.max_step_ms, loaded.host_drafter)
+        engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
+        super().__init__(
+            Session(engine, on_failure),
+            runner,
+            flight=flight,
+            method=loaded.speculation.method if loaded.speculation else None,
+            model_name=str(model or folder.name),
+        )
 
     def __enter__(self) -> "LLM":
         """The LLM itself."""
@@ -102,11 +108,30 @@ class LLM:
         self.session.require_usable()
         self.session.abort(str(request_id))
 
-    def warm_up(self, samplers: Iterable[str] = tuple(SAMPLERS)) -> None:
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self._inputs.require_tokenizer("get_tokenizer()")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A copy of what a call without parameters uses: generation_config.json's, if there is one.
+
+        The option `generation_config` says which file; what it leaves out is `SamplingParams`'s.
+        """
+        return self._default_params.clone()
+
+    def warm_up(self, samplers: str | Iterable[str] = tuple(SAMPLERS)) -> None:
         """Compile what requests of these kinds need: "greedy", "sampled" (temperature), "top_k" (up
         to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
+
+        Raises:
+            ValueError: there is no such kind.
+            RuntimeError: as in `generate`.
         """
-        self._compile([Sampler.named(word) for word in samplers])
+        self._compile(samplers_named(samplers))
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
         self.session.in_turn(lambda: self._compile_in_turn(samplers))
@@ -118,7 +143,7 @@ class LLM:
         self._compile_seconds |= warm_up(
             self._runner,
             self._samplers,
-            progress=self._show_progress,
+            notice="bar" if self._show_progress else self._notice,
             guard=self.session.guarded,
             on_run=self.session.scheduler.step_seconds.guess,
         )
@@ -126,33 +151,40 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: progress_bar.Bar = None,
+        priority: int | Sequence[int] | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, each a text or `{"prompt_token_ids": [...]}`; outputs in their order.
+        """Complete prompts; outputs in their order.
 
-        `sampling_params`: one for all or one each; None is greedy, 128 tokens. `request_ids`: a
-        name for each prompt, which `abort` takes; None: numbers.
+        A prompt is a text, a list of token ids, or a dict: `TextPrompt` or `TokensPrompt`.
+
+        `sampling_params`: one for all or one each; None: `get_default_sampling_params()`.
+        `use_tqdm`: whether a bar is drawn, or a tqdm class to draw it; None: as `show_progress`.
+        `priority`: one for all or one each; of the requests that wait, those with lower numbers
+        enter first, and among equals those that came first; None: 0.
+        `request_ids`: a name for each prompt, which `abort` takes; None: numbers.
 
         Raises:
             ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
             RuntimeError: the LLM is closed, or this is a forked child of its process.
         """
+        self.session.require_usable()
+        progress_bar.check(use_tqdm)
         batch = prompts_of(prompts)
-        groups = self._prepare(batch, params_of(sampling_params, len(batch)), request_ids)
+        params = params_of(sampling_params, len(batch), self._default_params)
+        groups = self._prepare(batch, params, request_ids, priority)
         samples = [sample for group in groups for sample in group]
-        is_silent = not self._show_progress
         with (
-            tqdm(total=len(samples), unit="sample", disable=is_silent, **_BAR) as bar,
+            progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar,
             contextlib.closing(self.session.run(samples)) as run,
         ):
             for left in run:
-                if bar.update(bar.total - len(left) - bar.n):  # drawn, every 0.25 s at most
-                    count = sum(sample.request.num_output for sample in samples)
-                    speed = count / bar.format_dict["elapsed"]
-                    bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+                progress_bar.move(bar, samples, len(left))
         return [
-            RequestOutput.of(prompt if isinstance(prompt, str) else prompt.get("prompt"), group)
+            RequestOutput.of(parts_of(prompt).text, group)
             for prompt, group in zip(batch, groups, strict=True)
         ]
 
@@ -160,140 +192,105 @@ class LLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
         request_id: str | None = None,
     ) -> Stream:
-        """The pieces of one completion as they come. The first `next` queues it.
+        """The pieces of a prompt's samples as they come. The first `next` queues it.
 
+        A piece names its sample in `index`; `SamplingParams.output_kind` says what it holds.
         `with llm.stream(...) as pieces:` ends the request when the block is left early.
 
         Raises:
-            ValueError: as in `generate`, and for `n` above 1.
+            ValueError: as in `generate`, and for several prompts.
             RuntimeError: as in `generate`.
         """
-        params = params_of(sampling_params, 1)
-        if params[0].n != 1:
-            raise ValueError(f"stream gives one sample, got n={params[0].n}; use generate.")
-        ids = None if request_id is None else [request_id]
-        ((sample,),) = self._prepare([prompt], params, ids)
-        return Stream(self.session.stream(sample), sample.request_id)
+        self.session.require_usable()
+        batch, ids = prompts_of(prompt), None if request_id is None else [request_id]
+        _check_is_one("prompt", batch)
+        params = params_of(sampling_params, 1, self._default_params)
+        (samples,) = self._prepare(batch, params, ids, integer("priority", priority, -INT64_MAX))
+        return Stream(self.session.stream(*samples), samples[0].request_id)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        **template_options: Any,
-    ) -> RequestOutput:
-        """Complete a conversation, written out by the checkpoint's chat template.
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: progress_bar.Bar = None,
+        priority: int | Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> list[RequestOutput]:
+        """Complete one conversation or several, written out by the checkpoint's chat template.
+
+        A message is `{"role": ..., "content": ...}`. A content is a text or a list of parts, each
+        `{"type": "text", "text": ...}`.
+
+        `template`, all by name: `chat_template`, the text of another template or the name of one
+        that the checkpoint has; `chat_template_kwargs`, a dict of the template's own switches, such
+        as `{"enable_thinking": False}`; `tools`, a list of tools in JSON's values;
+        `add_generation_prompt` (True), whether the text ends where the assistant begins to speak;
+        `continue_final_message` (False), whether it ends with the last message, for which
+        `add_generation_prompt` must be False. The others are as in `generate`.
 
         Raises:
+            TypeError: there is no such argument.
             ValueError: no tokenizer or template, or one it refuses; and as in `generate`.
             RuntimeError: as in `generate`.
         """
         self.session.require_usable()
-        prompt = self._inputs.chat(messages, template_options)
-        return self.generate(prompt, sampling_params)[0]
+        prompts = self._inputs.chats(messages, template)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            request_ids=request_ids,
+        )
 
     beam_search, score = _beam_search, _score
 
-    def metrics(self) -> dict[str, Any]:
-        """Counts, acceptance by method, seconds, speeds, shapes, bytes by pool, what each op runs.
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        **template: Unpack[TemplateOptions],
+    ) -> Stream:
+        """The pieces of a conversation's next message as they come: `stream` for a `chat`.
 
         Raises:
-            RuntimeError: as in `generate`.
+            TypeError, ValueError, RuntimeError: as in `chat` and `stream`.
         """
         self.session.require_usable()
-        engine = self.session.engine
-        return {
-            **engine.figures(),
-            "acceptance": {self._method: vars(engine.draft_counts).copy()} if self._method else {},
-            "shapes": self.shapes.compiled(),
-            "compile_seconds": dict(self._compile_seconds),
-            "memory_bytes": self._runner.memory(),
-            "implementations": dispatch.implementations(),
-        }
-
-    def save_flight(self, path: str | Path) -> Path:
-        """Write the steps since the start to `path`, for `python -m jaxspec replay`.
-
-        Since the last `restart_flight` or failure, if there was one. When a step fails, this
-        happens by itself.
-
-        Raises:
-            ValueError: the flight recorder is off, or had to drop its steps.
-            OSError: the file can't be written.
-            RuntimeError: as in `generate`.
-        """
-        self.session.require_usable()
-        flight, path = self._require_flight(), Path(path).expanduser()
-        self.session.in_turn(lambda: flight.save(path))
-        return path
-
-    def restart_flight(self) -> None:
-        """Record from here on: copy the device's state to the host and forget the steps before.
-
-        Raises:
-            ValueError: the flight recorder is off, or leaves token ids out.
-            RuntimeError: as in `generate`.
-        """
-        self.session.in_turn(self._restart_flight_in_turn)
-
-    def _restart_flight_in_turn(self) -> None:
-        self.session.require_usable()
-        self._require_flight().restart(lambda: self.session.guarded(self._runner.copy_state))
-
-    def _require_flight(self) -> FlightRecorder:
-        if self._flight is None:
-            raise ValueError(
-                "There is no flight to save with flight_recorder='off'. Use 'full' or 'hashed'."
-            )
-        return self._flight
-
-    def memory_map(self) -> str:
-        """What holds the device's memory, for people: a line each, the biggest first.
-
-        Raises:
-            RuntimeError: as in `generate`.
-        """
-        self.session.require_usable()
-        return memory_map(self._runner.memory(), self.shapes)
-
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[list[StepTimes]]:
-        """`with llm.trace() as steps:` lists when each step was planned, dispatched and run.
-
-        For `jaxspec.plot.timeline`, after the block. Costs a thread that waits for the device.
-        """
-        self.session.require_usable()
-        watching, steps = contextlib.ExitStack(), list[StepTimes]()
-        try:
-            self.session.in_turn(lambda: self._start_trace(watching, steps))
-            yield steps
-        finally:
-            self.session.leave_note(lambda: self._end_trace(watching, steps))
-
-    def _start_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
-        if self.session.engine.trace is not None:
-            raise RuntimeError("An LLM keeps one trace at a time: leave the other `with` first.")
-        watching.enter_context(self._runner.watch())
-        self.session.engine.trace = steps
-
-    def _end_trace(self, watching: contextlib.ExitStack, steps: list[StepTimes]) -> None:
-        if self.session.engine.trace is steps:
-            self.session.engine.trace = None
-        watching.close()
+        prompts = self._inputs.chats(messages, template)
+        _check_is_one("conversation", prompts)
+        return self.stream(prompts[0], sampling_params, priority=priority, request_id=request_id)
 
     def _prepare(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         request_ids: Sequence[str] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> Groups:
         """Everything that may refuse or take long, before anything is queued."""
         self.session.require_usable()
-        groups = self._inputs.process(prompts, params, request_ids)
+        groups = self._inputs.process(prompts, params, request_ids, priority)
         self.session.check(sample for group in groups for sample in group)
         self._compile({sample.request.sampler for group in groups for sample in group})
         return groups
+
+
+def _check_is_one(what: str, batch: Sequence[Any]) -> None:
+    if len(batch) != 1:
+        raise ValueError(
+            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
+            "or use generate() or chat()."
+        )
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

@@ -12,6 +12,7 @@ from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
 from jaxspec.extraction.follower import HiddenStateFollower
 from jaxspec.extraction.state_file import prepare_folder
+from jaxspec.generation_config import default_params
 from jaxspec.models import Unread, dtype_of, resolve_folder, unread, unread_model_or_head
 from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.models.config import ModelConfig
@@ -22,9 +23,11 @@ from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.speculation.extract_hidden_states import ExtractHiddenStatesOptions
+from jaxspec.tokenizer import Tokenizer
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 
@@ -38,6 +41,8 @@ class Loaded(NamedTuple):
     proposer: Proposer | None
     runner: ModelRunner
     host_drafter: HostDrafter
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams  # of a call that brings none
     config: EngineConfig  # with every "auto" and None that the device decided resolved
 
 
@@ -51,6 +56,23 @@ def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
     if config.model is None:
         return EMBEDDED_MODEL
     return resolve_folder(config.model, progress, weights=weights, revision=config.revision)
+
+
+def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokenizer | None:
+    """The tokenizer that `config` names, or that of the model's `folder`; None: there is none.
+
+    Raises:
+        FileNotFoundError: there is none where `config` says.
+        ValueError: it is broken.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        try:
+            return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"tokenizer: {error}") from error
+    return Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
 
 @contextlib.contextmanager
@@ -155,6 +177,8 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     """
     enable_compilation_cache(config.compilation_cache)
     folder = folder_of(config, progress=progress, weights=config.load_format != "dummy")
+    tokenizer = _tokenizer(config, folder, progress=progress)
+    defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
@@ -194,5 +218,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
+        tokenizer=tokenizer,
+        default_params=defaults,
         config=resolved,
     )

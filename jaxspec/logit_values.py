@@ -62,7 +62,7 @@ def logit_bias(value: Any) -> dict[int, float] | None:
     return biases or None
 
 
-def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+def allowed_token_ids(value: Any) -> list[int] | None:
     """The ids as Python's integers; None allows all.
 
     Raises:
@@ -76,17 +76,17 @@ def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
             f"allowed_token_ids must be a list of at least one token id, got {shown(value)}. None "
             "allows all."
         )
-    return tuple(map(int, value))
+    return list(map(int, value))
 
 
-def bad_words(value: Any) -> tuple[str, ...]:
+def bad_words(value: Any) -> list[str]:
     """The texts; None is none.
 
     Raises:
         ValueError: it is no list of texts, one is empty, or there are too many or too long ones.
     """
     if value is None:
-        return ()
+        return []
     if not isinstance(value, list | tuple) or any(
         not isinstance(word, str) or not word.strip() for word in value
     ):
@@ -100,4 +100,4 @@ def bad_words(value: Any) -> tuple[str, ...]:
             f"{MAX_BAD_WORD_LENGTH:,} characters, got {len(value):,} with up to "
             f"{max(map(len, value)):,}. Give fewer or shorter ones."
         )
-    return tuple(value)
+    return list(value)

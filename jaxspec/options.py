@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jaxspec.config import ModelSizes, StepShapes
 from jaxspec.option_values import read
 from jaxspec.speculation import SpeculativeConfig
+from jaxspec.vllm_options import RENAMED, UNDERSTOOD, translated
 
 
 def option(default: Any, help: str, *, none: str | None = None, least: int | None = 1) -> Any:
@@ -41,6 +42,17 @@ class EngineConfig:
     _: dataclasses.KW_ONLY
     revision: str | None = option(
         None, "the branch, tag or commit to take of a hub id", none="main"
+    )
+    tokenizer: str | Path | None = option(
+        None, "a folder with tokenizer.json, or a Hugging Face hub id", none="the model's"
+    )
+    skip_tokenizer_init: bool = option(
+        False, "whether to do without a tokenizer: then token ids go in, and come out alone"
+    )
+    generation_config: str | Path = option(
+        "auto",
+        "what a call without SamplingParams does: auto takes the model's generation_config.json, "
+        "vllm the defaults of SamplingParams, and a folder its generation_config.json",
     )
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = option(
         "auto",
@@ -151,15 +163,17 @@ class EngineConfig:
 
     @staticmethod
     def of(model: str | Path | None, options: Mapping[str, Any]) -> "EngineConfig":
-        """The configuration of these options.
+        """The configuration of these options, some of which may be in vLLM's words.
 
         Raises:
             TypeError: there is no option of such a name.
-            ValueError: as in `EngineConfig`.
+            ValueError: as in `EngineConfig`, or an option of vLLM's asks for what jaxspec lacks.
         """
+        options = translated(options)
         for name in options:
             if name not in OPTIONS:
-                near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
+                known = [*OPTIONS, *RENAMED, *UNDERSTOOD]
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise TypeError(
                     f"LLM has no option {name!r}; the nearest is {near!r}. docs/options.md and "
                     "help(LLM) list all of them."

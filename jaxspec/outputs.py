@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from jaxspec.logprobs import Logprob, readable
-from jaxspec.request import Request, RequestMetrics
+from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.stop_strings import StopStrings
 from jaxspec.tokenizer import TextStream
 
@@ -13,6 +14,8 @@ from jaxspec.tokenizer import TextStream
 class CompletionOutput:
     """One sample.
 
+    `stop_reason` is the stop string, or the id of `stop_token_ids`, that ended it; None for the
+    model's own end, for a length, and while it runs.
     `draft_positions` says of each of `token_ids` who gave it: 0 the target itself, j the draft j of
     its verify, which the target let stand. The last token of a sample that ends at a stop id or its
     length counts as the target's, drafted or not.
@@ -22,11 +25,12 @@ class CompletionOutput:
     """
 
     index: int
-    text: str  # without special tokens; ends before a stop string
+    text: str  # ends before what stopped it, unless that was asked for
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length", "error", "abort"
     metrics: RequestMetrics
     draft_positions: list[int] = dataclasses.field(default_factory=list)
+    stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
 
     @property
@@ -36,6 +40,10 @@ class CompletionOutput:
             return None
         places = zip(self.token_ids, self.logprobs, strict=True)
         return sum((entry[token].logprob for token, entry in places), start=0.0)
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +56,12 @@ class RequestOutput:
     read.
     """
 
-    prompt: str | None  # None: it came as token ids
+    prompt: str | None  # a chat as its template wrote it; None: it came as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     request_id: str = ""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0  # of the prompt, found computed by earlier requests: none yet
 
     @staticmethod
     def of(prompt: str | None, samples: "Sequence[Sample]") -> "RequestOutput":
@@ -67,6 +76,11 @@ class RequestOutput:
         )
 
     @property
+    def finished(self) -> bool:
+        """Whether all of its samples have ended."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
     def metrics(self) -> RequestMetrics:
         """Those of all samples together; see `RequestMetrics.total`."""
         return RequestMetrics.total([output.metrics for output in self.outputs])
@@ -74,7 +88,7 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class TextDelta:
-    """What a streamed sample got since the delta before it."""
+    """What a streamed sample got since the delta before it, or what its `output_kind` asks for."""
 
     text: str
     token_ids: list[int]
@@ -83,12 +97,14 @@ class TextDelta:
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # as `CompletionOutput`'s
     logprobs: list[dict[int, Logprob]] | None = None  # as `CompletionOutput`'s
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first one
+    index: int = 0  # of the sample
+    stop_reason: str | int | None = None  # as `CompletionOutput`'s
 
 
 class Stream(Iterator[TextDelta]):
-    """The pieces of one completion as they come. The first `next` queues the request.
+    """The pieces of a prompt's samples as they come. The first `next` queues the request.
 
-    The request ends with the stream: when the completion is whole, at `close`, behind a `with`
+    The request ends with the stream: when its samples are whole, at `close`, behind a `with`
     block, or when nothing refers to the stream any more. A variable that holds the stream keeps it
     alive behind a `for` loop that was left early, so read it in a `with` block.
     """
@@ -124,14 +140,14 @@ class Sample:
     """
 
     def __init__(self, request: Request, stream: TextStream | None, stops: StopStrings | None):
-        """Without `stream` (no tokenizer) there is no text."""
-        self.request, self.request_id = request, request.request_id
+        """Without `stream` (no tokenizer, or none wanted) there is no text."""
+        self.request, self.index, self.request_id = request, request.index, request.request_id
         self.text = ""
         self._stream, self._stops = stream, stops
         self._num_read = 0  # output tokens that `read` has seen
         # What the deltas so far gave.
         self._num_tokens_taken = self._num_characters_taken = 0
-        self._is_end_taken = False
+        self.is_taken = False  # a delta has told its end
 
     def read(self) -> int | None:
         """Add the text of the tokens that the request got since the last call.
@@ -143,16 +159,40 @@ class Sample:
         if self._stream is None:
             return None
         tokens = self.request.tokens[len(self.request.prompt) + self._num_read :]
+        if tokens and self._ends_with_a_hidden_token:
+            tokens.pop()
         if self._stops is None:
             self.text += self._stream.push(tokens)
             self._num_read += len(tokens)
         else:
             for token in tokens:
-                self.text += self._stops.push(self._stream.push([token]))
+                text = self._stream.push([token])
                 self._num_read += 1
+                self.text += self._stops.push(text, may_end=self._may_end)
                 if self._stops.matched is not None:
                     return self._num_read
         return self._read_rest() if self.request.finish else None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """As `CompletionOutput`'s."""
+        if self.request.finish is not Finish.STOP:
+            return None
+        if self._stops is not None and self._stops.matched is not None:
+            return self._stops.matched
+        token = self.request.tokens[-1]
+        return None if token in self.request.own_eos else token
+
+    @property
+    def _ends_with_a_hidden_token(self) -> bool:
+        """Whether the newest token is a stop id, which the text does not show."""
+        is_hidden = not self.request.params.include_stop_str_in_output
+        return is_hidden and self.request.finish is Finish.STOP
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether a stop string that the token just read completes ends the sample."""
+        return self._num_read > self.request.params.min_tokens
 
     def _read_rest(self) -> int | None:
         """Add what was held back until the end, in which a stop string may be completed."""
@@ -161,30 +201,37 @@ class Sample:
         if self._stops is None:
             self.text += rest
             return None
-        self.text += self._stops.push(rest)
+        self.text += self._stops.push(rest, may_end=self._may_end)
         if self._stops.matched is not None:
-            return self._num_read
+            return self.request.num_output
         self.text += self._stops.flush()
         return None
 
     def take(self) -> TextDelta | None:
-        """What came since the last call, or None if neither tokens nor the end came."""
-        request = self.request
-        tokens = request.tokens[len(request.prompt) + self._num_tokens_taken :]
-        is_over = bool(request.finish) and not self._is_end_taken
-        if not tokens and not is_over:
+        """What came since the last call, or None if neither tokens nor the end came.
+
+        With another `output_kind` than DELTA: all that came, or None until the end came.
+        """
+        request, kind = self.request, self.request.params.output_kind
+        is_over = bool(request.finish) and not self.is_taken
+        is_due = is_over or (
+            request.num_output > self._num_tokens_taken and kind is not RequestOutputKind.FINAL_ONLY
+        )
+        if not is_due:
             return None
-        text = self.text[self._num_characters_taken :]
-        first, self._num_tokens_taken = self._num_tokens_taken, self._num_tokens_taken + len(tokens)
-        positions = request.draft_positions[first : self._num_tokens_taken]
-        self._num_characters_taken += len(text)
-        self._is_end_taken = is_over
+        is_delta = kind is RequestOutputKind.DELTA
+        first, start = (self._num_tokens_taken, self._num_characters_taken) if is_delta else (0, 0)
+        self._num_tokens_taken, self._num_characters_taken = request.num_output, len(self.text)
+        self.is_taken = is_over
+        tokens = request.output[first:]
         return TextDelta(
-            text=text,
+            text=self.text[start:],
             token_ids=tokens,
             finish_reason=request.finish.reason,
             metrics=request.metrics if is_over else None,
-            draft_positions=positions,
+            draft_positions=request.draft_positions[first : request.num_output],
+            index=self.index,
+            stop_reason=self.stop_reason,
             logprobs=self._logprobs(first, tokens),
             prompt_logprobs=None if first else self.prompt_logprobs(),
         )
@@ -199,6 +246,7 @@ class Sample:
             metrics=self.request.metrics,
             draft_positions=self.request.draft_positions[: self.request.num_output],
             logprobs=self._logprobs(0, self.request.output),
+            stop_reason=self.stop_reason,
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

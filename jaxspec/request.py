@@ -74,12 +74,16 @@ def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass
 class RequestMetrics(DraftCounts):
-    """What speculation did for a request, and when its tokens came (seconds, `time.monotonic`)."""
+    """What speculation did for a request, and when its tokens came (seconds, `time.monotonic`).
+
+    What has `wall_time` in its name is in seconds of `time.time`.
+    """
 
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_tokens: int = 0
+    arrival_wall_time: float = dataclasses.field(default_factory=time.time)
 
     def record_tokens(self, count: int, now: float) -> None:
         """Count tokens that came at the time `now`."""
@@ -96,12 +100,24 @@ class RequestMetrics(DraftCounts):
         together = RequestMetrics(
             num_tokens=sum(part.num_tokens for part in parts),
             arrival_time=min(part.arrival_time for part in parts),
+            arrival_wall_time=min(part.arrival_wall_time for part in parts),
             first_token_time=min(firsts, default=None),
             last_token_time=max(lasts, default=None),
         )
         for part in parts:
             together.record(part.drafted_per_position, part.accepted_per_position)
         return together
+
+    @property
+    def first_token_wall_time(self) -> float | None:
+        """When the first token came, in seconds of `time.time`."""
+        return None if self.ttft is None else self.arrival_wall_time + self.ttft
+
+    @property
+    def last_token_wall_time(self) -> float | None:
+        """When the last token came, in seconds of `time.time`."""
+        last = self.last_token_time
+        return None if last is None else self.arrival_wall_time + last - self.arrival_time
 
     @property
     def tokens_per_step(self) -> float:
@@ -138,6 +154,9 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow each other
     request_id: str = ""  # what all samples of its prompt are called
     index: int = 0  # among them
+    own_eos: tuple[int, ...] = ()  # those of `stop_ids` that are the model's own
+    room: int = INT32_MAX  # tokens, prompt included, that any request of the engine may have
+    priority: int = 0  # lower ones enter first
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.
@@ -164,7 +183,9 @@ class Request:
     def __post_init__(self) -> None:
         """Start from the prompt. What each step asks for is worked out once."""
         self.tokens = list(self.prompt)
-        self.max_len = len(self.prompt) + self.params.max_tokens
+        asked = self.params.max_tokens
+        wanted = self.room if asked is None else len(self.prompt) + asked
+        self.max_len = min(wanted, self.room)
         self.sampler = self.params.sampler
         if len(self.stop_ids) > ROW_STOP_IDS:
             self.sampler |= Sampler.of(BIAS)

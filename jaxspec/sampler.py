@@ -7,8 +7,11 @@ it is data: names, and no JAX here.
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxspec.checks import items, shown
+
+_MAX_WORDS = 1024
 BIAS = "bias"
 PENALTIES = "penalties"
 TEMPERATURE = "temperature"
@@ -84,8 +87,8 @@ class Sampler(NamedTuple):
         Raises:
             ValueError: no sampler has this name.
         """
-        if word not in SAMPLERS:
-            raise ValueError(f"A sampler must be one of {list(SAMPLERS)}, got {word!r}.")
+        if not isinstance(word, str) or word not in SAMPLERS:
+            raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(word)}.")
         return SAMPLERS[word]
 
 
@@ -95,6 +98,18 @@ TOP_K = Sampler.of(TEMPERATURE, SMALL_TOP_K)
 FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
 # The words that users know.
 SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "top_k": TOP_K, "full": FULL}
+
+
+def samplers_named(words: Any) -> list[Sampler]:
+    """The samplers of one word or several.
+
+    Raises:
+        ValueError: a word names no sampler.
+    """
+    listed = [words] if isinstance(words, str) else items(words, _MAX_WORDS)
+    if listed is None:
+        raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(words)}.")
+    return list(map(Sampler.named, listed))
 
 
 def join(samplers: Iterable[Sampler]) -> Sampler:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jaxspec.checks import integer
-from jaxspec.inputs import Prompt
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import RequestOutput
+from jaxspec.prompts import Prompt
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
 
 

@@ -120,28 +120,24 @@ class Session:
             while left:
                 self.step()
                 # One that has left the table is whole: no other thread's step still adds to it.
-                left = [sample for sample in left if sample.request in self._samples]
-                yield left
+                yield (left := [sample for sample in left if sample.request in self._samples])
         finally:
             self._notes.append(lambda: self._end_each(left))  # first, for an interrupt may follow
             self._do_notes()
 
-    def stream(self, sample: Sample) -> Generator[TextDelta, None, None]:
-        """Add a sample and yield what it gets, piece by piece, until it has ended.
+    def stream(self, *samples: Sample) -> Generator[TextDelta, None, None]:
+        """Add samples and yield what they get, piece by piece, until all have ended.
 
-        Closing it early aborts the sample.
+        Closing it early aborts those that run.
         """
-        is_over = False
-        sample.request.is_streamed = True
+        for sample in samples:
+            sample.request.is_streamed = True
         try:
-            self.add([sample])
-            while not is_over:
-                delta = self.in_turn(lambda: self._next_delta(sample))
-                if delta is not None:
-                    is_over = delta.finish_reason is not None
-                    yield delta
+            self.add(samples)
+            while not all(sample.is_taken for sample in samples):
+                yield from self.in_turn(lambda: self._next_deltas(samples))
         finally:
-            self._notes.append(lambda: self._end_each([sample]))
+            self._notes.append(lambda: self._end_each(samples))
             self._do_notes()
 
     def in_turn(self, act: Callable[[], _Result]) -> _Result:
@@ -200,12 +196,12 @@ class Session:
             return []
         return [self._read(progress.request) for progress in self.engine.step()]
 
-    def _next_delta(self, sample: Sample) -> TextDelta | None:
-        delta = sample.take()  # from a step of another caller
-        if delta is None:
+    def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
+        deltas = _taken(samples)  # from a step of another caller
+        if not deltas:
             self._step()
-            delta = sample.take()
-        return delta
+            deltas = _taken(samples)
+        return deltas
 
     def _let_in(self) -> None:
         """Hand what was added to the scheduler; a note goes when that is done."""
@@ -298,3 +294,7 @@ class Session:
                 self._turn.release()
             except RuntimeError:
                 pass  # it was not taken
+
+
+def _taken(samples: Iterable[Sample]) -> list[TextDelta]:
+    return [delta for sample in samples if (delta := sample.take()) is not None]

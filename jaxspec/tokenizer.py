@@ -12,7 +12,7 @@ from tokenizers import decoders
 
 from jaxspec import checks, tokenizer_files
 from jaxspec.chat_template import ChatTemplate
-from jaxspec.checks import are_integers, shown
+from jaxspec.checks import are_integers, boolean, shown
 from jaxspec.tokenizer_files import raise_for
 
 SHRINKING = 4
@@ -105,12 +105,18 @@ class Tokenizer:
         messages: Iterable[Mapping[str, Any]],
         tools: Iterable[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The text of a conversation by the checkpoint's chat template.
+        """The text of a conversation by the checkpoint's chat template, or by `chat_template`.
 
-        `messages` are `{"role": ..., "content": ...}`; `kwargs` are the template's own switches,
-        such as `enable_thinking=False`. All of them are JSON's values.
+        `messages` are `{"role": ..., "content": ...}`; `kwargs` and `chat_template_kwargs` are the
+        template's own switches, such as `enable_thinking=False`. All of them are JSON's values.
+        `chat_template` is a template's text, or the name of one that the checkpoint has. With
+        `continue_final_message` the text ends with the last message's content.
 
         Templates come with checkpoints, so they run in a sandbox, in a process of their own: they
         reach no files and no attributes of Python objects, change no arguments, and have limits of
@@ -120,7 +126,17 @@ class Tokenizer:
             ValueError: the checkpoint has no template, an argument is no value of JSON's, or the
                 template refuses the conversation or goes beyond a limit.
         """
-        return self._chat_template.render(messages, tools, add_generation_prompt, kwargs)
+        switches = chat_template_kwargs
+        if switches is None or (isinstance(switches, Mapping) and kwargs):
+            switches = {**(switches or {}), **kwargs}
+        return self._chat_template.render(
+            messages,
+            tools,
+            add_generation_prompt,
+            switches,
+            template=chat_template,
+            continue_final_message=boolean("continue_final_message", continue_final_message),
+        )
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
         """A new incremental detokeniser, for one request."""
@@ -129,6 +145,12 @@ class Tokenizer:
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token stands for one byte (`<0xE2>`), as SentencePiece falls back to."""
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None
+
+    @property
+    def spaces_tokens_apart(self) -> bool:
+        """Whether decoding puts spaces between tokens, as without a decoder or by WordPiece's."""
+        decoder = self._tokenizer.decoder
+        return decoder is None or isinstance(decoder, decoders.WordPiece)
 
     def _check(self, text: str, max_model_len: int | None) -> None:
         """Refuse what is no Unicode, and what can't fit."""

@@ -9,12 +9,14 @@ change.
 
 import argparse
 import base64
+import re
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
+_COMPILED = re.compile(r"(jaxspec: compiling [^\n]*\n)*")
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 
 
@@ -26,7 +28,16 @@ def run(name: str) -> nbformat.NotebookNode:
         record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
     )
-    return client.execute()
+    return without_compile_lines(client.execute())
+
+
+def without_compile_lines(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook without what says that programs compiled, which takes another time each run."""
+    for cell in notebook.cells:
+        for output in [*cell.get("outputs", ())]:
+            if output.get("name") == "stderr" and _COMPILED.fullmatch(output.text):
+                cell.outputs.remove(output)
+    return notebook
 
 
 def pictures(notebook: nbformat.NotebookNode) -> dict[str, bytes]:

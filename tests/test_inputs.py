@@ -8,7 +8,7 @@ import pytest
 from tokenizer_folders import BYTES
 
 from jaxspec import inputs
-from jaxspec.inputs import InputProcessor, params_of, prompts_of
+from jaxspec.inputs import InputProcessor, params_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
@@ -40,6 +40,10 @@ def prompt_of(prompt, params=SHORT):
         {"prompt_token_ids": np.array([97, 98, 99], np.uint8)},
         {"prompt_token_ids": [np.int64(97), 98, np.int8(99)]},
         {"prompt_token_ids": (i for i in (97, 98, 99))},
+        {"prompt_token_ids": [97, 98, 99], "prompt": "another text, handed through"},
+        [97, 98, 99],
+        np.array([97, 98, 99]),
+        range(97, 100),
     ],
 )
 def test_a_prompt_is_a_text_or_ids_in_any_order_that_lasts(prompt):
@@ -49,17 +53,23 @@ def test_a_prompt_is_a_text_or_ids_in_any_order_that_lasts(prompt):
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 3, b"abc", ["abc"], [1, 2], {}, {"text": "abc"}, {"prompt": b"abc"}, {"prompt": None}]
-    + [{**IDS, "prompt": "abc"}, {**IDS, "images": []}, {3: 4}, np.arange(3)],
+    [None, 3, b"abc", ["abc"], [1.5], {}, {"prompt": b"abc"}, {"prompt": None}]
+    + [{"prompt_token_ids": None}, {**IDS, "prompt": 3}, np.array(3), {3}],
 )
 def test_what_is_no_prompt_is_refused(prompt):
-    with pytest.raises(ValueError, match="A prompt must be a text or a dict with .*, got "):
+    with pytest.raises(ValueError, match="A prompt must be a text, a list of token ids, .*, got "):
         prompt_of(prompt)
+
+
+@pytest.mark.parametrize("key", ["text", "multi_modal_data", "cache_salt", 3])
+def test_a_key_that_no_prompt_has_is_refused_by_name(key):
+    with pytest.raises(ValueError, match=f"got the key {key!r}, which jaxspec does not take"):
+        prompt_of({**IDS, key: None})
 
 
 @pytest.mark.parametrize(
     "ids",
-    [3, None, "abc", b"abc", {1, 2}, {1: 2}, [True], [1.0], ["a"], [[1]], [None]]
+    [3, "abc", b"abc", {1, 2}, {1: 2}, [True], [1.0], ["a"], [[1]], [None]]
     + [np.array(3), np.ones((2, 2), int), np.array([True]), np.array([1.0])],
 )
 def test_what_is_no_list_of_ids_is_refused(ids):
@@ -86,16 +96,89 @@ def test_no_more_ids_are_read_than_could_fit():
             prompt_of({"prompt_token_ids": ids})
 
 
-def test_a_prompt_and_its_max_tokens_fit_or_no_sample_is_made(monkeypatch):
-    assert len(processor().process([IDS], [SamplingParams(max_tokens=61)])) == 1
+def requests_of(prompts, *params):
+    groups = processor().process(prompts, params_of(list(params) * len(prompts), len(prompts)))
+    return [group[0].request for group in groups]
+
+
+@pytest.mark.parametrize(("asked", "length"), [(4, 7), (61, 64), (62, 64), (2**63 - 1, 64)])
+def test_an_output_is_as_long_as_was_asked_for_or_fits(asked, length):
+    """max_model_len is 64, and 3 tokens of it are the prompt's."""
+    (request,) = requests_of([IDS], SamplingParams(max_tokens=asked))
+    assert request.max_len == length
+    (request,) = requests_of([IDS], SamplingParams(max_tokens=None))
+    assert request.max_len == 64
+
+
+def test_a_prompt_without_room_for_a_token_is_named_and_no_sample_is_made(monkeypatch):
     monkeypatch.setattr(inputs, "Request", None)
-    for max_tokens in (62, 2**63 - 1):
+    long = [1] * 64
+    for prompts, name in (([long], "the prompt"), ([IDS, "ab", long], "prompt 3 of 3")):
         with pytest.raises(ValueError) as caught:
-            processor().process([IDS], [SamplingParams(max_tokens=max_tokens, n=16_384)])
+            processor().process(prompts, [SamplingParams(n=16)] * len(prompts))
         assert str(caught.value) == (
-            f"A prompt and its max_tokens must fit max_model_len=64: 3 + {max_tokens} tokens came. "
-            "Shorten one, or raise max_model_len."
+            f"A prompt must leave room for a token within max_model_len=64, and {name} has 64 "
+            "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len."
         )
+    for wrong in ([1] * 65, "a" * 10**6, "\ud800", 3, {"prompt": 3}, {"prompt_token_ids": [1.5]}):
+        with pytest.raises(ValueError, match="^In prompt 2 of 2: "):
+            processor().process([IDS, wrong], [SHORT] * 2)
+
+
+def test_truncation_keeps_the_last_tokens():
+    text = "abcdefghijklmnopqrstuvwxyz" * 50
+    for prompt in (text, list(text.encode()), {"prompt_token_ids": iter(text.encode())}):
+        kept = prompt_of(prompt, SamplingParams(max_tokens=4, truncate_prompt_tokens=3))
+        assert kept == tuple(b"xyz")
+    for max_tokens, room in ((4, 4), (None, 1), (64, 1), (128, 1), (63, 63)):
+        params = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+        assert prompt_of(text, params) == tuple(text.encode()[-(64 - room) :])
+    assert prompt_of("abc", SamplingParams(truncate_prompt_tokens=9)) == tuple(b"abc")
+    with pytest.raises(ValueError, match="leave room for a token within max_model_len=64"):
+        prompt_of(text, SamplingParams(truncate_prompt_tokens=64))
+
+
+def test_priorities_are_integers_one_for_all_or_one_each():
+    prompts = ["a", "b"]
+
+    def priorities(priority):
+        groups = processor().process(prompts, [SHORT] * 2, priority=priority)
+        return [group[0].request.priority for group in groups]
+
+    assert priorities(None) == [0, 0] and priorities(-3) == [-3, -3]
+    assert priorities([2, 1]) == priorities(np.array([2, 1])) == [2, 1]
+    for wrong in ([1], [1, 2, 3], "ab", 1.5):
+        with pytest.raises(ValueError, match="priority must be an integer, or a list of 2"):
+            priorities(wrong)
+    with pytest.raises(ValueError, match="Each of priority must be an integer of at least"):
+        priorities([1, True])
+
+
+def test_a_call_keeps_a_checked_copy_of_its_parameters():
+    params = SamplingParams(max_tokens=4, stop=["a"])
+    first, second = params_of(params, 2)
+    params.max_tokens = 3
+    params.stop.append("b")
+    assert first is second and (first.max_tokens, first.stop) == (4, ["a"])
+    one, other, again = params_of([params, SHORT, params], 3)
+    assert one is again is not params and one == params and other == SHORT
+    params.top_p = 7
+    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 7"):
+        params_of(params, 1)
+
+
+def test_what_text_a_sample_makes_follows_its_parameters():
+    def text(ids, **fields):
+        ((sample,),) = processor().process(["a"], [SamplingParams(**fields)])
+        sample.request.tokens += ids
+        sample.read()
+        return sample.text
+
+    ids = [*b"abc", 258, *b"d"]
+    assert text(ids) == "abcd" and text(ids, detokenize=False) == ""
+    assert text(ids, skip_special_tokens=False) == f"abc{Tokenizer(BYTES).decode([258], False)}d"
+    ends = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert text(ids, **ends) == text(ids, skip_special_tokens=False)
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
@@ -105,7 +188,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     assert time.perf_counter() - started < 5
     long = [{"role": "user", "content": "a" * 10**6}]
     with pytest.raises(ValueError, match="max_model_len=64, and a text of 1,000,0.. bytes can't"):
-        processor().chat(long, {})
+        processor().chats(long, {})
 
 
 def test_a_call_has_at_most_so_many_samples_and_prompt_tokens():
@@ -118,24 +201,24 @@ def test_a_call_has_at_most_so_many_samples_and_prompt_tokens():
 
 
 def test_a_chat_is_the_prompt_of_its_template():
-    messages, options = [{"role": "user", "content": "a"}], {"enable_thinking": False}
-    ids = Tokenizer(BYTES).chat(messages, **options)
-    assert processor().chat(messages, options) == {"prompt_token_ids": ids}
+    messages, switches = [{"role": "user", "content": "a"}], {"enable_thinking": False}
+    text = Tokenizer(BYTES).render_chat(messages, **switches)
+    ids = Tokenizer(BYTES).chat(messages, **switches)
+    want = {"prompt": text, "prompt_token_ids": ids}
+    assert processor().chats(messages, {"chat_template_kwargs": switches}) == [want]
+    pair = processor().chats([messages, messages], {"chat_template_kwargs": switches})
+    assert pair == [want, want]
     with pytest.raises(ValueError, match="no tokenizer.json, which chats need"):
-        processor(tokenizer=None).chat([], {})
+        processor(tokenizer=None).chats([], {})
+    with pytest.raises(ValueError, match="^In conversation 2 of 2: Each of messages must be a map"):
+        processor().chats([messages, [3]], {})
+    with pytest.raises(TypeError, match="A chat has no argument 'tool'; the nearest is 'tools'"):
+        processor().chats(messages, {"tool": []})
 
 
-def test_the_prompts_of_a_call_are_one_or_several_in_order():
-    assert prompts_of("ab") == ["ab"] and prompts_of(IDS) == [IDS]
-    assert prompts_of(["a", IDS]) == prompts_of(iter(["a", IDS])) == ["a", IDS]
-    for wrong in (None, 3, b"ab", {"a", "b"}):
-        with pytest.raises(ValueError, match="prompts must be a text, a dict .*, got "):
-            prompts_of(wrong)
-    with pytest.raises(ValueError, match="at most 262,144 prompts, got more"):
-        prompts_of(itertools.repeat("a"))
-
-
-@pytest.mark.parametrize("params", [{"n": 2}, iter([SHORT]), {SHORT}, "a", 3, [SHORT, None], [3]])
+@pytest.mark.parametrize(
+    "params", [{"n": 2}, iter([SHORT]), {1: SHORT}, "a", 3, [SHORT, None], [3]]
+)
 def test_what_are_no_parameters_is_refused(params):
     with pytest.raises(ValueError, match="sampling_params must be SamplingParams, one or a list"):
         params_of(params, 1)

@@ -16,7 +16,7 @@ from threads import in_threads
 
 import jaxspec
 from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, RequestOutputKind, SamplingParams
 from jaxspec.pallas import dispatch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -308,12 +308,20 @@ def test_after_a_failed_step_the_llm_starts_afresh(drafted, monkeypatch):
 
 
 @pytest.mark.parametrize("shown", [False, None, True])  # None: standard error is no terminal here
-def test_progress_shows_only_when_asked_for(capfd, short_model, shown):
+def test_progress_shows_only_when_asked_for_and_compiling_unless_it_is_not(
+    capfd, short_model, shown
+):
     llm = LLM(short_model, **OPTIONS, show_progress=shown)
     llm.generate(PROMPTS, GREEDY)
     bars = capfd.readouterr().err
-    if not shown:
+    if shown is False:
         assert bars == ""
+        return
+    if shown is None:
+        line = r"jaxspec: compiling 3 programs \(greedy\), once \.\.\. done in \d+\.\d s\n"
+        assert re.fullmatch(line, bars)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=True)
+        assert re.search(r"generating: .* 0/3 ", capfd.readouterr().err)
         return
     assert re.search(r"compiling 0/3 .*, 4 rows, 3 drafts, greedy", bars)
     assert re.search(r"compiling 1/3 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
@@ -324,7 +332,7 @@ def test_progress_shows_only_when_asked_for(capfd, short_model, shown):
 
 def test_the_bar_tells_the_speed_of_a_long_generation(capfd, drafted, monkeypatch):
     monkeypatch.setattr(drafted, "_show_progress", True)
-    monkeypatch.setitem(jaxspec.llm._BAR, "mininterval", 0)
+    monkeypatch.setitem(jaxspec.progress_bar._LOOKS, "mininterval", 0)
     drafted.generate(PROMPTS, GREEDY)
     assert re.search(r"generating: .* 0/3 .* [1-9]\d* tokens/s", capfd.readouterr().err)
 
@@ -463,28 +471,75 @@ def test_samples_differ_and_a_seed_repeats_them(drafted):
 
 def test_chat_writes_the_template_and_completes_it(bytes_llm):
     messages = [{"role": "user", "content": "Hi"}]
-    output = bytes_llm.chat(messages, dataclasses.replace(GREEDY, max_tokens=5))
+    params = dataclasses.replace(GREEDY, max_tokens=5)
+    (output,) = bytes_llm.chat(messages, params)
     assert output.prompt_token_ids == bytes_llm.tokenizer.chat(messages)
+    assert output.prompt == bytes_llm.tokenizer.render_chat(messages)
     assert len(output.outputs[0].token_ids) == 5
+    other = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    pair = bytes_llm.chat([messages, other], params, request_ids=["a", "b"])
+    assert [each.outputs[0].token_ids for each in pair] == [output.outputs[0].token_ids] * 2
+    assert [each.request_id for each in pair] == ["a", "b"]
+    pieces = list(bytes_llm.stream_chat(messages, params))
+    assert [t for piece in pieces for t in piece.token_ids] == output.outputs[0].token_ids
 
 
-def test_a_trace_has_every_step_and_when_the_device_was_done(drafted):
-    before = drafted.metrics()["num_steps"]
-    with drafted.trace() as steps:
-        drafted.generate(PROMPTS, GREEDY)
-    assert len(steps) == drafted.metrics()["num_steps"] - before
-    ends = [step.device_end for step in steps]
-    assert ends == sorted(ends)
-    for step in steps:
-        assert step.dispatch_start < step.device_end < step.collect_end + 0.1
-        assert step.num_decodes <= step.program.decode_rows
-        assert step.num_prompt_tokens <= step.program.prefill_tokens
-    lengths = [len(drafted.tokenizer.encode(prompt)) for prompt in PROMPTS]
-    assert sum(step.num_prompt_tokens for step in steps) == sum(lengths)
-    with drafted.trace(), pytest.raises(RuntimeError, match="one trace at a time"):
-        drafted.trace().__enter__()
-    drafted.generate(PROMPTS, GREEDY)
-    assert len(ends) == len(steps) and drafted.session.engine.trace is None
+def test_samples_of_a_prompt_stream_side_by_side(drafted):
+    """Each piece names its sample, and the pieces of a sample are what `generate` gives."""
+    params = SamplingParams(temperature=0.8, max_tokens=16, n=3, seed=11)
+    (want,) = drafted.generate(PROMPTS[0], params)
+    for kind in RequestOutputKind:
+        pieces = list(drafted.stream(PROMPTS[0], dataclasses.replace(params, output_kind=kind)))
+        for sample in want.outputs:
+            own = [piece for piece in pieces if piece.index == sample.index]
+            assert [piece.finish_reason for piece in own][-1] == "length"
+            if kind is not RequestOutputKind.DELTA:
+                own = own[-1:]
+            assert "".join(piece.text for piece in own) == sample.text
+            assert [t for piece in own for t in piece.token_ids] == sample.token_ids
+        assert len(pieces) > 6 or kind is RequestOutputKind.FINAL_ONLY
+    with drafted.stream(PROMPTS[0], dataclasses.replace(params, max_tokens=900)) as pieces:
+        next(pieces)
+        assert len(drafted.session.scheduler._free_slots) < 4
+    assert len(drafted.session.scheduler._free_slots) == 4
+
+
+def test_what_is_changed_after_a_call_began_changes_no_queued_request(drafted):
+    params = dataclasses.replace(GREEDY, max_tokens=8)
+    want = drafted.generate(PROMPTS[0], params)[0].outputs[0]
+    stream = drafted.stream(PROMPTS[0], params)
+    params.max_tokens, params.temperature = 3, 1.5
+    first = next(stream)
+    assert first.text + "".join(piece.text for piece in stream) == want.text
+    assert len(drafted.generate(PROMPTS[0], params)[0].outputs[0].token_ids) == 3
+
+
+def test_a_call_without_parameters_does_as_generation_config_says(short_model, drafted):
+    """The embedded model's says greedy; without it the defaults are those of SamplingParams."""
+    assert drafted.get_default_sampling_params() == SamplingParams(temperature=0.0)
+    outputs = [drafted.generate(PROMPTS[0])[0].outputs[0].token_ids for _ in range(2)]
+    assert outputs[0] == outputs[1] and len(outputs[0]) <= 128
+    drafted.get_default_sampling_params().max_tokens = 1
+    assert drafted.get_default_sampling_params().max_tokens == 128
+    with LLM(short_model, **OPTIONS, generation_config="vllm", tensor_parallel_size=1) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.get_tokenizer() is llm.tokenizer
+
+
+def test_urgent_requests_enter_first(drafted, monkeypatch):
+    """Six requests of one length on four rows, the last two more urgent than the others."""
+    entered = []
+    enter = drafted.session.scheduler._enter
+
+    def noted(request, *args, **kwargs):
+        entered.append(request.priority)
+        enter(request, *args, **kwargs)
+
+    monkeypatch.setattr(drafted.session.scheduler, "_enter", noted)
+    params = dataclasses.replace(GREEDY, max_tokens=6)
+    outputs = drafted.generate([PROMPTS[0]] * 6, params, priority=[3, 3, 2, 3, -1, 2])
+    assert entered == sorted(entered) == [-1, 2, 2, 3, 3, 3]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
 def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(short_model):
@@ -510,20 +565,6 @@ def test_each_token_says_who_gave_it_and_the_engine_counts_as_its_requests_do(sh
     }
     assert metrics["num_rounds"] == total.num_drafts > 0
     assert metrics["num_tokens"] >= total.num_tokens  # what a stop string cut was given first
-
-
-def test_metrics_say_what_ran_and_what_holds_memory(drafted):
-    before = drafted.metrics()["num_steps"]
-    drafted.generate(PROMPTS, GREEDY)
-    metrics = drafted.metrics()
-    assert metrics["num_steps"] > before and metrics["plan_time"] > 0
-    assert metrics["num_tokens"] > 0 and metrics["tokens_per_second"] > 0
-    assert metrics["compile_seconds"]["4 rows, 3 drafts, 64 prompt tokens, greedy"] > 0
-    pools = drafted._runner.state.pools
-    memory = metrics["memory_bytes"]
-    assert memory["kv"] == pools["kv"].nbytes
-    assert memory["states"] == pools["recurrent"].states.nbytes
-    assert memory["weights"] == sum(leaf.nbytes for leaf in drafted._runner._weights)
 
 
 def test_replayed_states_give_the_same_tokens_from_less_memory(drafted, plain, short_model):
@@ -636,11 +677,23 @@ def test_probabilistic_drafts_keep_the_distribution_of_the_second_token():
             assert chi_square < len(pairs) + 4.5 * (2 * len(pairs)) ** 0.5
 
 
+def changed(**fields):
+    """Parameters to which values were assigned that they would refuse."""
+    params = SamplingParams()
+    for name, value in fields.items():
+        setattr(params, name, value)
+    return params
+
+
 BAD_CALLS = {  # tests/test_messages.py has all messages, and whole
     "an empty prompt": lambda llm: llm.generate(["x", ""]),
     "an unknown id": lambda llm: llm.generate(["x", {"prompt_token_ids": [2048]}]),
-    "too long": lambda llm: llm.generate(["x", "y"], SamplingParams(max_tokens=2000)),
-    "too many samples for a stream": lambda llm: llm.stream("x", SamplingParams(n=2)),
+    "too long": lambda llm: llm.generate(["x", [1] * 5000]),
+    "a key that no prompt has": lambda llm: llm.generate({"prompt": "x", "images": []}),
+    "several prompts for a stream": lambda llm: llm.stream(["x", "y"]),
+    "a value assigned": lambda llm: llm.generate("x", changed(top_p=2)),
+    "no bar": lambda llm: llm.generate("x", use_tqdm="yes"),
+    "an image": lambda llm: llm.chat([{"role": "user", "content": [{"type": "image"}]}]),
 }
 
 

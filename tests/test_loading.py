@@ -32,6 +32,28 @@ def test_the_embedded_model_is_the_default():
     assert loaded.folder == EMBEDDED_MODEL and loaded.proposer is None
 
 
+def test_the_tokenizer_is_the_model_s_another_one_or_none():
+    def tokenizer(model=FIXTURES / "qwen3_5", **options):
+        return load(EngineConfig(model, max_num_seqs=1, **options), progress=False).tokenizer
+
+    assert tokenizer() is None  # its folder has none
+    assert tokenizer(tokenizer=FIXTURES / "tokenizer_bytes").encode("a") == [97]
+    assert tokenizer(None) is not None and tokenizer(None, skip_tokenizer_init=True) is None
+
+
+def test_what_is_no_tokenizer_or_generation_config_is_refused_before_any_tensor_is_read(
+    monkeypatch,
+):
+    monkeypatch.setattr("jaxspec.models.weights.to_device", None)
+    for options, message in (
+        ({"tokenizer": FIXTURES / "qwen3_5"}, "tokenizer: .* tokenizer.json"),
+        ({"tokenizer": "./none"}, "tokenizer: .* './none' is neither"),
+        ({"generation_config": FIXTURES}, "generation_config must be 'auto', 'vllm' or a folder"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            load(EngineConfig(FIXTURES / "qwen3_5", **options), progress=False)
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(
     ("name", "num_bytes", "options", "rule"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxspec.sampler import BIAS, FULL, GREEDY, MIN_P, PENALTIES, SAMPLED, Sampler
+from jaxspec.sampler import BIAS, GREEDY, MIN_P, PENALTIES, SAMPLED, TOP_K, Sampler
 from jaxspec.sampling_params import SamplingParams
 
 REFUSED = [
@@ -58,7 +58,7 @@ def test_numbers_of_numpy_are_kept_as_pythons():
         min_p=np.float32(0.25),
         repetition_penalty=np.int32(2),
     )
-    assert params.logit_bias == {3: 0.5} and params.allowed_token_ids == (4, 5)
+    assert params.logit_bias == {3: 0.5} and params.allowed_token_ids == [4, 5]
     assert [type(x) for each in params.logit_bias.items() for x in each] == [int, float]
     assert type(params.min_p) is type(params.repetition_penalty) is float
 
@@ -69,7 +69,7 @@ def test_numbers_of_numpy_are_kept_as_pythons():
         ({"temperature": 0.0}, GREEDY),
         ({"temperature": 0.0, "min_p": 0.5}, GREEDY),
         ({"min_p": 0.5}, SAMPLED | Sampler.of(MIN_P)),
-        ({"top_k": 3, "min_p": 1.0}, FULL | Sampler.of(MIN_P)),
+        ({"top_k": 3, "min_p": 1.0}, TOP_K | Sampler.of(MIN_P)),
         ({"temperature": 0.0, "presence_penalty": 0.1}, Sampler.of(PENALTIES)),
         ({"temperature": 0.0, "frequency_penalty": -0.1}, Sampler.of(PENALTIES)),
         ({"repetition_penalty": 1.1}, SAMPLED | Sampler.of(PENALTIES)),

@@ -55,7 +55,8 @@ def test_speculation_can_be_turned_off(capsys, short_model):
     printed = capsys.readouterr()
     assert "4 tokens" in (last := printed.out.splitlines()[-1])
     assert last.endswith("no speculation")
-    head, weights, *_, total = printed.err.splitlines()  # --verbose
+    head, weights, *_, total, compiling = printed.err.splitlines()  # --verbose
+    assert compiling.startswith("jaxspec: compiling ")
     assert head == "The device holds" and weights.split()[0] == "weights"
     assert re.fullmatch(r"  total +[\d.]+ MiB", total)
 

@@ -3,23 +3,28 @@
 What is valid is said here anew, from the documentation, not from the checks.
 """
 
+import dataclasses
 import fractions
 import itertools
 import json
 import math
+import shutil
 import time
 
 import numpy as np
 import pytest
+from harness import FIXTURES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import BYTES, folder_with
 
-from jaxspec import SamplingParams, SpeculativeConfig, template_process
-from jaxspec.inputs import InputProcessor, params_of, prompts_of
+from jaxspec import LLM, RequestOutputKind, SamplingParams, SpeculativeConfig, template_process
+from jaxspec.inputs import InputProcessor, params_of
 from jaxspec.options import EngineConfig
+from jaxspec.prompts import prompts_of
 from jaxspec.speculation import METHODS
 from jaxspec.tokenizer import Tokenizer
+from jaxspec.vllm_options import RENAMED, UNDERSTOOD
 
 LONGEST = 64  # max_model_len
 MAX_SECONDS = 20
@@ -158,7 +163,7 @@ SAMPLING = {
     "top_p": ([0.1, 1], lambda v: is_number(v, 0, 1) and v > 0),
     "top_k": ([-1, 0, 5], lambda v: is_integer(v, -1, 2**63 - 1)),
     "seed": ([None, 0, np.uint8(9)], lambda v: v is None or is_integer(v, -(2**63), 2**64 - 1)),
-    "max_tokens": ([5, 60], lambda v: is_integer(v, 1, 2**63 - 1)),
+    "max_tokens": ([5, 60, None], lambda v: v is None or is_integer(v, 1, 2**63 - 1)),
     "min_tokens": ([0, 2], lambda v: is_integer(v, 0, 2**63 - 1)),
     "logprobs": ([None, 0, 20], lambda v: v is None or is_integer(v, 0, 20)),
     "prompt_logprobs": ([None, 3], lambda v: v is None or is_integer(v, 0, 20)),
@@ -175,7 +180,32 @@ SAMPLING = {
         lambda v: v is None or is_listed(v, is_integer) and len(v),
     ),
     "bad_words": ([None, ["a", "b"]], lambda v: v is None or is_words(v)),
+    "include_stop_str_in_output": ([True, False], is_flag),
+    "detokenize": ([True], is_flag),
+    "skip_special_tokens": ([True, False], is_flag),
+    "spaces_between_special_tokens": ([True, False], is_flag),
+    "truncate_prompt_tokens": (
+        [None, -1, 3],
+        lambda v: v is None or (is_integer(v, -1, 2**63 - 1) and v != 0),
+    ),
+    "output_kind": ([*RequestOutputKind], lambda v: isinstance(v, RequestOutputKind)),
+    "num_speculative_tokens": ([None, 0], lambda v: v is None or is_integer(v, 0, 2**63 - 1)),
+    "structured_outputs": ([None], lambda v: v is None),
 }
+UNSEEN = "structured_outputs"  # refused when it is passed, and no attribute
+
+
+def wrong_parameters(fields):
+    """Those that must be refused; an error names one of them."""
+    wrong = [name for name, value in fields.items() if not SAMPLING[name][1](made(value))]
+    if wrong:
+        return wrong
+    least, most = fields.get("min_tokens", 0), fields.get("max_tokens", 128)
+    if most is not None and least > most:
+        return ["min_tokens"]
+    stops = made(fields.get("stop"))
+    has_stops = stops is not None and len(stops) > 0
+    return ["stop"] if has_stops and not fields.get("detokenize", True) else []
 
 
 def is_bias(value):
@@ -199,13 +229,25 @@ def is_stop(value):
 def test_sampling_params(fields):
     kept = []
     why = refusal(lambda: kept.append(SamplingParams(**made(fields))))
-    wrong = [name for name, value in fields.items() if not SAMPLING[name][1](made(value))]
-    least, most = fields.get("min_tokens", 0), fields.get("max_tokens", 128)
-    if not wrong and least > most:
-        wrong = ["min_tokens"]
+    wrong = wrong_parameters(fields)
     if why is None:
         assert not wrong
-        json.dumps(vars(kept[0]))
+        json.dumps(dataclasses.asdict(kept[0]) | {"output_kind": None})
+    else:
+        assert any(why.startswith(name) for name in wrong), (wrong, why)
+
+
+@cases(300)
+@given(fields_of({name: good for name, (good, _) in SAMPLING.items() if name != UNSEEN}))
+def test_what_is_assigned_is_checked_when_a_call_uses_it(fields):
+    params = SamplingParams()
+    for name, value in fields.items():
+        setattr(params, name, made(value))
+    copies = []
+    why = refusal(lambda: copies.extend(params_of(params, 1)))
+    wrong = wrong_parameters(fields)
+    if why is None:
+        assert not wrong and copies[0] is not params
     else:
         assert any(why.startswith(name) for name in wrong), (wrong, why)
 
@@ -278,6 +320,9 @@ SPECULATION = {
 
 OPTIONS = {
     "model": ([None, "a/b"], is_path),
+    "tokenizer": ([None, "a/b"], is_path),
+    "skip_tokenizer_init": ([True, False], is_flag),
+    "generation_config": (["auto", "vllm", "a/b"], lambda v: v is not None and is_path(v)),
     "speculative_config": (["auto", None, {"num_speculative_tokens": 2}], is_speculation),
     "load_format": (["auto", "dummy"], is_word("auto", "dummy")),
     "dtype": (["auto", "float32"], is_word("float32", "bfloat16", "auto")),
@@ -326,6 +371,18 @@ def test_options(fields):
         assert any(name in why for name in [*wrong, *unsure]), (wrong, why)
 
 
+@cases(300)
+@given(st.sampled_from(sorted({*RENAMED, *UNDERSTOOD})), mostly(st.sampled_from([1, None, "auto"])))
+def test_options_in_the_words_of_vllm(name, value):
+    """Each is taken or refused by its name, or by that of the option that it is here."""
+    kept = []
+    why = refusal(lambda: kept.append(EngineConfig.of(None, {name: made(value)})))
+    if why is not None:
+        assert name in why or (name in RENAMED and RENAMED[name].name in why)
+    elif name in UNDERSTOOD:
+        assert kept[0] == EngineConfig()
+
+
 @cases(200)
 @given(fields_of({name: good for name, (good, _) in SPECULATION.items()}))
 def test_speculation(fields):
@@ -366,6 +423,7 @@ def processor():
 
 LISTS = [[1, 2], (3,), np.arange(4), [np.int8(5)], [263], [264], [1] * 70, range(10**12)]
 GOOD_PROMPTS = st.one_of(
+    mostly(st.sampled_from(LISTS)),
     st.sampled_from(["a", "abc", {"prompt": "ab"}, "a" * 59, "a" * 60, "\ud800", "a" * 10**6]),
     mostly(st.sampled_from(LISTS)).map(lambda ids: {"prompt_token_ids": ids}),
 )
@@ -376,10 +434,11 @@ def num_tokens(prompt):
     """Tokens of a valid prompt; None if it is none, or it may be either."""
     if isinstance(prompt, dict) and len(prompt) == 1:
         ((key, value),) = prompt.items()
-        if key == "prompt_token_ids":
-            good = is_listed(value, lambda i: is_integer(i, 0, 263)) or type(value) is range
-            return len(value) if good else None
-        prompt = value if key == "prompt" else None
+        prompt = value if key in ("prompt", "prompt_token_ids") else None
+        if isinstance(value, str) == (key == "prompt_token_ids"):
+            return None
+    if is_listed(prompt, lambda i: is_integer(i, 0, 263)) or type(prompt) is range:
+        return len(prompt)
     if isinstance(prompt, str) and "\ud800" not in prompt:
         return len(prompt.encode())
     return None
@@ -400,15 +459,17 @@ def test_prompts(processor, prompts, params):
         samples.extend(processor.process(batch, params_of(made(params), len(batch))))
 
     why = refusal(call)
-    batch = prompts if isinstance(prompts, list) else [prompts]
+    is_one = not isinstance(prompts, list) or (prompts and is_integer(prompts[0]))
+    batch = [prompts] if is_one else prompts
     counts = [num_tokens(made(prompt)) for prompt in batch]
     if why is None:
         for count, group in zip(counts, samples, strict=False):
-            ids, most = group[0].request.prompt, group[0].request.params.max_tokens
-            assert set(map(type, ids)) == {int} and 0 < len(ids) <= LONGEST - most
+            ids = group[0].request.prompt
+            assert set(map(type, ids)) == {int} and 0 < len(ids) < group[0].request.max_len
+            assert group[0].request.max_len <= LONGEST
             assert count in (None, len(ids))
     elif isinstance(params, SamplingParams):
-        good = [c is not None and 0 < c <= LONGEST - params.max_tokens for c in counts]
+        good = [c is not None and 0 < c < LONGEST for c in counts]
         assert not all(good), why
 
 
@@ -464,6 +525,114 @@ def test_chats(chats, which, messages, tools, switch):
     if why is not None:
         named = ("messages", "tools", "conversation", "switch")
         assert any(name in why for name in named)
+
+
+# Whole calls: what is refused leaves nothing behind, and the next call is answered as ever.
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    for name in ("qwen3", "tokenizer_bytes"):
+        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}
+    with LLM(folder, dtype="float32", max_model_len=LONGEST, **options) as made:
+        made.warm_up()
+        yield made
+
+
+QUICK = {name: good for name, (good, _) in SAMPLING.items()}
+QUICK |= {"max_tokens": [1, 3], "min_tokens": [0], "temperature": [0]}
+CHATS = st.one_of(
+    st.just([{"role": "user", "content": "hi"}]),
+    st.just([[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]] * 2),
+    MESSAGES,
+)
+ARGUMENTS = {
+    "use_tqdm": [None, False],
+    "priority": [None, 0, -1],
+    "request_ids": [None, ["a"]],
+    "request_id": [None, "a"],
+    "tools": [None, []],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [False, True],
+    "chat_template": [None, "{{ messages[0].content }}"],
+    "chat_template_kwargs": [None, {"a": 1}],
+    "temperature": [0],
+}
+WAYS = {
+    "generate": (PROMPTS, ["use_tqdm", "priority", "request_ids"]),
+    "stream": (PROMPTS, ["priority", "request_id"]),
+    "chat": (CHATS, [name for name in ARGUMENTS if name != "request_id"]),
+    "stream_chat": (CHATS, [name for name in ARGUMENTS if name != "use_tqdm"]),
+}
+
+
+@st.composite
+def calls(draw):
+    """A way to call, its first argument, fields of its parameters, and what it gets by name."""
+    way = draw(st.sampled_from(sorted(WAYS)))
+    subject, names = WAYS[way]
+    some = st.sampled_from(names).flatmap(
+        lambda name: st.tuples(st.just(name), mostly(st.sampled_from(ARGUMENTS[name])))
+    )
+    params = draw(mostly(st.just({}), fields_of(QUICK)))
+    return way, draw(subject), params, dict(draw(st.lists(some, max_size=2)))
+
+
+@cases(300)
+@given(calls())
+def test_calls_are_answered_or_refused_and_leave_nothing(llm, call):
+    way, subject, fields, arguments = call
+    given, free = {name: made(value) for name, value in arguments.items()}, pages_and_slots(llm)
+
+    def answer():
+        params = SamplingParams(max_tokens=2, temperature=0)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            params = dataclasses.replace(params, **{name: made(value)})
+        params = params if isinstance(fields, dict) else made(fields)
+        outputs = getattr(llm, way)(made(subject), params, **given)
+        assert all(output.finished for output in outputs if hasattr(output, "finished"))
+
+    try:
+        why = refusal(answer)
+    except TypeError as error:  # such as a keyword that this way does not have
+        why = str(error)
+        assert any(name in why for name in arguments), why
+    assert pages_and_slots(llm) == free and not llm.session.has_work
+    if why is not None:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        (output,) = llm.generate([1, 2, 3], params)
+        assert output.outputs[0].token_ids == ANSWER.setdefault("ids", output.outputs[0].token_ids)
+
+
+ANSWER = {}  # of the call that follows each refusal
+
+
+def pages_and_slots(llm):
+    scheduler = llm.session.scheduler
+    return scheduler.pages.num_free, len(scheduler._free_slots), len(llm.session._samples)
+
+
+@cases(40)
+@given(st.integers(0, 12), st.integers(1, 3), st.sampled_from(["close", "abort", "drop", "read"]))
+def test_leaving_in_the_middle_frees_pages_and_slots(llm, pieces, n, way):
+    free = pages_and_slots(llm)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=n)
+    stream = llm.stream("abc", params, request_id="left")
+    taken = list(itertools.islice(stream, pieces))
+    if way == "close":
+        stream.close()
+    elif way == "abort":
+        llm.abort("left")
+        rest = list(stream)
+        if pieces and taken:
+            assert {piece.finish_reason for piece in rest} <= {"abort", None}
+    elif way == "drop":
+        del stream
+    else:
+        assert sum(len(piece.token_ids) for piece in [*taken, *stream]) == 40 * n
+    assert pages_and_slots(llm) == free and not llm.session.has_work
 
 
 # A tokenizer's files: a good one in which something is changed, or anything.

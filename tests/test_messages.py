@@ -95,9 +95,9 @@ COMMAND = [
         "token ids.",
     ),
     (
-        ["x", "--max-tokens", "5000"],
-        "A prompt and its max_tokens must fit max_model_len=1024: 1 + 5000 tokens came. Shorten "
-        "one, or raise max_model_len.",
+        ["x", "def f(x):", "--max-model-len", "2", "--max-tokens", "1"],
+        "A prompt must leave room for a token within max_model_len=2, and prompt 2 of 2 has 4 "
+        "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
         ["x", "--max-model-len", "5000"],
@@ -377,25 +377,55 @@ CALLS = [
         "prompt_token_ids must be a list of integers, got [1.5].",
     ),
     (
-        lambda llm: llm.generate([[1, 2, 3]]),
-        "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got [1, 2, 3]. "
-        "Token ids go in as {'prompt_token_ids': [...]}.",
+        lambda llm: llm.generate([IDS, ["a"]]),
+        "In prompt 2 of 2: A prompt must be a text, a list of token ids, or a dict with 'prompt' "
+        "or 'prompt_token_ids', got ['a'].",
     ),
     (
-        lambda llm: llm.generate({"prompt_token_ids": [1], "prompt": "a"}),
-        "A prompt must be a text or a dict with 'prompt' or 'prompt_token_ids', got "
-        "{'prompt_token_ids': [1], 'prompt': 'a'}. Token ids go in as {'prompt_token_ids': "
-        "[...]}.",
+        lambda llm: llm.generate({**IDS, "multi_modal_data": {}}),
+        "A prompt's dict may have the keys 'prompt' and 'prompt_token_ids', got the key "
+        "'multi_modal_data', which jaxspec does not take. Leave it out.",
     ),
     (
         lambda llm: llm.generate(None),
-        "prompts must be a text, a dict with 'prompt' or 'prompt_token_ids', or a list of them, "
-        "got None.",
+        "prompts must be a text, token ids, a dict with 'prompt' or 'prompt_token_ids', or a list "
+        "of them, got None.",
     ),
     (
         lambda llm: llm.generate({"prompt_token_ids": range(10**9)}),
-        "A prompt must fit max_model_len=64, got 1000000000 token ids. Shorten it, or raise "
-        "max_model_len.",
+        "A prompt must fit max_model_len=64, got 1000000000 token ids. Shorten it, set "
+        "truncate_prompt_tokens, or raise max_model_len.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, SamplingParams(structured_outputs={"choice": ["a"]})),
+        "structured_outputs asks for structured output, which jaxspec does not have yet, got "
+        "{'choice': ['a']}. Leave it out, and check the text behind the call.",
+    ),
+    (
+        lambda llm: llm.generate(IDS, use_tqdm="no"),
+        "use_tqdm must be True, False, None or a class like tqdm, got 'no'.",
+    ),
+    (
+        lambda llm: llm.generate([IDS, IDS], priority=[1]),
+        "priority must be an integer, or a list of 2 of them, one for each prompt, got [1].",
+    ),
+    (
+        lambda llm: llm.warm_up(["greedy", "beam"]),
+        "samplers must be words of ['greedy', 'sampled', 'full'], got 'beam'.",
+    ),
+    (
+        lambda llm: LLM(tensor_parallel_size=2),
+        "tensor_parallel_size must be 1 with jaxspec (one device), got 2. Several GPUs come later: "
+        "use one.",
+    ),
+    (
+        lambda llm: LLM(quantization="fp8"),
+        "quantization must be None with jaxspec (weights are as published), got 'fp8'. Use a "
+        "checkpoint in float32, bfloat16 or float16.",
+    ),
+    (
+        lambda llm: LLM(block_size=16, page_size=16),
+        "block_size is another name of page_size, got both: 16 and 16. Pass one of them.",
     ),
     (
         lambda llm: llm.chat(3),
@@ -433,13 +463,14 @@ CALLS = [
         "checkpoint, or work with token ids: {'prompt_token_ids': [...]}.",
     ),
     (
-        lambda llm: llm.stream(IDS, SamplingParams(n=2)),
-        "stream gives one sample, got n=2; use generate.",
+        lambda llm: llm.stream([[1], [2, 3]]),
+        "A stream is of one prompt, got 2: [[1], [2, 3]]. Make a stream of each, or use generate() "
+        "or chat().",
     ),
     (
-        lambda llm: llm.generate(IDS, SamplingParams(max_tokens=62)),
-        "A prompt and its max_tokens must fit max_model_len=64: 3 + 62 tokens came. Shorten one, "
-        "or raise max_model_len.",
+        lambda llm: llm.generate([IDS, [1] * 64]),
+        "A prompt must leave room for a token within max_model_len=64, and prompt 2 of 2 has 64 "
+        "tokens. Shorten it, set truncate_prompt_tokens, or raise max_model_len.",
     ),
     (
         lambda llm: llm.generate(IDS, SamplingParams(max_tokens=40)),
@@ -558,7 +589,9 @@ def test_a_model_that_gives_nan_ends_the_text_and_says_so(typed, which, tmp_path
     tensors(lambda held: held["model.norm.weight"].fill(np.nan))(folder)
     assert main([*typed, "--model", str(folder), "--dtype", "float32"]) == 1
     printed = capsys.readouterr()
-    assert printed.err == (
+    compiling, _, message = printed.err.partition("\n")
+    assert compiling.startswith("jaxspec: compiling ")
+    assert message == (
         f"jaxspec: the model gave no finite logits (scores of the next token){which}, so the text "
         "ends early. Its weights may be damaged, or their values too large for the dtype: "
         "download them again, or try --dtype float32.\n"

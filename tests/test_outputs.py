@@ -7,7 +7,7 @@ from jaxspec.config import StepShapes
 from jaxspec.logprobs import LAYOUT
 from jaxspec.outputs import CompletionOutput, RequestOutput, Sample, TextDelta
 from jaxspec.request import Finish, Request, RequestMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.stop_strings import StopStrings
 
@@ -41,9 +41,11 @@ class PairStream:
         return text
 
 
-def make_sample(stops=(), stream=True, **params):
-    request = Request((1, 2), SamplingParams(stop=tuple(stops), **params), seed=0)
-    search = StopStrings(stops) if stops else None
+def make_sample(stops=(), stream=True, **fields):
+    params = SamplingParams(stop=list(stops), **fields)
+    request = Request((1, 2), params, seed=0)
+    keeps = params.include_stop_str_in_output
+    search = StopStrings(stops, keeps_match=keeps) if stops else None
     return Sample(request, PairStream() if stream else None, search)
 
 
@@ -68,35 +70,43 @@ def feed(sample, pieces, finish):
     return deltas
 
 
-def cut_oracle(text, stops):
-    """One character at a time: the tokens kept, the text, and whether a stop string came."""
-    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
-    if not ends:
-        return text, text, False
-    end, start = min(ends)
-    return text[:end], text[:start], True
+def cut_oracle(text, stops, finish=Finish.LENGTH, min_tokens=0, keeps=False):
+    """One character at a time: the tokens kept, the text, and the stop string that came.
+
+    The last character stands for a stop id if the end is STOP.
+    """
+    shown = text[:-1] if finish is Finish.STOP and not keeps else text
+    for end in range(min_tokens + 1, len(shown) + 1):
+        if found := [stop for stop in stops if shown[:end].endswith(stop)]:
+            stop = max(found, key=len)
+            return text[:end], shown[: end - len(stop) * (not keeps)], stop
+    return text, shown, None
 
 
 def test_tokens_behind_a_stop_string_inside_one_verify_step_are_dropped():
     sample = make_sample(["b"])
     (delta,) = feed(sample, ["abcd"], Finish.RUNNING)
     assert (sample.text, sample.request.output) == ("a", [97, 98])
-    assert delta == TextDelta("a", [97, 98], "stop", sample.request.metrics, [1, 2])
+    assert delta == TextDelta(
+        "a", [97, 98], "stop", sample.request.metrics, [1, 2], stop_reason="b"
+    )
     assert delta.metrics.num_tokens == 2
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP])
 @pytest.mark.parametrize("seed", range(10))
-def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed, finish):
+def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed, finish, keeps):
     rng = random.Random(seed)
     for _ in range(40):
         text = "".join(rng.choices("abc~", k=rng.randint(1, 14))) + rng.choice(["", "b"])
         stops = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
-        tokens, shown, stopped = cut_oracle(text, stops)
-        expected = (shown, list(map(ord, tokens)), "stop" if stopped else finish.reason)
+        least = rng.choice([0, 0, 1, 3, 5])
+        tokens, shown, stop = cut_oracle(text, stops, finish, least, keeps)
+        expected = (shown, list(map(ord, tokens)), "stop" if stop else finish.reason)
         for width in [1, 2, 3, len(text)]:
             pieces = [text[i : i + width] for i in range(0, len(text), width)]
-            sample = make_sample(stops)
+            sample = make_sample(stops, min_tokens=least, include_stop_str_in_output=keeps)
             deltas = feed(sample, pieces, finish)
             output = sample.output()
             assert (output.text, output.token_ids, output.finish_reason) == expected
@@ -109,6 +119,48 @@ def test_text_tokens_and_reason_do_not_depend_on_how_steps_split_the_tokens(seed
             assert [t for delta in deltas for t in delta.token_ids] == expected[1]
             assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
             assert deltas[-1].finish_reason == expected[2]
+            by_id = ord(text[-1]) if finish is Finish.STOP else None
+            assert output.stop_reason == deltas[-1].stop_reason == (stop or by_id)
+
+
+def test_the_model_s_own_end_is_no_stop_reason():
+    for finish, own, reason in (
+        (Finish.STOP, (), ord("b")),
+        (Finish.STOP, (ord("b"),), None),
+        (Finish.LENGTH, (), None),
+        (Finish.ABORT, (), None),
+    ):
+        sample = make_sample()
+        sample.request.own_eos = own
+        feed(sample, ["ab"], finish)
+        assert sample.output().stop_reason == reason
+        assert sample.text == ("a" if finish is Finish.STOP else "ab")
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "ids"),
+    [
+        (RequestOutputKind.DELTA, ["a", "bc"], [[97], [98, 99]]),
+        (RequestOutputKind.CUMULATIVE, ["a", "abc"], [[97], [97, 98, 99]]),
+        (RequestOutputKind.FINAL_ONLY, [None, "abc"], [None, [97, 98, 99]]),
+    ],
+)
+def test_the_kind_of_output_says_what_a_piece_holds(kind, texts, ids):
+    sample = make_sample(output_kind=kind)
+    deltas = feed(sample, ["a", "bc"], Finish.LENGTH)
+    assert [delta and delta.text for delta in deltas] == texts
+    assert [delta and delta.token_ids for delta in deltas] == ids
+    assert [len(d.draft_positions) for d in deltas if d] == [len(own) for own in ids if own]
+    assert deltas[-1].finish_reason == "length" and sample.is_taken and sample.take() is None
+
+
+def test_a_request_is_finished_when_all_of_its_samples_are():
+    running, ended = make_sample(), make_sample()
+    feed(ended, ["a"], Finish.LENGTH)
+    for samples, want in (([ended], True), ([ended, running], False)):
+        output = RequestOutput(None, [1], [sample.output() for sample in samples])
+        assert output.finished == want and output.num_cached_tokens == 0
+        assert output.outputs[0].finished()
 
 
 def test_text_held_back_comes_out_at_the_end():

@@ -76,3 +76,22 @@ def test_users_see_a_word_for_each_end():
         "ERROR": "error",
         "ABORT": "abort",
     }
+
+
+def test_wall_clock_times_are_as_far_apart_as_the_monotonic_ones():
+    metrics = RequestMetrics(arrival_time=10.0, arrival_wall_time=1e9)
+    assert metrics.first_token_wall_time is None and metrics.last_token_wall_time is None
+    metrics.record_tokens(1, now=10.5)
+    metrics.record_tokens(2, now=12.0)
+    assert metrics.first_token_wall_time == 1e9 + 0.5
+    assert metrics.last_token_wall_time == 1e9 + 2.0
+    later = RequestMetrics(arrival_time=11.0, arrival_wall_time=1e9 + 1)
+    assert RequestMetrics.total([later, metrics]).last_token_wall_time == 1e9 + 2.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "length"), [(4, 99, 6), (4, 5, 5), (None, 99, 99), (2**62, 99, 99)]
+)
+def test_a_request_ends_at_what_was_asked_for_or_where_the_room_does(asked, room, length):
+    params = SamplingParams(max_tokens=asked)
+    assert Request((1, 2), params, seed=0, room=room).max_len == length

@@ -15,6 +15,7 @@ from jaxspec.sampler import (
     Sampler,
     closed_under_join,
     join,
+    samplers_named,
 )
 
 A, B, C = (Sampler.of(name) for name in "abc")
@@ -54,10 +55,11 @@ def test_reports_are_no_processors():
 def test_samplers_go_by_the_words_users_know():
     assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "top_k", "full"]
     assert str(A | B) == "a_and_b"
-    with pytest.raises(
-        ValueError, match="one of .*'greedy', 'sampled', 'top_k', 'full'.*, got 'beam'"
-    ):
-        Sampler.named("beam")
+    assert samplers_named("full") == [FULL] == samplers_named(iter(["full"]))
+    assert samplers_named(["sampled", "greedy"]) == [SAMPLED, GREEDY]
+    for wrong, got in (("beam", "'beam'"), (["greedy", 3], "3"), (3, "3"), (None, "None")):
+        with pytest.raises(ValueError, match=f"words of .*'greedy', 'sampled', .*, got {got}"):
+            samplers_named(wrong)
 
 
 def test_the_join_of_several_can_do_what_each_can():

@@ -18,7 +18,7 @@ from jaxspec.sampler import (
     TOP_K,
     Sampler,
 )
-from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
+from jaxspec.sampling_params import GREEDY_BELOW, RequestOutputKind, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,12 @@ from jaxspec.sampling_params import GREEDY_BELOW, SamplingParams
         ({"stop": ["a"] * 257}, "at most 256 strings of at most 1,024 characters, got 257 with up"),
         ({"stop": "a" * 1025}, "256 strings of at most 1,024 characters, got 1 with up to 1,025"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"detokenize": None}, "detokenize must be True or False, got None"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens must be True or False, got 'no'"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be None, -1 or the number"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be an integer of at least -"),
+        ({"output_kind": 1}, "output_kind must be one of RequestOutputKind.CUMULATIVE, .* got 1"),
+        ({"stop": "a", "detokenize": False}, "stop strings are looked for in the text, and detok"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, dict) else None,
 )
@@ -92,6 +98,9 @@ def test_a_value_outside_its_range_is_refused(changes, message):
         {"top_k": -1},
         {"min_tokens": 128},
         {"max_tokens": 1},
+        {"max_tokens": None, "min_tokens": 1000},
+        {"truncate_prompt_tokens": -1},
+        {"detokenize": False, "stop": []},
         {"seed": 0},
         {"seed": -(2**63)},
         {"stop": None},
@@ -107,7 +116,7 @@ def test_values_at_the_edge_of_their_range_are_taken(changes):
 def test_numbers_of_numpy_are_kept_as_pythons():
     integers = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
     python = dict.fromkeys(integers, 3) | {"temperature": 0.5, "top_p": 0.5, "ignore_eos": True}
-    python["stop_token_ids"] = (1, 2)
+    python["stop_token_ids"] = [1, 2]
     for kind in (np.int64, np.uint8):
         numpy = dict.fromkeys(integers, kind(3)) | {"temperature": np.float16(0.5)}
         numpy |= {"top_p": np.float64(0.5), "ignore_eos": np.True_}
@@ -116,12 +125,53 @@ def test_numbers_of_numpy_are_kept_as_pythons():
             assert params == SamplingParams(**python) and repr(params) == repr(
                 SamplingParams(**python)
             )
-            assert hash(params) == hash(SamplingParams(**python))
-            json.dumps(dataclasses.asdict(params))
+            json.dumps(dataclasses.asdict(params) | {"output_kind": None})
 
 
 def test_one_stop_string_is_a_list_of_one():
-    assert SamplingParams(stop="ab").stop == SamplingParams(stop=["ab"]).stop == ("ab",)
+    assert SamplingParams(stop="ab").stop == SamplingParams(stop=("ab",)).stop == ["ab"]
+    assert SamplingParams().stop == SamplingParams().stop_token_ids == []
+
+
+def test_defaults_are_vllms_but_for_the_length_and_the_pieces_of_a_stream():
+    mine = dataclasses.asdict(SamplingParams())
+    theirs = {"n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0}
+    theirs |= {"ignore_eos": False, "detokenize": True, "skip_special_tokens": True}
+    theirs |= {"spaces_between_special_tokens": True, "include_stop_str_in_output": False}
+    assert mine | theirs == mine
+    assert (mine["max_tokens"], mine["output_kind"]) == (128, RequestOutputKind.DELTA)
+
+
+def test_an_object_may_be_changed_and_is_checked_when_it_is_cloned():
+    params = SamplingParams(stop=["a"], stop_token_ids=[1])
+    twin = params.clone()
+    assert twin == params and twin is not params
+    params.temperature = np.float32(0.5)
+    params.stop.append("b")
+    params.stop_token_ids += (2,)
+    assert (twin.temperature, twin.stop, twin.stop_token_ids) == (1.0, ["a"], [1])
+    again = params.clone()
+    assert (again.temperature, again.stop, again.stop_token_ids) == (0.5, ["a", "b"], [1, 2])
+    for name, wrong in (("temperature", -1), ("n", None), ("stop", [""]), ("min_tokens", 999)):
+        changed = params.clone()
+        setattr(changed, name, wrong)
+        with pytest.raises(ValueError, match=name):
+            changed.clone()
+
+
+def test_what_no_parameter_is_called_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_token'"):
+        SamplingParams(max_token=3)
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match="max_token"):
+        params.max_token = 3
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding", "response_format"])
+def test_structured_output_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name} asks for structured output, .* got {{'a': 1}}"):
+        SamplingParams(**{name: {"a": 1}})
+    assert SamplingParams(**{name: None}) == SamplingParams()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,26 @@ def test_the_cut_does_not_depend_on_the_split(seed):
             assert search.position == (None if matched is None else len(expected))
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_completes_while_nothing_may_end_is_passed_over(seed, keeps):
+    """A character a piece: the first `passed` of them may not end the text."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abc", k=rng.randrange(16)))
+        passed = rng.randrange(8)
+        search = StopStrings(stops, keeps_match=keeps)
+        got = "".join(search.push(c, may_end=n >= passed) for n, c in enumerate(text))
+        expected, matched = text, None
+        for end in range(passed + 1, len(text) + 1):
+            if found := [stop for stop in stops if text[:end].endswith(stop)]:
+                matched = max(found, key=len)
+                expected = text[: end if keeps else end - len(matched)]
+                break
+        assert (got + search.flush(), search.matched) == (expected, matched)
+
+
 def test_text_that_may_begin_a_stop_string_is_held_back():
     search = StopStrings(["</s>", "STOP"])
     assert [search.push(piece) for piece in ("Hi <", "/", "b> S", "TO", "P it")] == [

@@ -14,8 +14,11 @@ from jaxspec.speculation import SpeculativeConfig
 
 _HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, and some weights
 
-OWN = ("compilation_cache", "show_progress", "flight_recorder", "flight_folder")
-"""Options that are the affair of the machine: a flight has none, and brings none in."""
+OWN = (
+    *("compilation_cache", "show_progress", "flight_recorder", "flight_folder"),
+    *("tokenizer", "skip_tokenizer_init", "generation_config"),
+)
+"""Options that no step depends on: a flight has none, and brings none in."""
 
 
 def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
 
 import jax.stages
 from tqdm import tqdm
@@ -13,6 +15,9 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, TABLES, Program, moves_of
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import BIAS, Sampler, closed_under_join
+
+Notice = Literal["bar", "line", "none"]
+"""How people are told that programs compile: by a bar, by a line, or not at all."""
 
 
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
@@ -37,11 +42,11 @@ def warm_up(
     runner: ModelRunner,
     samplers: Iterable[Sampler],
     *,
-    progress: bool = False,
+    notice: Notice = "none",
     guard: Callable[[Callable[[], None]], None] = lambda run: run(),
     on_run: Callable[[Program, float], None] = lambda program, seconds: None,
 ) -> dict[str, float]:
-    """Compile the `programs` of `samplers` that are not compiled yet, behind a bar that names them.
+    """Compile the `programs` of `samplers` that are not compiled yet, with a notice of them.
 
     Then they run on the state of `runner`. `guard` calls what does that: an interrupt loses the
     state. `on_run` hears what each of them took, on an empty plan.
@@ -55,20 +60,37 @@ def warm_up(
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
     cores = max(1, (os.cpu_count() or 1) - 1)  # besides the one that lowers
     pool = ThreadPoolExecutor(min(len(missing), cores), "jaxspec-compile")
-    try:
-        with tqdm(
-            total=len(missing),
-            desc="compiling",
-            bar_format=layout,
-            leave=False,
-            disable=not progress,
-        ) as bar:
-            seconds = _compile(runner, missing, pool, bar)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
-    guard(lambda: _run(runner, missing, on_run))
+    with _line(missing) if notice == "line" else contextlib.nullcontext():
+        try:
+            with tqdm(
+                total=len(missing),
+                desc="compiling",
+                bar_format=layout,
+                leave=False,
+                disable=notice != "bar",
+            ) as bar:
+                seconds = _compile(runner, missing, pool, bar)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        # Not earlier: compiling for a GPU times kernels, and steps would disturb that.
+        guard(lambda: _run(runner, missing, on_run))
     return seconds
+
+
+@contextlib.contextmanager
+def _line(missing: Sequence[Program]) -> Iterator[None]:
+    """One line on standard error: what compiles, and in the end how long it took."""
+    kinds = dict.fromkeys(str(program.sampler) for program in missing if program != MOVES)
+    what = f" ({', '.join(kinds)})" if kinds else ""
+    count = f"{len(missing)} program" + "s" * (len(missing) > 1)
+    started, end = time.perf_counter(), "stopped after"
+    print(f"jaxspec: compiling {count}{what}, once ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+        end = "done in"
+    finally:
+        seconds = time.perf_counter() - started
+        print(f"{end} {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def _run(

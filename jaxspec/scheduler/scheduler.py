@@ -6,7 +6,6 @@ The bound sizes page reservations and dispatches: positions, counts and slots ar
 """
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from jaxspec.config import StepShapes
@@ -22,10 +21,11 @@ from jaxspec.scheduler.page_pool import PagePool, check_fits
 from jaxspec.scheduler.prompt_budget import prompt_budget
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
 from jaxspec.scheduler.step_seconds import StepSeconds
+from jaxspec.scheduler.waiting_queue import WaitingQueue, place
 
 
 class Scheduler:
-    """Continuous batching over rows, slots and pages, first come first served."""
+    """Continuous batching over rows, slots and pages: by priority, then first come first served."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Scheduler:
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission; the last is preempted first
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # by urgency, then admission; the last is preempted first
         self.reset()
 
     def reset(self, requests: Iterable[Request] = ()) -> None:
@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, requests: Iterable[Request]) -> None:
         """Queue checked requests; samples of one prompt name their first as `leader`."""
         for request in requests:
-            self.waiting.append(request)
+            self.waiting.add(request)
             self._followers.add(request)
 
     def end(self, request: Request, finish: Finish) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
         request.num_pages_sent, request.row = 0, -1
-        self.running.append(request)
+        place(request, self.running)
         self.drafter.add(request)
         step.num_new += 1
 
@@ -241,7 +241,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         request.num_computed = request.prefill_len = 0
         self.num_preemptions += 1
 

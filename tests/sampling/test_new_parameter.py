@@ -17,7 +17,7 @@ from jaxspec.sampling.processors import PROCESSORS
 BAN = "ban"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Params(SamplingParams):
     """One more parameter: an id that never comes."""
 

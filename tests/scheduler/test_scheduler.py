@@ -385,6 +385,32 @@ def test_admission_is_first_come_first_served(num_drafts):
     assert [request.seed for request in loop.device.admitted] == list(range(1, 40))
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_urgent_requests_enter_first_and_go_last(num_drafts):
+    """Among equals it stays first come first served, and every request gets its own tokens."""
+    random = np.random.default_rng(num_drafts)
+    loop = Loop(depth=2, num_drafts=num_drafts, num_pages=18)
+    groups = [random_group(random, seed, max_samples=2) for seed in range(1, 80, 2)]
+    for group in groups:
+        priority = int(random.integers(-1, 2))
+        for request in group:
+            request.priority = priority
+        loop.add(group)
+        loop.turn()
+    while loop.scheduler.has_work:
+        before = {request: len(request.pages) for request in loop.scheduler.running}
+        loop.turn()
+        waiting, running = loop.scheduler.waiting, loop.scheduler.running
+        for requests in (waiting, running):
+            priorities = [request.priority for request in requests]
+            assert priorities == sorted(priorities)
+        gone = [request.priority for request in waiting if request in before]
+        stayed = [request.priority for request in running if request in before]
+        assert not gone or not stayed or min(gone) >= max(stayed), "the least urgent goes first"
+    loop.run()
+    assert loop.scheduler.num_preemptions > 0
+
+
 def preempted(depth=3, **sizes):
     """A loop in which request 2 was just preempted with steps in flight for it."""
     loop = Loop(depth=depth, num_pages=11, page_size=4, accuracy=1.0, **sizes)

@@ -69,16 +69,21 @@ class Ask:
 
 
 def expected(request: Request) -> tuple[list[int], Finish, str]:
-    """What one token at a time gives: tokens, why they end, and their text before a stop string."""
+    """What one token at a time gives: tokens, why they end, and their text.
+
+    It ends before a stop string, which counts behind `min_tokens`, and before a stop id.
+    """
     tokens, finish = expected_output(request)
+    shown = tokens[:-1] if finish is Finish.STOP else tokens
     stream, text = Letters(), ""
-    for count, token in enumerate(tokens, 1):
-        text += stream.push([token])
-        if count == len(tokens):
-            text += stream.flush()
+    pieces = [stream.push([token]) for token in shown] + [stream.flush()]
+    counts = [*range(1, len(shown) + 1), len(tokens)]
+    for count, piece in zip(counts, pieces, strict=True):
+        before, text = len(text), text + piece
         for stop in request.params.stop:
-            if stop in text:
-                return tokens[:count], Finish.STOP, text[: text.index(stop)]
+            start = text.find(stop, max(0, before + 1 - len(stop)))
+            if start >= 0 and min(count, len(shown)) > request.params.min_tokens:
+                return tokens[:count], Finish.STOP, text[:start]
     return tokens, finish, text
 
 

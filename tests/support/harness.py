@@ -50,7 +50,9 @@ def oracle(fixture: str) -> Oracle:
 def expected(
     fixture: str, prompt: tuple[int, ...], params: SamplingParams, seed: int, stops=(), words=()
 ):
-    key = repr((fixture, prompt, params, seed, stops, words))  # a dict in them has no hash
+    key = repr(
+        (fixture, prompt, params, seed, stops, words)
+    )  # parameters may change, so have no hash
     if key not in _expected:
         _expected[key] = expect(oracle(fixture), prompt, params, seed, stops, bad_words=words)
     return _expected[key]

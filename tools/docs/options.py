@@ -1,4 +1,4 @@
-"""docs/options.md, made of the options of `LLM` (`jaxspec.options.EngineConfig`).
+"""docs/options.md, made of the options of `LLM` (`jaxspec.options`, `jaxspec.vllm_options`).
 
 python -m tools.docs.options            writes it
 python -m tools.docs.options --check    ends with status 1 if it is not what would be written
@@ -6,14 +6,17 @@ python -m tools.docs.options --check    ends with status 1 if it is not what wou
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxspec.options import OPTIONS, default_of, meaning
+from jaxspec.vllm_options import RENAMED, UNDERSTOOD
 
 PATH = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m tools.docs.options"
 _HEAD = f"""\
-<!-- Made by `{COMMAND}` of jaxspec/options.py; change that. -->
+<!-- Made by `{COMMAND}` of jaxspec/options.py and vllm_options.py; change those. -->
 # Options of `LLM`
 
 `jaxspec.LLM(model, **options)` takes these, and `jaxspec.generate(prompts, model, **options)` too.
@@ -25,11 +28,36 @@ that does not go with another, is refused with the rule and what came.
 """
 
 
+_VLLM = """
+## vLLM's words
+These are taken too. Other values of those that have values here are refused, with the way out.
+
+| option of vLLM's | values | what it is here |
+|---|---|---|
+"""
+
+
 def page() -> str:
     """The whole file: a row for each option, in the order of its declaration."""
-    return _HEAD + "".join(
-        f"| `{name}` | {_default(name)} | {meaning(name)} |\n" for name in OPTIONS
+    own = (f"| `{name}` | {_default(name)} | {meaning(name)} |\n" for name in OPTIONS)
+    renamed = (
+        f"| `{name}` | {_words(each.words)} | `{each.name}` |\n" for name, each in RENAMED.items()
     )
+    understood = (
+        f"| `{name}` | {_values(each.values)} | {each.meaning} |\n"
+        for name, each in UNDERSTOOD.items()
+    )
+    return _HEAD + "".join(own) + _VLLM + "".join([*renamed, *understood])
+
+
+def _words(words: Mapping[str, Any]) -> str:
+    """How values are written there, and here."""
+    told = ", ".join(f"`{theirs!r}` is `{here!r}`" for theirs, here in words.items())
+    return told or "the same"
+
+
+def _values(values: Sequence[Any]) -> str:
+    return ", ".join(f"`{value!r}`" for value in values) or "any"
 
 
 def _default(name: str) -> str:

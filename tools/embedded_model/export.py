@@ -175,7 +175,7 @@ def main() -> None:
     end = Tokenizer.from_file(str(corpus_dir / "tokenizer.json")).token_to_id(END_OF_TEXT)
     documents = {
         "config.json": published_config(ModelConfig(), end),
-        "generation_config.json": {"eos_token_id": end, "pad_token_id": end},
+        "generation_config.json": {"eos_token_id": end, "pad_token_id": end, "temperature": 0.0},
         "tokenizer_config.json": tokenizer_config(),
     }
     for name, content in documents.items():

@@ -1,0 +1,57 @@
+"""The engine's figures as vLLM names them: what `LLM.get_metrics` gives."""
+
+import dataclasses
+
+from jaxspec.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A figure with its name and what tells it from others of that name."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter(Metric):
+    """What only grows."""
+
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gauge(Metric):
+    """What is so now."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector(Metric):
+    """Counters by position, from the first draft on."""
+
+    values: list[int]
+
+
+def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
+    """Those of vLLM's metrics whose figure the engine has; all are labelled with the model."""
+    scheduler, drafts = engine.scheduler, engine.draft_counts
+    pages = scheduler.shapes.num_pages - 1  # beside the null page
+    labels = {"model_name": model_name, "engine": "0"}
+    used = (pages - scheduler.pages.num_free) / pages
+    return [
+        Gauge("vllm:num_requests_running", labels, len(scheduler.running)),
+        Gauge("vllm:num_requests_waiting", labels, len(scheduler.waiting)),
+        Gauge("vllm:kv_cache_usage_perc", labels, used),
+        Counter("vllm:num_preemptions", labels, scheduler.num_preemptions),
+        Counter("vllm:generation_tokens", labels, engine.metrics.num_tokens),
+        Counter("vllm:spec_decode_num_drafts", labels, drafts.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", labels, drafts.num_draft_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", labels, drafts.num_accepted_tokens),
+        Vector(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            labels,
+            list(drafts.accepted_per_position),
+        ),
+    ]

@@ -1,0 +1,124 @@
+"""What a prompt may be: a text, token ids, or a dict of one or both, as vLLM's prompt classes."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, NotRequired, TypedDict
+
+import numpy as np
+
+from jaxspec.checks import are_integers, is_integer, items, shown
+
+MAX_SAMPLES = 2**18
+"""Samples of one call; each holds some 1.4 kB from the start."""
+_MAX_READ = 2**22  # token ids of a prompt that is to be truncated
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. Its text, if it is given, is only handed through to the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+_LISTS = (list, tuple, range, np.ndarray)  # of token ids
+_KEYS = tuple(TokensPrompt.__annotations__)
+_RULE = (
+    "A prompt must be a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+)
+
+
+class PromptParts(NamedTuple):
+    """A prompt taken apart; without token ids there is a text."""
+
+    text: str | None
+    token_ids: Any = None  # not read yet
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """The prompts of a call: one, or those of an ordered collection or an iterator.
+
+    A collection that begins with an integer is one prompt of token ids.
+
+    Raises:
+        ValueError: it is none of these, or too many.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    found = items(prompts, MAX_SAMPLES)
+    if found is None:
+        raise ValueError(
+            "prompts must be a text, token ids, a dict with 'prompt' or 'prompt_token_ids', or a "
+            f"list of them, got {shown(prompts)}."
+        )
+    if found and is_integer(found[0]):
+        # What was read of an iterator is gone from it.
+        return [itertools.chain(found, prompts) if isinstance(prompts, Iterator) else prompts]
+    if len(found) > MAX_SAMPLES:
+        raise ValueError(
+            f"One call may have at most {MAX_SAMPLES:,} prompts, got more. Make several calls."
+        )
+    return found
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether a call brings one prompt itself, and no list of prompts."""
+    if isinstance(prompts, _LISTS):
+        return _may_be_ids(prompts) and len(prompts) > 0
+    return isinstance(prompts, str | Mapping)
+
+
+def parts_of(prompt: Any) -> PromptParts:
+    """A prompt taken apart.
+
+    Raises:
+        ValueError: it is no prompt, or a dict with other keys.
+    """
+    if isinstance(prompt, str):
+        return PromptParts(prompt)
+    if isinstance(prompt, Iterator) or (isinstance(prompt, _LISTS) and _may_be_ids(prompt)):
+        return PromptParts(None, prompt)
+    if not isinstance(prompt, Mapping):
+        raise ValueError(f"{_RULE}, got {shown(prompt)}.")
+    if unknown := [key for key in prompt if key not in _KEYS]:
+        raise ValueError(
+            f"A prompt's dict may have the keys 'prompt' and 'prompt_token_ids', got the key "
+            f"{shown(unknown[0])}, which jaxspec does not take. Leave it out."
+        )
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if not (isinstance(text, str) or (text is None and ids is not None)):
+        raise ValueError(f"{_RULE}, got {shown(prompt)}.")
+    return PromptParts(text, ids)
+
+
+def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
+    """Token ids as Python's integers; no more are read than could fit.
+
+    `most`: tokens that a prompt may have. `truncated_to`: how many of the last ids are kept.
+
+    Raises:
+        ValueError: they are no integers, or too many.
+    """
+    limit = most if truncated_to is None else _MAX_READ
+    if truncated_to is not None and isinstance(value, _LISTS):
+        value = value[-truncated_to:] if getattr(value, "ndim", 1) == 1 else value
+    ids = items(value, limit)
+    if ids is None or not are_integers(ids):
+        raise ValueError(f"prompt_token_ids must be a list of integers, got {shown(value)}.")
+    if len(ids) > limit:
+        count = len(value) if isinstance(value, Sized) else f"more than {limit}"
+        raise ValueError(
+            f"A prompt must fit max_model_len={most}, got {count} token ids. Shorten it, set "
+            "truncate_prompt_tokens, or raise max_model_len."
+        )
+    return list(map(int, ids if truncated_to is None else ids[-truncated_to:]))
+
+
+def _may_be_ids(values: Any) -> bool:
+    return getattr(values, "ndim", 1) == 1 and (len(values) == 0 or is_integer(values[0]))
