@@ -156,9 +156,7 @@ def test_bad_calls_are_refused_before_anything_runs(llm):
     steps = llm.metrics()["num_steps"]
     with pytest.raises(ValueError, match="params must be BeamSearchParams, got 3. Build them"):
         llm.beam_search([{"prompt_token_ids": [1]}], 3)
-    with pytest.raises(
-        ValueError, match="leaves room for 37 tokens, and max_tokens is 38"
-    ):
+    with pytest.raises(ValueError, match="leaves room for 37 tokens, and max_tokens is 38"):
         llm.beam_search([{"prompt_token_ids": [1, 2, 3]}], BeamSearchParams(2, 38))
     with pytest.raises(ValueError, match="A prompt must have at least one token"):
         llm.beam_search([{"prompt_token_ids": []}], BeamSearchParams(2, 3))

@@ -34,9 +34,11 @@ import numpy as np
 from benchmarks.kernels.run import chain, samples
 from benchmarks.measure import record
 from jaxspec.proposers.ngram import look_up
-from jaxspec.sampler import FULL, SAMPLED, TOP_K, Sampler
+from jaxspec.sampler import BIAS, FULL, MIN_P, PENALTIES, SAMPLED, TOP_K, Sampler
 from jaxspec.sampling import SamplingInputs, draw
+from jaxspec.sampling.logprobs import pack_logprobs
 from jaxspec.sampling.processors import process_logits
+from jaxspec.sampling.tables import SamplingTables
 
 BASELINE = "temperature"
 POOLS = 2**29  # bytes of inputs that calls take in turn, so that none finds them in the L2 cache
@@ -59,10 +61,18 @@ DRAWS = {
     "top-p 0.95": Draw(FULL, {"top_p": 0.95}),
     "top-k 1,000": Draw(FULL, {"top_k": 1000}),
     "top-k 1,000, top-p 0.95": Draw(FULL, {"top_k": 1000, "top_p": 0.95}),
+    "min-p 0.05": Draw(SAMPLED | Sampler.of(MIN_P), {"min_p": 0.05}),
+    "penalties": Draw(
+        SAMPLED | Sampler.of(PENALTIES),
+        {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
+    ),
+    "a bias": Draw(SAMPLED | Sampler.of(BIAS), {}),
 }
 
-COLUMNS = {"seed": 0, "temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_len": 0}
-FLOATS = {"temperature", "top_p"}
+COLUMNS = {"temperature": 0.8, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_len": 0}
+COLUMNS |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+COLUMNS |= {"prompt_len": 100, "num_computed": 120}
+PLACES = 4  # that a row verifies
 
 
 def peaked(key: jax.Array, rows: int, vocab: int) -> jax.Array:
@@ -79,16 +89,19 @@ def flat(key: jax.Array, rows: int, vocab: int) -> jax.Array:
 LOGITS = {"peaked": peaked, "flat": flat}
 
 
-def inputs_of(draw: Draw, rows: int) -> SamplingInputs:
-    """`draw.columns` in all rows, each with a seed of its own."""
-    values = COLUMNS | draw.columns
+def inputs_of(draw: Draw, rows: int, vocab: int) -> SamplingInputs:
+    """`draw.columns` in all rows: verifies of `PLACES` tokens, each of a request of its own."""
+    count, values = rows // PLACES, COLUMNS | draw.columns
     columns = {
-        name: jnp.full(rows, value, jnp.float32 if name in FLOATS else jnp.int32)
+        name: jnp.full(count, value, jnp.float32 if isinstance(value, float) else jnp.int32)
         for name, value in values.items()
     }
-    stops = jnp.zeros((rows, 0), jnp.int32)
-    seeds = jnp.arange(rows, dtype=jnp.int32)
-    return SamplingInputs(columns | {"seed": seeds, "stop_ids": stops})
+    slots = jnp.arange(1, count + 1, dtype=jnp.int32)
+    columns |= {"seed": slots, "slot": slots, "table_slot": slots}
+    columns["stop_ids"] = jnp.zeros((count, 0), jnp.int32)
+    tables = SamplingTables.empty(count + 1, vocab, 8192).of(draw.sampler)
+    tokens = jax.random.randint(jax.random.key(0), (count, PLACES), 0, vocab, jnp.int32)
+    return SamplingInputs(columns, tables, tokens).repeat(PLACES)
 
 
 def check(name: str, logits: jax.Array) -> None:
@@ -98,9 +111,11 @@ def check(name: str, logits: jax.Array) -> None:
         AssertionError: they differ, by more than rounding explains.
     """
     draw, logits = DRAWS[name], logits[:CHECKED]
+    if not {"top_k", "top_p"} & set(draw.columns):
+        return  # it forbids nothing, or by another rule
     rows, vocab = logits.shape
     run = jax.jit(process_logits, static_argnames="sampler")
-    arguments = inputs_of(draw, rows), jnp.zeros(rows, jnp.int32)
+    arguments = inputs_of(draw, rows, vocab), jnp.zeros(rows, jnp.int32)
     scaled = np.asarray(run(logits, *arguments, sampler=SAMPLED))
     kept = np.isfinite(np.asarray(run(logits, *arguments, sampler=draw.sampler)))
     top_k, top_p = draw.columns.get("top_k", vocab), draw.columns.get("top_p", 1.0)
@@ -141,7 +156,7 @@ def draws(rows: int, vocab: int, kind: str) -> list[dict]:
         pools = make_pools(make, 4 * rows * vocab)
         check(name, pools[0])
         run = functools.partial(draw, sampler=asked.sampler)
-        seconds = seconds_of(run, pools, inputs_of(asked, rows), jnp.zeros(rows, jnp.int32))
+        seconds = seconds_of(run, pools, inputs_of(asked, rows, vocab), jnp.arange(rows))
         about = {"stage": "draw", "rows": rows, "vocab": vocab, "logits": kind, "asks": name}
         results.append(about | {"us": round(1e6 * seconds, 1)})
         results[-1]["us_more"] = round(results[-1]["us"] - results[0]["us"], 1)
@@ -163,7 +178,19 @@ def ngram(rows: int = 64, positions: int = 8192) -> list[dict]:
     return [result]
 
 
-STAGES = {"ngram": ngram}  # what is no draw; each prints and returns its results
+def logprobs(rows: int = 256, vocab: int = 248_320) -> list[dict]:
+    """What is reported of tokens that ask for logprobs, whether 1 or 20 of the likeliest."""
+    pools = make_pools(functools.partial(flat, rows=rows, vocab=vocab), 4 * rows * vocab)
+    seconds = seconds_of(pack_logprobs, pools, jnp.arange(rows, dtype=jnp.int32))
+    result = {"stage": "logprobs", "rows": rows, "vocab": vocab, "us": round(1e6 * seconds, 1)}
+    print(json.dumps(result), flush=True)
+    return [result]
+
+
+STAGES = {
+    "ngram": ngram,
+    "logprobs": logprobs,
+}  # what is no draw; each prints and returns its results
 
 
 def main() -> None:
@@ -176,6 +203,8 @@ def main() -> None:
     parser.add_argument("--check-only", action="store_true", help="compare and measure nothing")
     args = parser.parse_args()
     results = []
+    for stage in [] if args.check_only else args.stages:
+        results += STAGES[stage]()
     for rows, vocab, kind in _sizes(args):
         if args.check_only:
             logits = jax.jit(functools.partial(LOGITS[kind], rows=rows, vocab=vocab))
@@ -183,9 +212,7 @@ def main() -> None:
                 check(name, logits(jax.random.key(0)))
         else:
             results += draws(rows, vocab, kind)
-    for stage in [] if args.check_only else args.stages:
-        results += STAGES[stage]()
-    record.write(args.json, {"results": results})
+        record.write(args.json, {"results": results})
 
 
 def _sizes(args: argparse.Namespace) -> list[tuple[int, int, str]]:
