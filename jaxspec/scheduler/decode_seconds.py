@@ -58,6 +58,10 @@ class DecodeSeconds:
             times.update({k: Seen(x.seconds * factor, x.count) for k, x in times.items()})
         times[key] = Seen(known * factor, count + 1)
 
+    def is_seen(self, num_rows: int, num_drafts: int, num_steps: int) -> bool:
+        """Whether such a step ran with about as many rows."""
+        return (num_drafts, num_steps) in self._seen.get(_power(num_rows), {})
+
     def beside(
         self, num_rows: int, program_rows: int, counts: Sequence[int], num_steps: int
     ) -> dict[int, float]:

@@ -15,6 +15,7 @@ _PRIOR_WEIGHT = 16  # verifies that it counts as
 # Steps of another number, but at least two dispatches: the first one may find too few drafts.
 _TRIAL_STEPS = 4
 _TRIAL_SHARE = 0.005  # of the tokens, that such steps may cost
+_PAUSE = 16  # steps between trials of numbers that never ran with as many rows
 _LEAST_GAIN = 0.01  # of the tokens a second, below which the number stays
 
 
@@ -30,8 +31,9 @@ class DraftCount:
         tokens a row    1.0    1.6    2.3
         tokens a ms     0.20   0.29   0.32
 
-    Few drafts tell nothing of further ones, and a number that does not run is not timed. So its
-    neighbours are tried now and then, as often as costs half a percent of the tokens.
+    Few drafts tell nothing of further ones, and a number that does not run is not timed. So each
+    number is tried once with about as many rows, and then the neighbours of the best one now and
+    then, as often as costs half a percent of the tokens.
     """
 
     def __init__(self, shapes: StepShapes, seconds: DecodeSeconds):
@@ -44,6 +46,7 @@ class DraftCount:
         self._num_made = 0  # drafts by the last program, for each of its rows
         self._trial, self._is_trial = 0, False  # steps that are left of it; whether one is on
         self._spared, self._tries_larger = 0.0, True  # for trials, in steps
+        self._since_trial = 0  # steps
 
     def dispatch(
         self, step: NextStep, num_prompt_tokens: int
@@ -73,11 +76,18 @@ class DraftCount:
             return self._current
         speeds = self._speeds(allowed, num_rows, num_steps)
         self._current = self._best(speeds)
-        other = self._neighbour(allowed)
         length = max(_TRIAL_STEPS, 2 * num_steps)
         self._spared += num_steps * _TRIAL_SHARE
-        if self._spared > length * _loss(speeds[other], speeds[self._current]):
-            self._trial, self._spared, self._is_trial = length - num_steps, 0.0, True
+        self._since_trial += num_steps
+        other, price = self._neighbour(allowed), 0.0
+        unseen = self._unseen(allowed, num_rows, num_steps)
+        if unseen is not None and self._since_trial > _PAUSE:
+            other = unseen
+        else:
+            price = length * _loss(speeds[other], speeds[self._current])
+        if other != self._current and self._spared > price:
+            self._trial, self._is_trial, self._since_trial = length - num_steps, True, 0
+            self._spared = max(0.0, self._spared - price)
             self._current, self._tries_larger = other, not self._tries_larger
         return self._current
 
@@ -113,6 +123,13 @@ class DraftCount:
         rows, *_ = self._shapes.round_up(num_rows, 0, 0)
         seconds = self._seconds.beside(num_rows, rows, counts, num_steps)
         return {n: self.tokens(n) / seconds[n] if n in seconds else math.inf for n in counts}
+
+    def _unseen(self, counts: Sequence[int], num_rows: int, num_steps: int) -> int | None:
+        """A number that never ran with as many rows; None while the current one is such."""
+        seen = [n for n in counts if self._seconds.is_seen(num_rows, n, num_steps)]
+        if self._current not in seen:
+            return None
+        return next((n for n in counts if n not in seen), None)
 
     def _neighbour(self, counts: Sequence[int]) -> int:
         """The number to try next: the next larger one and the next smaller one take turns."""

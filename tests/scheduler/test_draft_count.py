@@ -153,6 +153,16 @@ def test_batches_whose_rows_end_one_by_one_teach_each_number_of_rows(most_rows, 
     assert device.best_time > 0.97 * device.time
 
 
+def test_what_is_best_for_one_row_does_not_stay_for_eight():
+    """With poor drafts one row wants one draft and eight rows none: as measured with experts."""
+    device = Experts((1, 1.1, 1.3), POOR).run(400)
+    device.num_rows = 8
+    assert device.run(150).counts[-50:].count(0) > 45
+    device.start_counting()
+    device.run(300)
+    assert device.best_time > 0.98 * device.time
+
+
 def test_a_load_that_comes_and_goes_says_nothing_of_the_number():
     """Texts of another length take longer, with any number of drafts."""
     device = Device(EXPERTS, GOOD, num_rows=64).run(500)
