@@ -72,14 +72,14 @@ def table(decode: Figures, peer: Figures, peer_traffic: Figures, *traffic: Figur
         less = load.key == "ms_per_token"
         compared = _compared(former["vllm", None], ours, load.form, less=less)
         work = f"{size}, {load.requests} requests of {load.words} lengths"
-        lines.append([work, load.unit, f"defaults, {date}", *compared])
+        lines.append([work, load.unit, f"3 drafts, else defaults, {date}", *compared])
     return markdown(["model, work", "unit", "jaxspec's setting", "vLLM", "jaxspec", "gain"], lines)
 
 
 def _by_defaults(
     load: Load, work: str, device: str, traffic: Sequence[Figures]
 ) -> tuple[float, str] | None:
-    """What `traffic.py` measured of the load on the peer's card without an option, and when."""
+    """What `traffic.py` measured of the load on the peer's card with the drafts alone by hand."""
     for figures in traffic:
         for case in figures["results"]:
             is_load = work_of(case) == work and case["requests"] == load.requests

@@ -26,7 +26,7 @@ from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-_DOCS = "measurements.md", "speculation.md", "traffic.md"
+_DOCS = "measurements.md", "sampling.md", "speculation.md", "traffic.md"
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
 PEER = "decode_h200.json", "peer_h200.json"
@@ -218,6 +218,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
     "draft counts": (draft_tables.draft_counts, "draft_counts_h200.json"),
+    "sampling": (draft_tables.sampling, "sampling_h200.json"),
     "draft head": (decode_tables.draft_head, "draft_head_h100.json"),
     "prefill": (decode_tables.prefill, "decode_h200.json"),
     "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
