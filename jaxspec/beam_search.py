@@ -1,7 +1,6 @@
 """Beam search: the likeliest continuations, several at a time; made of calls of `generate`."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -10,13 +9,14 @@ from jaxspec.checks import boolean, integer, real, shown
 from jaxspec.inputs import InputProcessor
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import CompletionOutput, RequestOutput, Sample
-from jaxspec.prompts import Prompt, prompts_of
+from jaxspec.prompts import MAX_SAMPLES, Prompt, prompts_of
 from jaxspec.request import Request
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """Each beam offers twice as many tokens: as many may end it as go on."""
+MAX_LENGTH_PENALTY = 10.0  # beyond it a length to this power could overflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,11 @@ class BeamSearchParams:
         hint = "; each beam takes twice as many logprobs"
         width = integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH, hint=hint)
         penalty = real(self.length_penalty)
-        if not math.isfinite(penalty):
+        if not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
+            most = MAX_LENGTH_PENALTY
             raise ValueError(
-                f"length_penalty must be a finite number, got {shown(self.length_penalty)}; 0 "
-                "takes no account of lengths."
+                f"length_penalty must be a number from -{most:g} to {most:g}, got "
+                f"{shown(self.length_penalty)}; 0 takes no account of lengths."
             )
         object.__setattr__(self, "beam_width", width)
         object.__setattr__(self, "max_tokens", integer("max_tokens", self.max_tokens, 1))
@@ -137,6 +138,11 @@ def beam_search(
             "BeamSearchParams(beam_width=4, max_tokens=32)."
         )
     batch = prompts_of(prompts)
+    if len(batch) * params.beam_width > MAX_SAMPLES:
+        raise ValueError(
+            f"One search may have at most {MAX_SAMPLES:,} beams, got {len(batch):,} prompts of "
+            f"{params.beam_width} each. Make several calls."
+        )
     whole = dataclasses.replace(params.step, max_tokens=params.max_tokens)
     groups = llm._prepare(batch, [whole] * len(batch))
     for number, (sample, *_) in enumerate(groups, 1):

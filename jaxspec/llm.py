@@ -22,7 +22,7 @@ from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.process import check_process, first_process
 from jaxspec.prompts import Prompt, parts_of, prompts_of
 from jaxspec.runner.warmup import Notice, warm_up
-from jaxspec.sampler import SAMPLERS, Sampler, samplers_named
+from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.score import score as _score
@@ -31,6 +31,7 @@ from jaxspec.tokenizer import Tokenizer
 
 Groups = list[list[Sample]]  # the samples of each prompt
 Params = SamplingParams | Sequence[SamplingParams] | None
+Kind = str | SamplingParams
 
 
 class LLM(Diagnostics):
@@ -117,21 +118,20 @@ class LLM(Diagnostics):
         return self._inputs.require_tokenizer("get_tokenizer()")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what a call without parameters uses: generation_config.json's, if there is one.
-
-        The option `generation_config` says which file; what it leaves out is `SamplingParams`'s.
-        """
+        """A copy of what a call without parameters uses, by the option `generation_config`."""
         return self._default_params.clone()
 
-    def warm_up(self, samplers: str | Iterable[str] = tuple(SAMPLERS)) -> None:
-        """Compile what requests of these kinds need: "greedy", "sampled" (temperature), "top_k" (up
-        to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
+    def warm_up(self, samplers: Kind | Iterable[Kind] = tuple(SAMPLERS)) -> None:
+        """Compile what these kinds of requests need, and calls without parameters.
+
+        A kind is the `SamplingParams` of a request, or a word: "greedy", "sampled" (temperature),
+        "top_k" (up to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
 
         Raises:
             ValueError: there is no such kind.
             RuntimeError: as in `generate`.
         """
-        self._compile(samplers_named(samplers))
+        self._compile([*samplers_named(samplers), self._default_params.sampler])
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
         self.session.in_turn(lambda: self._compile_in_turn(samplers))
@@ -139,14 +139,17 @@ class LLM(Diagnostics):
     def _compile_in_turn(self, samplers: Iterable[Sampler]) -> None:
         """Programs run on the engine's state once they are compiled."""
         self.session.require_usable()  # another thread may have closed it
-        self._samplers.update(samplers)  # a step may have rows of any two that ever came
+        wanted = self._samplers | set(samplers)  # a step may have rows of any two that ever came
+        if wanted == self._samplers:
+            return
         self._compile_seconds |= warm_up(
             self._runner,
-            self._samplers,
+            wanted,
             notice="bar" if self._show_progress else self._notice,
             guard=self.session.guarded,
             on_run=self.session.scheduler.step_seconds.guess,
         )
+        self._samplers, self.session.scheduler.samplers = wanted, tuple(to_compile(wanted))
 
     def generate(
         self,

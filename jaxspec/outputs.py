@@ -147,7 +147,7 @@ class Sample:
         self._num_read = 0  # output tokens that `read` has seen
         # What the deltas so far gave.
         self._num_tokens_taken = self._num_characters_taken = 0
-        self.is_taken = False  # a delta has told its end
+        self._is_begun = self.is_taken = False  # a delta has told its beginning, and its end
 
     def read(self) -> int | None:
         """Add the text of the tokens that the request got since the last call.
@@ -222,7 +222,8 @@ class Sample:
         is_delta = kind is RequestOutputKind.DELTA
         first, start = (self._num_tokens_taken, self._num_characters_taken) if is_delta else (0, 0)
         self._num_tokens_taken, self._num_characters_taken = request.num_output, len(self.text)
-        self.is_taken = is_over
+        is_first, self.is_taken = not self._is_begun, is_over
+        self._is_begun = True
         tokens = request.output[first:]
         return TextDelta(
             text=self.text[start:],
@@ -233,7 +234,7 @@ class Sample:
             index=self.index,
             stop_reason=self.stop_reason,
             logprobs=self._logprobs(first, tokens),
-            prompt_logprobs=None if first else self.prompt_logprobs(),
+            prompt_logprobs=self.prompt_logprobs() if is_first else None,
         )
 
     def output(self) -> CompletionOutput:

@@ -46,7 +46,8 @@ def _real(name: str, meaning: str) -> RowField:
 
 
 def _min_len(request: Request) -> int:
-    return len(request.prompt) + request.params.min_tokens
+    # No more than the request may have: it ends there anyway.
+    return min(len(request.prompt) + request.params.min_tokens, request.max_len)
 
 
 # What `jaxspec.sampling` reads; greedy rows ignore temperature, top_k and top_p.

@@ -100,16 +100,19 @@ FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
 SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "top_k": TOP_K, "full": FULL}
 
 
-def samplers_named(words: Any) -> list[Sampler]:
-    """The samplers of one word or several.
+def samplers_named(kinds: Any) -> list[Sampler]:
+    """The samplers of one kind of requests or several, each a word or parameters.
 
     Raises:
         ValueError: a word names no sampler.
     """
-    listed = [words] if isinstance(words, str) else items(words, _MAX_WORDS)
+    is_one = isinstance(kinds, str) or hasattr(kinds, "sampler")
+    listed = [kinds] if is_one else items(kinds, _MAX_WORDS)
     if listed is None:
-        raise ValueError(f"samplers must be words of {list(SAMPLERS)}, got {shown(words)}.")
-    return list(map(Sampler.named, listed))
+        raise ValueError(
+            f"samplers must be words of {list(SAMPLERS)} or SamplingParams, got {shown(kinds)}."
+        )
+    return [getattr(kind, "sampler", None) or Sampler.named(kind) for kind in listed]
 
 
 def join(samplers: Iterable[Sampler]) -> Sampler:
@@ -117,12 +120,23 @@ def join(samplers: Iterable[Sampler]) -> Sampler:
     return functools.reduce(operator.or_, set(samplers), GREEDY)
 
 
-def closed_under_join(samplers: Iterable[Sampler]) -> list[Sampler]:
-    """`samplers` and every join of some of them: all that steps of their rows may need.
+def to_compile(samplers: Iterable[Sampler]) -> list[Sampler]:
+    """The samplers that serve steps of requests with any of these needs: each, and one for all.
 
-    The ones with the fewest names come first.
+    A step takes the `least` of them that can do what its rows need. So one kind of requests runs
+    with what it needs alone, and several kinds together need no program for each mixture. The ones
+    with the fewest names come first.
     """
-    closed: set[Sampler] = set()
-    for sampler in samplers:
-        closed |= {sampler} | {sampler | other for other in closed}
-    return sorted(closed, key=lambda sampler: (len(sampler.names), sampler.names))
+    each = set(samplers)
+    return sorted(each | {join(each)}, key=_order) if each else []
+
+
+@functools.lru_cache(maxsize=1024)
+def least(samplers: tuple[Sampler, ...], needed: Sampler) -> Sampler:
+    """Among `samplers` the one with the fewest names that can do what is needed; else `needed`."""
+    able = [sampler for sampler in samplers if sampler | needed == sampler]
+    return min(able, key=_order, default=needed)
+
+
+def _order(sampler: Sampler) -> tuple[int, tuple[str, ...]]:
+    return len(sampler.names), sampler.names

@@ -143,8 +143,9 @@ def test_the_end_tokens_are_the_model_s(llm):
         ({"max_tokens": None}, "max_tokens must be an integer of at least 1, got None"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
         ({"temperature": -1}, "temperature must be a number from 0 .* got -1"),
-        ({"length_penalty": math.nan}, "length_penalty must be a finite number, got nan; 0"),
-        ({"length_penalty": "long"}, "length_penalty must be a finite number, got 'long'; 0"),
+        ({"length_penalty": math.nan}, "length_penalty must be a number from -10 to 10, got nan"),
+        ({"length_penalty": "long"}, "length_penalty must be a number .* got 'long'; 0 takes"),
+        ({"length_penalty": 1000}, "length_penalty must be a number from -10 to 10, got 1000; 0"),
     ],
 )
 def test_bad_params_are_refused(changes, message):

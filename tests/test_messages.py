@@ -370,7 +370,7 @@ CALLS = [
             IDS, SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=3)
         ),
         "allowed_token_ids must have an id that ends no request while min_tokens=3 forbids those, "
-        "got (7,). Allow another id, or set min_tokens=0.",
+        "got [7]. Allow another id, or set min_tokens=0.",
     ),
     (
         lambda llm: llm.generate({"prompt_token_ids": [1.5]}),
@@ -411,7 +411,7 @@ CALLS = [
     ),
     (
         lambda llm: llm.warm_up(["greedy", "beam"]),
-        "samplers must be words of ['greedy', 'sampled', 'full'], got 'beam'.",
+        "samplers must be words of ['greedy', 'sampled', 'top_k', 'full'], got 'beam'.",
     ),
     (
         lambda llm: LLM(tensor_parallel_size=2),

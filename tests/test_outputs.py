@@ -275,3 +275,12 @@ def test_metrics_of_a_prompt_are_those_of_its_samples_together():
     assert together.arrival_time == parts[0].metrics.arrival_time
     assert RequestOutput(None, [1], parts[1:2]).metrics == parts[1].metrics
     assert parts[0].metrics.accepted_per_position == [2, 1, 0], "the parts stay as they are"
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_the_first_piece_has_the_logprobs_of_the_prompt(kind, monkeypatch):
+    sample = make_sample(output_kind=kind)
+    monkeypatch.setattr(sample, "prompt_logprobs", lambda: [None])
+    first, *others = [delta for delta in feed(sample, ["a", "b", "c"], Finish.LENGTH) if delta]
+    assert first.prompt_logprobs == [None]
+    assert all(delta.prompt_logprobs is None for delta in others)

@@ -26,7 +26,7 @@ def test_a_class_like_tqdm_draws_and_tells_the_speed():
         def __init__(self, **wanted):
             super().__init__(**wanted | {"mininterval": 0}, file=drawn)
 
-    samples = [Sample(Request((1,), SamplingParams(), seed=i), 0, None, None) for i in range(2)]
+    samples = [Sample(Request((1,), SamplingParams(), seed=i), None, None) for i in range(2)]
     with progress_bar.open_bar(Own, 2, is_shown=False) as bar:
         for left in (1, 0):
             samples[left].request.tokens += [5] * 9

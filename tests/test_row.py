@@ -84,3 +84,12 @@ def test_every_field_has_a_name_of_its_own_and_a_meaning():
     assert len(row_layout(0).fields) == len(FIELDS)
     assert all(field.meaning.endswith(".") for field in FIELDS)
     assert set(SAMPLING_FIELDS) <= set(FIELDS)
+
+
+def test_a_minimum_beyond_the_room_is_the_room():
+    """More tokens than a request may have would not fit the field, nor the bounds of a flight."""
+    params = SamplingParams(max_tokens=None, min_tokens=2**40)
+    request = Request((1, 2, 3), params, seed=0, room=64)
+    entry = np.zeros(row_layout(0).size, np.int32)
+    write_row(entry, request, row_layout(0))
+    assert row_layout(0).read(entry, "min_len") == request.max_len == 64

@@ -8,15 +8,18 @@ from jaxspec.sampler import (
     FULL,
     GREEDY,
     LOGPROBS,
+    PENALTIES,
     PROMPT_LOGPROBS,
     SAMPLED,
     SAMPLERS,
     TOP_K,
     Sampler,
-    closed_under_join,
     join,
+    least,
     samplers_named,
+    to_compile,
 )
+from jaxspec.sampling_params import SamplingParams
 
 A, B, C = (Sampler.of(name) for name in "abc")
 
@@ -60,15 +63,26 @@ def test_samplers_go_by_the_words_users_know():
     for wrong, got in (("beam", "'beam'"), (["greedy", 3], "3"), (3, "3"), (None, "None")):
         with pytest.raises(ValueError, match=f"words of .*'greedy', 'sampled', .*, got {got}"):
             samplers_named(wrong)
+    params = SamplingParams(temperature=0.0, presence_penalty=1)
+    assert samplers_named(params) == [Sampler.of(PENALTIES)]
+    assert samplers_named(["greedy", params]) == [GREEDY, Sampler.of(PENALTIES)]
 
 
 def test_the_join_of_several_can_do_what_each_can():
     assert join([]) == GREEDY and join([A, B, A]) == A | B
 
 
-def test_steps_of_any_rows_have_their_join_among_those_that_are_closed():
-    assert closed_under_join(SAMPLERS.values()) == [GREEDY, SAMPLED, TOP_K, FULL]
-    assert closed_under_join([]) == []
-    closed = closed_under_join([A, B, C])
-    rows = [join(some) for n in (1, 2, 3) for some in itertools.combinations([A, B, C], n)]
-    assert closed == rows  # the ones with the fewest processors first
+def test_each_kind_is_compiled_and_one_that_serves_all():
+    assert to_compile(SAMPLERS.values()) == [GREEDY, SAMPLED, TOP_K, FULL]
+    assert to_compile([]) == []
+    assert to_compile([A, B, C]) == [A, B, C, A | B | C]
+
+
+def test_a_step_takes_the_least_that_does_what_its_rows_need():
+    """So there are at most twice as many as the kinds that came, however they are mixed."""
+    compiled = tuple(to_compile([GREEDY, A, B, C]))
+    assert least(compiled, B) == B and least(compiled, GREEDY) == GREEDY
+    assert least(compiled, A | B) == A | B | C
+    assert least(tuple(SAMPLERS.values()), TOP_K) == TOP_K
+    assert least((FULL,), TOP_K) == FULL
+    assert least((), A | B) == A | B

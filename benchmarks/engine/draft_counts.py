@@ -27,6 +27,7 @@ from benchmarks.measure import record
 from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
 from jaxspec.pallas import dispatch
+from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.draft_count import DraftCount
 
 AUTO = "auto"
@@ -50,7 +51,7 @@ class FixedCount(DraftCount):
 
     count: int
 
-    def choose(self, num_rows: int, num_steps: int, most: int) -> int:
+    def choose(self, num_rows, num_steps, most, sampler=GREEDY) -> int:
         return self.count
 
 

@@ -121,7 +121,8 @@ def _metadata(sample: SampleStates, layers: Sequence[int], model: str) -> dict[s
         "model": model,
         "layers": json.dumps(list(layers)),
         "prompt_length": str(sample.prompt_length),
-        "request_id": sample.request_id,
+        # Half a surrogate pair is no text to others.
+        "request_id": sample.request_id.encode(errors="backslashreplace").decode(),
         "sample": str(sample.index),
         "finish_reason": sample.finish_reason,
     }

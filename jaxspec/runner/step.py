@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import CacheSpec, Moves, StatePolicy, copy
 from jaxspec.config import StepShapes
 from jaxspec.models.base import Model
 from jaxspec.plan import TABLES, Program, output_layout
-from jaxspec.proposers.base import Proposer
+from jaxspec.proposers.base import Drafts, Proposer
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
@@ -125,6 +125,7 @@ def _make_moves(
         )
         return state, _no_output(config)
 
+    moves.__name__ = f"moves_{program.sampler}"
     return moves
 
 
@@ -195,10 +196,7 @@ def _one_step(
         active = active.with_fields(
             drafts=_widened(drafts.tokens, config.shapes.num_drafts), num_drafts=drafts.num_drafts
         )
-        if draft_logits is not None and drafts.logits is not None:
-            slots = jnp.where(active.slot > 0, active.slot, config.shapes.num_slots)
-            made = slots[:, None], jnp.arange(program.num_drafts)
-            draft_logits = draft_logits.at[made].set(drafts.logits, mode="drop")
+        draft_logits = _with_distributions(draft_logits, drafts, active.slot)
 
     packed = pack_output(
         output_layout(config.shapes.num_drafts),
@@ -221,6 +219,19 @@ def _one_step(
         tables=with_verified(sampling, inputs, acceptance),
     )
     return state, reported
+
+
+def _with_distributions(
+    draft_logits: Float[Array, "slots drafts vocab"] | None,
+    drafts: Drafts,
+    slots: Int[Array, " rows"],
+) -> Float[Array, "slots drafts vocab"] | None:
+    """`draft_logits` with those of drafts that were drawn, by the slot of their row."""
+    if draft_logits is None or drafts.logits is None:
+        return draft_logits
+    where = jnp.where(slots > 0, slots, len(draft_logits))
+    made = where[:, None], jnp.arange(drafts.logits.shape[1])
+    return draft_logits.at[made].set(drafts.logits, mode="drop")
 
 
 def _widened(tokens: Int[Array, "rows some"], columns: int) -> Int[Array, "rows columns"]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jaxspec.config import StepShapes
 from jaxspec.plan import MOVES, TABLES, Program, moves_of
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.sampler import BIAS, Sampler, closed_under_join
+from jaxspec.sampler import BIAS, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
 """How people are told that programs compile: by a bar, by a line, or not at all."""
@@ -23,18 +23,18 @@ Notice = Literal["bar", "line", "none"]
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     """Every program that plans can need, if their rows need no other samplers than these.
 
-    A step runs the join of what its rows need, so these are programs of every join. An engine of
-    one row needs no `MOVES`: there is no second row to copy a state to.
+    They are those of the samplers that `to_compile` names. An engine of one row needs no `MOVES`:
+    there is no second row to copy a state to.
     """
-    joins = closed_under_join(samplers)
+    kinds = to_compile(samplers)
     steps = dict.fromkeys(  # in order, each once
         Program(rows, tokens, sampler, num_steps, drafts)
-        for sampler in joins
+        for sampler in kinds
         for rows, tokens, drafts in shapes.compiled()
         for num_steps in shapes.num_steps(tokens)
     )
-    moves = dict.fromkeys(map(moves_of, joins)) if shapes.max_num_seqs > 1 else ()
-    tables = [TABLES] if any(BIAS in sampler for sampler in joins) else []
+    moves = dict.fromkeys(map(moves_of, kinds)) if shapes.max_num_seqs > 1 else ()
+    tables = [TABLES] if any(BIAS in sampler for sampler in kinds) else []
     return [*steps, *moves, *tables]
 
 

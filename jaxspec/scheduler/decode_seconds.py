@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.plan import Program
+from jaxspec.sampler import Sampler
 
 _SHARE = 0.25  # that the newest step has in what is known, at least
 _YOUNG = 4  # steps that a number has to show before the load is told by it
 _MOST = 2.0  # times longer or shorter than known; what is beyond was a step that hung
 Key = tuple[int, int]  # drafts and steps of a program
+Load = tuple[Sampler, int]  # what a step samples by, and its rows as a power of 2
 
 
 class Seen(NamedTuple):
@@ -22,7 +24,8 @@ class DecodeSeconds:
     """Seconds of a step without prompt tokens, by its rows and by how many drafts it verifies.
 
     Rows that are there decide what a step takes, not only the size of its program: a mixture of
-    experts reads those that some row chose. So times are kept by powers of 2 of the rows.
+    experts reads those that some row chose. So times are kept by powers of 2 of the rows, and by
+    what is sampled, which takes longer the more places are verified.
 
     Among as many rows times still change, as texts grow, and they change alike for all numbers of
     drafts. Only one number runs. What it takes tells how all have changed, and a trial of another
@@ -36,7 +39,7 @@ class DecodeSeconds:
     def __init__(self):
         """Know nothing yet."""
         self._guesses: dict[int, dict[Key, Seen]] = {}  # by rows of the program
-        self._seen: dict[int, dict[Key, Seen]] = {}  # by powers of 2
+        self._seen: dict[Load, dict[Key, Seen]] = {}
 
     def guess(self, program: Program, seconds: float) -> None:
         """A step of `program` takes about so long, as long as none was seen.
@@ -49,7 +52,7 @@ class DecodeSeconds:
 
     def note(self, program: Program, num_rows: int, seconds: float, *, is_trial: bool) -> None:
         """A step of `program` with so many rows took so long."""
-        times = self._seen.setdefault(_power(num_rows), {})
+        times = self._seen.setdefault((program.sampler, _power(num_rows)), {})
         key = program.num_drafts, program.num_steps
         known, count = times.get(key, Seen(seconds, 0))
         ratio = min(max(seconds / known, 1 / _MOST), _MOST)
@@ -58,12 +61,17 @@ class DecodeSeconds:
             times.update({k: Seen(x.seconds * factor, x.count) for k, x in times.items()})
         times[key] = Seen(known * factor, count + 1)
 
-    def is_seen(self, num_rows: int, num_drafts: int, num_steps: int) -> bool:
+    def is_seen(self, sampler: Sampler, num_rows: int, num_drafts: int, num_steps: int) -> bool:
         """Whether such a step ran with about as many rows."""
-        return (num_drafts, num_steps) in self._seen.get(_power(num_rows), {})
+        return (num_drafts, num_steps) in self._seen.get((sampler, _power(num_rows)), {})
 
     def beside(
-        self, num_rows: int, program_rows: int, counts: Sequence[int], num_steps: int
+        self,
+        sampler: Sampler,
+        num_rows: int,
+        program_rows: int,
+        counts: Sequence[int],
+        num_steps: int,
     ) -> dict[int, float]:
         """What a step of so many rows takes with each of `counts` drafts; without what none knows.
 
@@ -71,7 +79,7 @@ class DecodeSeconds:
         which it did, or from guesses for a program of `program_rows`, by what both know.
         """
         power, found = _power(num_rows), dict[int, float]()
-        nearest = sorted(self._seen, key=lambda other: abs(other - power))
+        nearest = sorted(self._seen, key=lambda load: (load[0] != sampler, abs(load[1] - power)))
         tables = [self._seen[other] for other in nearest]
         for times in (*tables, self._guesses.get(program_rows, {})):
             own = {n: times[n, num_steps].seconds for n in counts if (n, num_steps) in times}

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxspec.config import StepShapes
 from jaxspec.plan import RowOutput
+from jaxspec.sampler import GREEDY, Sampler
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
 from jaxspec.scheduler.scheduled_step import DraftChoice, NextStep, ScheduledStep
 
@@ -49,7 +50,7 @@ class DraftCount:
         self._since_trial = 0  # steps
 
     def dispatch(
-        self, step: NextStep, num_prompt_tokens: int
+        self, step: NextStep, num_prompt_tokens: int, sampler: Sampler
     ) -> tuple[tuple[int, int, int], DraftChoice]:
         """The shape of the program for a step, and what is to be known of its drafts.
 
@@ -58,12 +59,12 @@ class DraftCount:
         num_rows, drafts = len(step.decodes), self._shapes.num_drafts
         if not num_prompt_tokens:
             most = max(request.max_drafts for request in step.decodes)
-            drafts = self.choose(num_rows, step.num_steps, most)
+            drafts = self.choose(num_rows, step.num_steps, most, sampler)
         choice = DraftChoice(self._num_made, self._is_trial and not num_prompt_tokens)
         self._num_made = drafts
         return self._shapes.round_up(num_rows, num_prompt_tokens, drafts), choice
 
-    def choose(self, num_rows: int, num_steps: int, most: int) -> int:
+    def choose(self, num_rows: int, num_steps: int, most: int, sampler: Sampler = GREEDY) -> int:
         """For the next `num_steps` steps of so many rows, none of which wants more than `most`."""
         counts = self._shapes.draft_counts
         if len(counts) == 1:
@@ -74,13 +75,14 @@ class DraftCount:
         if self._is_trial:
             self._trial -= num_steps
             return self._current
-        speeds = self._speeds(allowed, num_rows, num_steps)
+        steps = sampler, num_rows, num_steps
+        speeds = self._speeds(allowed, *steps)
         self._current = self._best(speeds)
         length = max(_TRIAL_STEPS, 2 * num_steps)
         self._spared += num_steps * _TRIAL_SHARE
         self._since_trial += num_steps
         other, price = self._neighbour(allowed), 0.0
-        unseen = self._unseen(allowed, num_rows, num_steps)
+        unseen = self._unseen(allowed, *steps)
         if unseen is not None and self._since_trial > _PAUSE:
             other = unseen
         else:
@@ -118,15 +120,19 @@ class DraftCount:
         least = speeds.get(self._current, 0.0) * (1 + _LEAST_GAIN)
         return best if speeds[best] >= least else self._current
 
-    def _speeds(self, counts: Sequence[int], num_rows: int, num_steps: int) -> dict[int, float]:
+    def _speeds(
+        self, counts: Sequence[int], sampler: Sampler, num_rows: int, num_steps: int
+    ) -> dict[int, float]:
         """Tokens a second of a row; infinite for a number that was never timed."""
         rows, *_ = self._shapes.round_up(num_rows, 0, 0)
-        seconds = self._seconds.beside(num_rows, rows, counts, num_steps)
+        seconds = self._seconds.beside(sampler, num_rows, rows, counts, num_steps)
         return {n: self.tokens(n) / seconds[n] if n in seconds else math.inf for n in counts}
 
-    def _unseen(self, counts: Sequence[int], num_rows: int, num_steps: int) -> int | None:
+    def _unseen(
+        self, counts: Sequence[int], sampler: Sampler, num_rows: int, num_steps: int
+    ) -> int | None:
         """A number that never ran with as many rows; None while the current one is such."""
-        seen = [n for n in counts if self._seconds.is_seen(num_rows, n, num_steps)]
+        seen = [n for n in counts if self._seconds.is_seen(sampler, num_rows, n, num_steps)]
         if self._current not in seen:
             return None
         return next((n for n in counts if n not in seen), None)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from jaxspec.config import StepShapes
 from jaxspec.plan import Fork, Program, StepOutput, StepPlan, moves_of
 from jaxspec.request import Finish, Request
-from jaxspec.sampler import join
+from jaxspec.sampler import Sampler, join, least
 from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
@@ -37,6 +37,7 @@ class Scheduler:
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
+        self.samplers: tuple[Sampler, ...] = ()  # that programs are compiled for; (): for any
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by urgency, then admission; the last is preempted first
         self.reset()
@@ -269,9 +270,9 @@ class Scheduler:
 
     def _dispatch(self, step: NextStep) -> ScheduledStep:
         requests = step.decodes + [request for request, _ in step.prefills]
-        sampler = join(request.sampler for request in requests)
+        sampler = least(self.samplers, join(request.sampler for request in requests))
         num_prompt_tokens = sum(length for _, length in step.prefills)
-        shape, choice = self.draft_count.dispatch(step, num_prompt_tokens)
+        shape, choice = self.draft_count.dispatch(step, num_prompt_tokens, sampler)
         rows, tokens, drafts = shape
         plan = self._plan(Program(rows, tokens, sampler, step.num_steps, drafts), step)
         decodes, prefills = [], []

@@ -71,7 +71,8 @@ def test_any_request_id_makes_a_safe_name_of_its_own(tmp_path):
     for name in IDS:
         saved = sample(2, request_id=name)
         write(tmp_path, saved, (0,), "m")
-        assert (tmp_path / saved.file_name).is_file()
+        with safe_open(tmp_path / saved.file_name, "np") as file:
+            assert file.metadata()["request_id"] == name.replace("\ud800", "\\ud800")
     assert len(os.listdir(tmp_path)) == len(IDS)
 
 

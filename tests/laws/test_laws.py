@@ -490,7 +490,8 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
             chex.assert_max_traces(make_step(config, program), n=1), donate_argnums=2
         ),
     )
-    kinds = [GREEDY, dataclasses.replace(SAMPLED, top_k=5), PREFIXED]
+    reported = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=0)
+    kinds = [GREEDY, dataclasses.replace(SAMPLED, top_k=5), PREFIXED, reported]
     samplers = [params.sampler for params in kinds]
     engine = Harness("qwen3_5", drafts=3, samplers=samplers, num_pages=24)
     heard = []
@@ -503,7 +504,7 @@ def test_after_warm_up_nothing_compiles(monkeypatch):
     try:
         rng = np.random.default_rng(0)
         for number in range(30):
-            params = dataclasses.replace(kinds[number % 3], n=1 + number % 2)
+            params = dataclasses.replace(kinds[number % 4], n=1 + number % 2)
             engine.add(PROMPTS[number % len(PROMPTS)], params, number)
             for _ in range(rng.integers(0, 6)):
                 engine.step()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, expected, prompts
+from logprobs import check_logprobs
 
 from jaxspec.plan import COUNTED_MOVES, TABLES, Program
 from jaxspec.request import Finish, Request
@@ -166,6 +167,17 @@ def test_a_request_that_may_say_nothing_ends_with_an_error_and_its_neighbour_goe
     assert other.finish == Finish.LENGTH
     engine.requests = [other]
     assert engine.check() == 0 and params.sampler
+
+
+def test_logprobs_beside_all_of_them_are_the_models_own():
+    """Before masks and penalties; with two samples of each prompt, few pages and a long minimum."""
+    params = dataclasses.replace(
+        ALL, logprobs=5, prompt_logprobs=2, n=2, max_tokens=12, min_tokens=12
+    )
+    engine = run(make(params, None, num_pages=24), [params])
+    assert engine.check() <= 1
+    num_output, num_prompt = check_logprobs(engine)
+    assert num_output > 100 and num_prompt > 20
 
 
 def test_a_program_without_them_is_the_one_it_was():

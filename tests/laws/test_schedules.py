@@ -239,8 +239,8 @@ def a_preempted_request_comes_back_before_its_late_results(self, request):
     request.in_flight = request.in_flight_bound = 0
 
 
-def tokens_in_flight_are_not_counted(request, num_steps, bound):
-    entry = real_launch(request, num_steps, bound)
+def tokens_in_flight_are_not_counted(request, num_steps, bound, *chunk):
+    entry = real_launch(request, num_steps, bound, *chunk)
     request.in_flight_bound -= bound
     return entry
 

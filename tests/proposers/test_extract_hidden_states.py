@@ -148,7 +148,7 @@ def test_only_samples_that_end_by_themselves_are_saved(make, tmp_path):
     with make() as llm:
         with llm.stream(PROMPTS[0], GREEDY) as pieces:
             next(pieces)  # leaving the block aborts it
-        outputs = llm.generate(PROMPTS[:2], GREEDY, ["a/b", "é"])
+        outputs = llm.generate(PROMPTS[:2], GREEDY, request_ids=["a/b", "é"])
         assert len(outputs[0].outputs[0].token_ids) == 12
     assert {path.name for path in tmp_path.iterdir()} == {
         "a%2Fb-0.safetensors",
@@ -159,12 +159,12 @@ def test_only_samples_that_end_by_themselves_are_saved(make, tmp_path):
 def test_requests_are_chosen_by_the_beginning_of_their_id(make, tmp_path):
     with make({"request_id_prefix": "train-"}) as llm:
         names = ["train-1", "2", "train-3", "x-train-4"]
-        outputs = llm.generate(PROMPTS[:4], GREEDY, names)
+        outputs = llm.generate(PROMPTS[:4], GREEDY, request_ids=names)
     check(tmp_path, [outputs[0], outputs[2]])
 
 
 def test_streams_and_chats_are_saved_too(make, tmp_path):
-    with make() as llm, llm.stream(PROMPTS[0], GREEDY, "s") as pieces:
+    with make() as llm, llm.stream(PROMPTS[0], GREEDY, request_id="s") as pieces:
         tokens = [token for piece in pieces for token in piece.token_ids]
     content, _ = read(tmp_path / "s-0.safetensors")
     assert content["token_ids"].tolist()[-len(tokens) :] == tokens

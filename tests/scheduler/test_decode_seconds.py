@@ -3,12 +3,12 @@
 import pytest
 
 from jaxspec.plan import Program
-from jaxspec.sampler import GREEDY
+from jaxspec.sampler import FULL, GREEDY
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
 
 
-def program(drafts, steps=1):
-    return Program(64, 0, GREEDY, steps, drafts)
+def program(drafts, steps=1, sampler=GREEDY):
+    return Program(64, 0, sampler, steps, drafts)
 
 
 def note(times, drafts, seconds, *, rows=8, is_trial=False, count=1, steps=1):
@@ -25,7 +25,7 @@ def known(seconds, *, rows=8):
 
 
 def beside(times, *counts, rows=8, steps=1):
-    found = times.beside(rows, 64, counts, steps)
+    found = times.beside(GREEDY, rows, 64, counts, steps)
     return [found.get(count) for count in counts]
 
 
@@ -58,8 +58,8 @@ def test_each_power_of_two_of_the_rows_has_its_times_and_helps_the_others():
 
 def test_it_knows_with_how_many_rows_a_number_ran():
     times = known({0: 5.0}, rows=8)
-    assert times.is_seen(5, 0, 1) and not times.is_seen(4, 0, 1) and not times.is_seen(9, 0, 1)
-    assert not times.is_seen(8, 1, 1) and not times.is_seen(8, 0, 4)
+    asked = [(5, 0, 1), (4, 0, 1), (9, 0, 1), (8, 1, 1), (8, 0, 4)]  # rows, drafts and steps
+    assert [times.is_seen(GREEDY, *each) for each in asked] == [True, *[False] * 4]
 
 
 def test_a_trial_tells_of_itself_alone():
@@ -92,3 +92,11 @@ def test_programs_of_several_steps_have_times_of_their_own():
     times = known({3: 11.0})
     note(times, 3, 9.0, steps=4)
     assert (beside(times, 3), beside(times, 3, steps=4)) == ([11.0], [9.0])
+
+
+def test_what_is_sampled_has_times_of_its_own_and_helps_where_they_lack():
+    """A search for top-p takes longer the more places are verified."""
+    times = known({0: 5.0, 3: 10.0})
+    times.note(program(3, sampler=FULL), 8, 20.0, is_trial=False)
+    assert beside(times, 3) == [10.0]
+    assert times.beside(FULL, 8, 64, (0, 3), 1) == {0: 10.0, 3: 20.0}

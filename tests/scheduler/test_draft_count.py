@@ -54,7 +54,7 @@ class Device:
         for _ in range(num_dispatches):
             rows = [SimpleNamespace(max_drafts=most)] * self.num_rows
             step = NextStep(0, self.num_steps, decodes=rows)
-            (_, _, count), choice = self.chooser.dispatch(step, 0)
+            (_, _, count), choice = self.chooser.dispatch(step, 0, GREEDY)
             self.counts.append(count)
             self.give(count, choice)
         return self

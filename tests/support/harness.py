@@ -16,6 +16,7 @@ from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import warm_up
+from jaxspec.sampler import to_compile
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
@@ -150,6 +151,7 @@ class Harness:
         warm_up(self.runner, samplers)
         drafts_on_host = make_host_drafter(speculation)
         self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host)
+        self.scheduler.samplers = tuple(to_compile(samplers))
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []
         self.emitted: dict[Request, list[int]] = {}
