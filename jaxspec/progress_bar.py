@@ -25,11 +25,18 @@ def check(use_tqdm: Any) -> None:
 
 
 def open_bar(use_tqdm: Bar, num_samples: int, *, is_shown: bool) -> tqdm:
-    """A bar for so many samples, to be closed. `is_shown`: what None stands for."""
+    """A bar for so many samples, to be closed. `is_shown`: what None stands for.
+
+    Raises:
+        ValueError: what `use_tqdm` makes is no bar.
+    """
     wanted = {"total": num_samples, "unit": "sample", **_LOOKS}
     if use_tqdm is None or isinstance(use_tqdm, bool):
         return tqdm(**wanted, disable=not (is_shown if use_tqdm is None else use_tqdm))
-    return use_tqdm(**wanted)
+    bar = use_tqdm(**wanted)
+    if not isinstance(bar, tqdm):
+        raise ValueError(f"use_tqdm must make a bar of tqdm's, and {shown(use_tqdm)} made none.")
+    return bar
 
 
 def move(bar: tqdm, samples: Sequence[Sample], num_left: int) -> None:

@@ -538,9 +538,12 @@ def llm(tmp_path_factory):
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}
     with LLM(folder, dtype="float32", max_model_len=LONGEST, **options) as made:
         made.warm_up()
+        ANSWER["ids"] = made.generate([1, 2, 3], NEXT)[0].outputs[0].token_ids
         yield made
 
 
+NEXT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)  # what follows a refusal
+ANSWER = {}  # to that, before anything is refused
 QUICK = {name: good for name, (good, _) in SAMPLING.items()}
 QUICK |= {"max_tokens": [1, 3], "min_tokens": [0], "temperature": [0]}
 CHATS = st.one_of(
@@ -601,12 +604,8 @@ def test_calls_are_answered_or_refused_and_leave_nothing(llm, call):
         assert any(name in why for name in arguments), why
     assert pages_and_slots(llm) == free and not llm.session.has_work
     if why is not None:
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        (output,) = llm.generate([1, 2, 3], params)
-        assert output.outputs[0].token_ids == ANSWER.setdefault("ids", output.outputs[0].token_ids)
-
-
-ANSWER = {}  # of the call that follows each refusal
+        (output,) = llm.generate([1, 2, 3], NEXT)
+        assert output.outputs[0].token_ids == ANSWER["ids"]
 
 
 def pages_and_slots(llm):

@@ -41,3 +41,8 @@ def test_what_draws_nothing_is_refused(wrong):
         progress_bar.check(wrong)
     for right in (None, True, False, tqdm):
         progress_bar.check(right)
+
+
+def test_what_makes_no_bar_is_refused_before_anything_is_queued():
+    with pytest.raises(ValueError, match="use_tqdm must make a bar .*dict.* made none"):
+        progress_bar.open_bar(dict, 3, is_shown=True)
