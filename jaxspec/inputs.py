@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bias_tables import MAX_STOP_IDS
 from jaxspec.checks import INT64_MAX, integer, is_integer, items, shown
 from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
@@ -15,6 +14,7 @@ from jaxspec.prompts import MAX_SAMPLES, Prompt, PromptParts, TokensPrompt, part
 from jaxspec.request import INT32_MAX, Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
+from jaxspec.table_plan import MAX_STOP_IDS
 from jaxspec.token_checks import bad_word_ids, check_biases, check_ids
 from jaxspec.tokenizer import Tokenizer
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bias_tables import table_layout
 from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.row import row_layout
 from jaxspec.sampler import BIAS, GREEDY, PENALTIES, PROMPT_LOGPROBS, Sampler
+from jaxspec.table_plan import table_layout
 
 
 @dataclasses.dataclass(frozen=True)

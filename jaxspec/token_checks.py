@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from jaxspec.bias_tables import MAX_BAD_WORD_TOKENS, MAX_BIASES
 from jaxspec.checks import shown
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.table_plan import MAX_BAD_WORD_TOKENS, MAX_BIASES
 from jaxspec.tokenizer import Tokenizer
 
 

@@ -6,8 +6,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.bias_tables import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
 from jaxspec.pallas.matmul.scores import NO_TOKEN
+from jaxspec.table_plan import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MORE_STOP_IDS, table_layout
 
 
 @flax.struct.dataclass
@@ -35,7 +35,7 @@ class BiasTables:
         )
 
     def with_slot(self, packed: Int[Array, " plan"]) -> "BiasTables":
-        """With the tables of one slot as a plan has them (`jaxspec.bias_tables`)."""
+        """With the tables of one slot as a plan has them (`jaxspec.table_plan`)."""
         slots, vocab_size = self.bias.shape
         plan = table_layout(vocab_size).unpack(packed)
         bit = jnp.arange(32, dtype=jnp.int32)[None, :]

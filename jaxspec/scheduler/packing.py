@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bias_tables import pack_tables
 from jaxspec.config import StepShapes
 from jaxspec.plan import TABLES, Fork, Program, StepPlan, pack_plan
 from jaxspec.request import Request
 from jaxspec.row import row_layout, write_row
 from jaxspec.scheduler.host_drafter import HostDrafter, path_fields
+from jaxspec.table_plan import pack_tables
 
 
 def pack_step(

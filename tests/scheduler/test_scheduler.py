@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
-from jaxspec.bias_tables import table_layout
 from jaxspec.plan import TABLES
 from jaxspec.request import Finish
 from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.table_plan import table_layout
 
 
 class Loop:

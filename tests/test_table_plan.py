@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxspec.bias_tables import MAX_BAD_WORDS, MAX_BIASES, MORE_STOP_IDS, pack_tables, table_layout
 from jaxspec.plan import TABLES, plan_layout
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.table_plan import MAX_BAD_WORDS, MAX_BIASES, MORE_STOP_IDS, pack_tables, table_layout
 
 VOCAB = 70
 
