@@ -18,7 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import BYTES, folder_with
 
-from jaxspec import LLM, RequestOutputKind, SamplingParams, SpeculativeConfig, template_process
+from jaxspec import (
+    LLM,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    SpeculativeConfig,
+    template_process,
+)
 from jaxspec.inputs import InputProcessor, params_of
 from jaxspec.options import EngineConfig
 from jaxspec.prompts import prompts_of
@@ -606,6 +613,30 @@ def test_calls_are_answered_or_refused_and_leave_nothing(llm, call):
     if why is not None:
         (output,) = llm.generate([1, 2, 3], NEXT)
         assert output.outputs[0].token_ids == ANSWER["ids"]
+
+
+SEARCHES = {"beam_width": [1, 2], "max_tokens": [1, 2], "ignore_eos": [False]}
+SEARCHES |= {"temperature": [0.0], "length_penalty": [1.0, -2]}
+
+
+@cases(100)
+@given(PROMPTS, st.one_of(mostly(st.sampled_from([0, 3])), fields_of(SEARCHES)))
+def test_scores_and_searches_are_answered_or_refused_and_leave_nothing(llm, subject, asked):
+    free = pages_and_slots(llm)
+
+    def answer():
+        if not isinstance(asked, dict) or not asked.keys() <= SEARCHES.keys():
+            llm.score(made(subject), made(asked))
+            return
+        params = BeamSearchParams(beam_width=2, max_tokens=2)
+        for name, value in asked.items():
+            params = dataclasses.replace(params, **{name: made(value)})
+        llm.beam_search(made(subject), params)
+
+    refusal(answer)
+    assert pages_and_slots(llm) == free and not llm.session.has_work
+    (output,) = llm.generate([1, 2, 3], NEXT)
+    assert output.outputs[0].token_ids == ANSWER["ids"]
 
 
 def pages_and_slots(llm):
