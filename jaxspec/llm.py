@@ -121,8 +121,8 @@ class LLM(Diagnostics):
         """A copy of what a call without parameters uses, by the option `generation_config`."""
         return self._default_params.clone()
 
-    def warm_up(self, samplers: Kind | Iterable[Kind] = tuple(SAMPLERS)) -> None:
-        """Compile what these kinds of requests need, and calls without parameters.
+    def warm_up(self, samplers: Kind | Iterable[Kind] | None = None) -> None:
+        """Compile what these kinds of requests need; None: all words, and calls without parameters.
 
         A kind is the `SamplingParams` of a request, or a word: "greedy", "sampled" (temperature),
         "top_k" (up to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
@@ -131,7 +131,8 @@ class LLM(Diagnostics):
             ValueError: there is no such kind.
             RuntimeError: as in `generate`.
         """
-        self._compile([*samplers_named(samplers), self._default_params.sampler])
+        kinds = [*SAMPLERS, self._default_params] if samplers is None else samplers
+        self._compile(samplers_named(kinds))
 
     def _compile(self, samplers: Iterable[Sampler]) -> None:
         self.session.in_turn(lambda: self._compile_in_turn(samplers))
