@@ -52,7 +52,7 @@ class DecodeSeconds:
 
     def note(self, program: Program, num_rows: int, seconds: float, *, is_trial: bool) -> None:
         """A step of `program` with so many rows took so long."""
-        times = self._seen.setdefault((program.sampler, _power(num_rows)), {})
+        times = self._seen.setdefault(load_of(program.sampler, num_rows), {})
         key = program.num_drafts, program.num_steps
         known, count = times.get(key, Seen(seconds, 0))
         ratio = min(max(seconds / known, 1 / _MOST), _MOST)
@@ -60,10 +60,6 @@ class DecodeSeconds:
         if not is_trial and count >= _YOUNG:
             times.update({k: Seen(x.seconds * factor, x.count) for k, x in times.items()})
         times[key] = Seen(known * factor, count + 1)
-
-    def is_seen(self, sampler: Sampler, num_rows: int, num_drafts: int, num_steps: int) -> bool:
-        """Whether such a step ran with about as many rows."""
-        return (num_drafts, num_steps) in self._seen.get((sampler, _power(num_rows)), {})
 
     def beside(
         self,
@@ -78,7 +74,7 @@ class DecodeSeconds:
         A number that did not run with as many rows is reckoned from the nearest number of rows with
         which it did, or from guesses for a program of `program_rows`, by what both know.
         """
-        power, found = _power(num_rows), dict[int, float]()
+        (_, power), found = load_of(sampler, num_rows), dict[int, float]()
         nearest = sorted(self._seen, key=lambda load: (load[0] != sampler, abs(load[1] - power)))
         tables = [self._seen[other] for other in nearest]
         for times in (*tables, self._guesses.get(program_rows, {})):
@@ -92,5 +88,6 @@ class DecodeSeconds:
         return found
 
 
-def _power(num_rows: int) -> int:
-    return (num_rows - 1).bit_length()
+def load_of(sampler: Sampler, num_rows: int) -> Load:
+    """The load of a step: among those of one load, times are compared."""
+    return sampler, (num_rows - 1).bit_length()

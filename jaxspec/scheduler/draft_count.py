@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxspec.config import StepShapes
 from jaxspec.plan import RowOutput
 from jaxspec.sampler import GREEDY, Sampler
-from jaxspec.scheduler.decode_seconds import DecodeSeconds
+from jaxspec.scheduler.decode_seconds import DecodeSeconds, Load, load_of
 from jaxspec.scheduler.scheduled_step import DraftChoice, NextStep, ScheduledStep
 
 # Verifies after which one counts a third of the newest: some, and some steps of all rows.
@@ -48,6 +48,7 @@ class DraftCount:
         self._trial, self._is_trial = 0, False  # steps that are left of it; whether one is on
         self._spared, self._tries_larger = 0.0, True  # for trials, in steps
         self._since_trial = 0  # steps
+        self._ran: set[tuple[Load, int, int]] = set()  # with which numbers of drafts and steps
 
     def dispatch(
         self, step: NextStep, num_prompt_tokens: int, sampler: Sampler
@@ -75,19 +76,20 @@ class DraftCount:
         if self._is_trial:
             self._trial -= num_steps
             return self._current
-        steps = sampler, num_rows, num_steps
-        speeds = self._speeds(allowed, *steps)
+        speeds = self._speeds(allowed, sampler, num_rows, num_steps)
         self._current = self._best(speeds)
         length = max(_TRIAL_STEPS, 2 * num_steps)
         self._spared += num_steps * _TRIAL_SHARE
         self._since_trial += num_steps
         other, price = self._neighbour(allowed), 0.0
-        unseen = self._unseen(allowed, *steps)
-        if unseen is not None and self._since_trial > _PAUSE:
-            other = unseen
+        load = load_of(sampler, num_rows)
+        new = self._new(allowed, load, num_steps)
+        if new is not None and self._since_trial > _PAUSE:
+            other = new
         else:
             price = length * _loss(speeds[other], speeds[self._current])
         if other != self._current and self._spared > price:
+            self._ran.add((load, other, num_steps))
             self._trial, self._is_trial, self._since_trial = length - num_steps, True, 0
             self._spared = max(0.0, self._spared - price)
             self._current, self._tries_larger = other, not self._tries_larger
@@ -128,14 +130,15 @@ class DraftCount:
         seconds = self._seconds.beside(sampler, num_rows, rows, counts, num_steps)
         return {n: self.tokens(n) / seconds[n] if n in seconds else math.inf for n in counts}
 
-    def _unseen(
-        self, counts: Sequence[int], sampler: Sampler, num_rows: int, num_steps: int
-    ) -> int | None:
-        """A number that never ran with as many rows; None while the current one is such."""
-        seen = [n for n in counts if self._seconds.is_seen(sampler, num_rows, n, num_steps)]
-        if self._current not in seen:
-            return None
-        return next((n for n in counts if n not in seen), None)
+    def _new(self, counts: Sequence[int], load: Load, num_steps: int) -> int | None:
+        """A number that was never tried with such a load; None while the current one is such.
+
+        Once is enough, also where nobody saw what the trial took.
+        """
+        is_known = (load, self._current, num_steps) in self._ran
+        self._ran.add((load, self._current, num_steps))
+        new = (n for n in counts if (load, n, num_steps) not in self._ran)
+        return next(new, None) if is_known else None
 
     def _neighbour(self, counts: Sequence[int]) -> int:
         """The number to try next: the next larger one and the next smaller one take turns."""

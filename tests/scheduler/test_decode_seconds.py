@@ -56,12 +56,6 @@ def test_each_power_of_two_of_the_rows_has_its_times_and_helps_the_others():
     assert beside(times, 0, 3, rows=9) == [5.0, 15.0]  # the nearest
 
 
-def test_it_knows_with_how_many_rows_a_number_ran():
-    times = known({0: 5.0}, rows=8)
-    asked = [(5, 0, 1), (4, 0, 1), (9, 0, 1), (8, 1, 1), (8, 0, 4)]  # rows, drafts and steps
-    assert [times.is_seen(GREEDY, *each) for each in asked] == [True, *[False] * 4]
-
-
 def test_a_trial_tells_of_itself_alone():
     times = known({0: 5.0, 3: 10.0})
     note(times, 0, 6.0, is_trial=True)

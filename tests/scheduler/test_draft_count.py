@@ -163,6 +163,20 @@ def test_what_is_best_for_one_row_does_not_stay_for_eight():
     assert device.best_time > 0.98 * device.time
 
 
+def test_a_trial_that_nobody_saw_is_not_made_again_and_again():
+    """Where a step takes less than the host, the host never waits for one, and knows no time."""
+    device = Device(FEW_ROWS, GOOD)
+    note = device.seconds.note
+
+    def seen(program, num_rows, seconds, **told):
+        if program.num_drafts == 3:
+            note(program, num_rows, seconds, **told)
+
+    device.seconds.note = seen
+    counts = device.run(2000).counts
+    assert np.mean(np.array(counts) == 3) > 0.93
+
+
 def test_a_load_that_comes_and_goes_says_nothing_of_the_number():
     """Texts of another length take longer, with any number of drafts."""
     device = Device(EXPERTS, GOOD, num_rows=64).run(500)
