@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
 DENSE = "dense"
+SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
+LATENT_SPARSE = "latent_sparse"  # one whose experts read fewer features
 
 _Part = TypeVar("_Part")
 

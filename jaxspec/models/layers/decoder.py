@@ -9,14 +9,24 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.cache import Pools
-from jaxspec.models.config import DENSE, FULL_ATTENTION, LINEAR_ATTENTION, SPARSE, ModelConfig
+from jaxspec.models.config import (
+    DENSE,
+    FULL_ATTENTION,
+    LATENT_SPARSE,
+    LINEAR_ATTENTION,
+    SPARSE,
+    SQUARED_RELU,
+    ModelConfig,
+)
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.squared_relu_mlp import SquaredReluMLP
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 
@@ -29,7 +39,9 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
 # An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
 FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
     DENSE: GatedMLP,
+    SQUARED_RELU: SquaredReluMLP,
     SPARSE: MoE,
+    LATENT_SPARSE: LatentMoE,
 }
 
 
