@@ -84,6 +84,7 @@ def test_parts_are_summed_and_rounded_first(parts):
     [
         (3, 1024, jnp.bfloat16, None, 0),
         (1, 2560, jnp.bfloat16, None, 0),  # accesses of 8 bytes
+        (2, 2688, jnp.bfloat16, None, 3),  # those, and some of 2 bytes
         (2, 512, jnp.float32, None, 0),
         (2, 2048, jnp.float16, jnp.float32, 0),
         (3, 1024, jnp.bfloat16, None, 4),
