@@ -110,7 +110,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 64, 256, 8192])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("features", HIDDEN.values())
+@pytest.mark.parametrize("features", [2688, *HIDDEN.values()])
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, dtype, tokens):
     dispatch._chosen.pop("add_norm", None)
     stream, pending, norm = operands(tokens, features, dtype)
