@@ -12,7 +12,7 @@ chip.
 import math
 
 from jaxspec.config import StateConfig
-from jaxspec.models.config import DENSE, FULL_ATTENTION, ModelConfig
+from jaxspec.models.config import DENSE, FULL_ATTENTION, SQUARED_RELU, ModelConfig
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.pallas.moe.route import Routing
@@ -45,10 +45,15 @@ def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
     """Weights of a feed-forward layer that so many tokens read."""
     if kind == DENSE:
         return 3 * config.hidden_size * config.intermediate_size
+    if kind == SQUARED_RELU:
+        return 2 * config.hidden_size * config.intermediate_size
     sizes = config.part(MoEConfig)
-    scores = sizes.routing.num_experts + (sizes.shared_size > 0)  # the shared expert has a gate
-    width = sizes.shared_size + distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
-    return config.hidden_size * (scores + 3 * width)
+    matrices = sizes.activation.pieces + 1  # of an expert: what gates, if anything, up and down
+    routed = matrices * distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
+    others = sizes.rule.num_columns + matrices * sizes.shared_size
+    if sizes.latent_size is None:
+        return config.hidden_size * (others + routed)
+    return config.hidden_size * (others + 2 * sizes.latent_size) + sizes.latent_size * routed
 
 
 def head_size(config: ModelConfig, tokens: float) -> float:
