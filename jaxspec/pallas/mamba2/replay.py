@@ -41,8 +41,9 @@ def mamba2_replay(
     if dispatch.runs_kernel("mamba2_replay", _why_not_kernel(tokens.x, states, ring)):
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
-        on_device = dispatch.layer_index(states, layer)
-        return mamba2_replay_kernel(tokens, states, ring, on_device, rows)
+        padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
+        out, states, ring = mamba2_replay_kernel(padded, states, ring, on_device, rows)
+        return out[..., : tokens.x.shape[-1]], states, ring
     return mamba2_replay_reference(tokens, states, ring, layer, rows)
 
 
@@ -50,7 +51,8 @@ def mamba2_replay_reference(
     tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States, Mamba2Ring]:
     """The specification of `mamba2_replay`: fold for itself, then one token after the other."""
-    x, dt, a, b, c, d = tokens
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     width, num_slots = x.shape[1], states.shape[1]
     live = rows.is_live(num_slots)
     token = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -75,7 +77,7 @@ def mamba2_replay_reference(
     folds = live & must_fold(rows.ring_length, width, ring.window)
     target_slot = jnp.where(folds, rows.slots, num_slots)
     states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
-    return jnp.stack(outputs, axis=1), states, ring
+    return jnp.stack(outputs, axis=1)[..., :head_dim], states, ring
 
 
 def _replayed_states(
