@@ -19,6 +19,7 @@ from jaxspec.inspection.sizes import (
 from jaxspec.loading import Settled, settle, unread_drafter
 from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
+from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.options import EngineConfig
 from jaxspec.runner.memory import MemoryBudget
 

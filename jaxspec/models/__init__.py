@@ -36,6 +36,10 @@ __all__ = [
 MODELS = {
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
+    "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",
+    "mamba2": "jaxspec.models.mamba2:Mamba2",
+    "NemotronHForCausalLM": "jaxspec.models.nemotron_h:NemotronH",
+    "nemotron_h": "jaxspec.models.nemotron_h:NemotronH",
     "Qwen3_5ForCausalLM": "jaxspec.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "jaxspec.models.qwen3_5:Qwen3_5",
     "qwen3_5": "jaxspec.models.qwen3_5:Qwen3_5",

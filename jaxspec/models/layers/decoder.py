@@ -13,6 +13,7 @@ from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
     LINEAR_ATTENTION,
+    MAMBA2,
     NO_FEED_FORWARD,
     NO_MIXER,
     SPARSE,
@@ -20,6 +21,7 @@ from jaxspec.models.config import (
 )
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.moe import MoE
@@ -32,6 +34,7 @@ from jaxspec.pallas.norm.residual import Pending
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     LINEAR_ATTENTION: GatedDeltaNet,
+    MAMBA2: Mamba2,
 }
 
 # An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
@@ -62,16 +65,16 @@ class DecoderLayer(nnx.Module):
 
         `earlier`: the model's layers before this one.
         """
-        self.mixer: Mixer[Any] | None = None
-        if mixer != NO_MIXER:
+        mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
+        self.mixer: Mixer[Any] | None = MIXERS[mixer](config, dtype) if mixes else None
+        if self.mixer is not None:
             self.input_norm = residual_norm(config, dtype)
-            self.mixer = MIXERS[mixer](config, dtype)
             pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
             self.cache_layer = pools.count(self.mixer.pool)
-        self.feed_forward: FeedForward | None = None
-        if feed_forward != NO_FEED_FORWARD:
+        make = FEED_FORWARDS[feed_forward] if feeds else None
+        self.feed_forward: FeedForward | None = None if make is None else make(config, dtype)
+        if feeds:
             self.feed_forward_norm = residual_norm(config, dtype)
-            self.feed_forward = FEED_FORWARDS[feed_forward](config, dtype)
 
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
