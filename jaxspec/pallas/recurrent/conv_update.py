@@ -1,20 +1,22 @@
 """Causal depthwise convolution over a ring of inputs that survives between steps."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, past_rows, ring_place
+from jaxspec.pallas.recurrent.conv_ring import (
+    CHANNELS_PER_THREAD,
+    Activation,
+    past_rows,
+    ring_place,
+)
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 _Conv = Float[Array, "layers slots window channels"]
 _Taps = Float[Array, "kernel channels"]
 _Bias = Float[Array, " channels"] | None
-Activation = Literal["silu"] | None
 
 
 def conv_update(

@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, ring_place
-from jaxspec.pallas.recurrent.conv_update import Activation
+from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, Activation, ring_place
 from jaxspec.regions import DecodeRegion
 
 
@@ -59,7 +58,7 @@ def conv_update_kernel(x, taps, pool, layer, rows, bias=None, *, activation="sil
     return launch(body, operands, pool, out, grid=(channels // size, num_rows), interpret=interpret)
 
 
-def convolve(new, conv, pool, block, layout, put, activation="silu"):
+def convolve(new, conv, pool, block, layout, put, activation: Activation = "silu"):
     """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
 
     `new` has the registers of the row's tokens, which the caller loads first because their
