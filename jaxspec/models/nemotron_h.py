@@ -118,7 +118,9 @@ class NemotronH(Model):
             name = "model." + name.removeprefix("backbone.")
         if found := _HEAD_LAYER.fullmatch(name):
             is_mixer = found[1] == "0"
-            return _spelled("mtp.layers.0.", FULL_ATTENTION if is_mixer else NO_MIXER, *found.groups()[1:])
+            return _spelled(
+                "mtp.layers.0.", FULL_ATTENTION if is_mixer else NO_MIXER, *found.groups()[1:]
+            )
         found = _TRUNK_LAYER.fullmatch(name)
         if found is None or int(found[1]) >= len(config.layer_types):
             return _NAMES.get(name, name)
