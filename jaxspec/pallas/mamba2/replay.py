@@ -66,7 +66,7 @@ def mamba2_replay_reference(
     # Written before the ring is read, where these rows do not count: XLA need not copy it then.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
-    start = _replayed_states(states, ring, a, layer, rows)
+    start = replayed_states(states, ring, a, layer, rows)
 
     state, outputs = start, []
     x_kept, b_kept = rounded_to(x, ring.x.dtype), rounded_to(b, ring.b.dtype)
@@ -80,7 +80,7 @@ def mamba2_replay_reference(
     return jnp.stack(outputs, axis=1)[..., :head_dim], states, ring
 
 
-def _replayed_states(
+def replayed_states(
     states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
     """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
