@@ -34,6 +34,8 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
+    "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
+    "granitemoehybrid": "jaxspec.models.granite:Granite",
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
     "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",

@@ -156,6 +156,7 @@ OTHERS = [
     ("nemotron_h", "oracle-mixed", 3, SAMPLED),
     ("nemotron_h", "mtp", 3, GREEDY),
     ("mamba2", "oracle-mixed", 3, GREEDY),
+    ("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
 ]
 
 
@@ -203,6 +204,7 @@ RUNS = [  # fixture, drafts, policies
     ("qwen3_5_moe_vl", 3, BOTH[1:]),
     *itertools.product(("nemotron_h", "nemotron_h_latent"), (0, 3), (BOTH,)),
     ("mamba2", 0, BOTH),
+    ("granitemoehybrid", 0, BOTH),
 ]
 
 
