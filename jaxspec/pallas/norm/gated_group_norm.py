@@ -83,13 +83,13 @@ class GatedGroupNorm:
         if self.weight is None:
             y = y * gate
         elif self.gate_first:
-            y = self._norm(y * gate)
+            y = self._norm(y * gate, self.weight)
         else:
-            y = self._norm(y) * gate
+            y = self._norm(y, self.weight) * gate
         return y.astype(self.gates.dtype)
 
-    def _norm(self, y):
+    def _norm(self, y, weight):
         """`rms` of the groups, times the weight."""
         parts = y.reshape(y.shape[0], self.groups, -1)
         root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + self.eps)
-        return (parts * root).reshape(y.shape) * jnp.broadcast_to(self.weight, y.shape)
+        return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
