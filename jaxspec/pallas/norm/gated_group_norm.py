@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 
-VECTOR = 4  # neighbouring features that a thread of the kernel has
 _DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
 _MAX_GROUP = 8192  # a thread keeps 64 features of each of three arrays in registers
 
@@ -124,8 +123,6 @@ def _why_not_kernel(norm, y):
     if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
         return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"
     size = y.shape[1] // norm.groups
-    if size % (VECTOR * device.THREADS) or size > _MAX_GROUP:
+    if size % (4 * device.THREADS) or size > _MAX_GROUP:
         return f"groups of {size} features, no multiple of 512 up to {_MAX_GROUP}"
-    if norm.first % VECTOR or norm.gates.shape[1] % VECTOR:
-        return f"gates from column {norm.first} of {norm.gates.shape[1]}, not multiples of {VECTOR}"
     return None

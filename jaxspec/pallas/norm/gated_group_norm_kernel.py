@@ -1,6 +1,7 @@
 """The kernel of `GatedGroupNorm` for a Hopper GPU (Pallas, Mosaic GPU)."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access
-from jaxspec.pallas.norm.gated_group_norm import VECTOR, GatedGroupNorm
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def gated_group_norm_kernel(norm: GatedGroupNorm, y, *, interpret=None):
-    """The norm of float32 features `[tokens, features]`: a block has one group of one token.
+def gated_group_norm_kernel(norm, y, *, interpret=None):
+    """A `GatedGroupNorm` of float32 features `[tokens, features]`: a block has one group of one token.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, features = y.shape
     size = features // norm.groups
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=VECTOR)
+    # Neighbours that a thread loads at once: as many as each row of the gates is aligned for.
+    vector = math.gcd(4, norm.first, norm.gates.shape[1])
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
     def body(y, gates, weight, out):
         row, group = lax.axis_index("row"), lax.axis_index("group")
