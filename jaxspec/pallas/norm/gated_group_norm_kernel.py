@@ -14,7 +14,7 @@ from jaxspec.pallas.gpu import access
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_group_norm_kernel(norm, y, *, interpret=None):
-    """A `GatedGroupNorm` of float32 features `[tokens, features]`: a block has one group of one token.
+    """A `GatedGroupNorm` of float32 `[tokens, features]`: a block has one group of one token.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
