@@ -19,6 +19,7 @@ from jaxspec.inspection.sizes import (
 from jaxspec.loading import Settled, settle, unread_drafter
 from jaxspec.models import dtype_of
 from jaxspec.models.base import Model
+from jaxspec.models.layers.decoder import DecoderLayer
 from jaxspec.options import EngineConfig
 from jaxspec.runner.memory import MemoryBudget
 
@@ -69,12 +70,7 @@ def _facts(model: Model) -> dict[str, Any]:
     head = model.draft_head
     return {
         "family": type(model).__name__,
-        "layers": dict(
-            Counter(
-                f"{type(layer.mixer).__name__} + {type(layer.feed_forward).__name__}"
-                for layer in model.trunk.layers
-            )
-        ),
+        "layers": dict(Counter(_kinds(layer) for layer in model.trunk.layers)),
         "experts": model.experts,
         "draft_heads": () if head is None else (type(head).__name__,),
         "promised_draft_layers": model.config.num_draft_layers,
@@ -82,6 +78,12 @@ def _facts(model: Model) -> dict[str, Any]:
         "draft_parameters": None if head is None else parameters(model, head.checkpoint()),
         "weight_bytes": weight_bytes(model),
     }
+
+
+def _kinds(layer: DecoderLayer) -> str:
+    """The classes of a layer's halves."""
+    halves = (layer.mixer, layer.feed_forward)
+    return " + ".join(type(half).__name__ for half in halves if half is not None)
 
 
 def _needs(settled: Settled) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
                 found.model, *_ = compared(family, config, dtype, checkpoint)
     if found.model is None:
         if names is not None:
-            spellings = map(family.canonical_name, names)
+            spellings = (family.canonical_name(name, config) for name in names)
             names = frozenset(name for name in spellings if name is not None)
         found.model = undefined(family, config, dtype, names)
     return found

@@ -34,8 +34,14 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
+    "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
+    "granitemoehybrid": "jaxspec.models.granite:Granite",
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
+    "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",
+    "mamba2": "jaxspec.models.mamba2:Mamba2",
+    "NemotronHForCausalLM": "jaxspec.models.nemotron_h:NemotronH",
+    "nemotron_h": "jaxspec.models.nemotron_h:NemotronH",
     "Qwen3_5ForCausalLM": "jaxspec.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "jaxspec.models.qwen3_5:Qwen3_5",
     "qwen3_5": "jaxspec.models.qwen3_5:Qwen3_5",

@@ -152,7 +152,7 @@ class Model(Published):
         """
         head_layers = () if self.draft_head is None else self.draft_head.layers
         layers = (*self.trunk.layers, *head_layers)
-        return merged(layer.mixer.cache_spec(options) for layer in layers)
+        return merged(spec for layer in layers for spec in layer.cache_specs(options))
 
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()

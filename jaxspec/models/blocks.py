@@ -18,6 +18,7 @@ from flax import nnx
 from jaxspec.models.layers.parameters import Placement
 
 _STRIP = 64  # rows
+_FLOAT32 = np.dtype(np.float32)
 _Picked = range | np.ndarray  # indices of an axis
 
 
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     source: int  # the first of them in the tensor, in C order
     target: int  # and in the parameter as it is published
     length: int
+    scale: float  # the elements are multiplied by it
 
 
 class Block(NamedTuple):
@@ -63,7 +65,7 @@ class Source:
     shape: tuple[int, ...]  # as published
     transpose: bool  # the parameter is the transpose of what is published
     param_dtype: np.dtype
-    dtype: np.dtype  # that has every stored value exactly
+    dtype: np.dtype  # that has every stored value exactly; float32 where one is scaled
     runs: list[Run]  # by target; they do not overlap
     dtype_of: Callable[[str], np.dtype]  # the stored dtype of a tensor
 
@@ -79,14 +81,14 @@ class Source:
         assert all(placement.transpose == transpose for placement in placements)
         shape: tuple[int, ...] = param.shape  # asked for once: it takes a parameter time to say
         runs = [run for each in placements for run in _runs(each, name_of(each.name), shape)]
-        dtypes = {dtype_of(run.tensor) for run in runs}
+        dtypes = {dtype_of(run.tensor) if run.scale == 1.0 else _FLOAT32 for run in runs}
         return cls(
             param=param,
             shape=shape[::-1] if transpose else shape,
             transpose=transpose,
             param_dtype=np.dtype(param.dtype),
             # float32 has every value of bfloat16 and float16.
-            dtype=dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32),
+            dtype=dtypes.pop() if len(dtypes) == 1 else _FLOAT32,
             runs=sorted(runs, key=_target),
             dtype_of=dtype_of,
         )
@@ -129,20 +131,20 @@ class Source:
         """Fill `into`, `[elements]`, with a block. `read`: as `Checkpoint.read`."""
         if sum(run.length for run in block.runs) < into.size:
             into[...] = 0  # where the parameter is padded
-        for tensor, source, target, length in block.runs:
+        for tensor, source, target, length, scale in block.runs:
             place, stored = into[target : target + length], self.dtype_of(tensor)
-            if stored == into.dtype:
+            if stored == into.dtype and scale == 1.0:
                 read(tensor, source, place)
             else:
                 held = np.empty(length, stored)
                 read(tensor, source, held)
-                place[...] = held
+                place[...] = held if scale == 1.0 else held.astype(_FLOAT32) * np.float32(scale)
 
 
 def _part(run: Run, begin: int, end: int) -> Run:
     """What goes between two elements of the parameter, its target counted from the first."""
     low, high = max(run.target, begin), min(run.target + run.length, end)
-    return Run(run.tensor, run.source + low - run.target, low - begin, high - low)
+    return Run(run.tensor, run.source + low - run.target, low - begin, high - low, run.scale)
 
 
 def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[Run]:
@@ -155,7 +157,7 @@ def _runs(placement: Placement, name: str, shape: tuple[int, ...]) -> Iterator[R
     targets, other = _stretches(shape, box)
     both = math.gcd(length, other)
     for source, target in zip(_cut(sources, length, both), _cut(targets, other, both), strict=True):
-        yield Run(name, source, target, both)
+        yield Run(name, source, target, both, placement.scale)
 
 
 def _box(shape: tuple[int, ...], index: Any) -> list[_Picked]:

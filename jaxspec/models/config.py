@@ -6,10 +6,13 @@ from typing import Any, TypeVar
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
+MAMBA2 = "mamba2"
+NO_MIXER = "no_mixer"  # the layer is a feed-forward layer alone
 DENSE = "dense"
 SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
 LATENT_SPARSE = "latent_sparse"  # one whose experts read fewer features
+NO_FEED_FORWARD = "no_feed_forward"  # the layer is a token mixer alone
 
 _Part = TypeVar("_Part")
 
@@ -49,13 +52,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of dense feed-forward layers; 0: there are none
-    num_heads: int
+    num_heads: int  # of attention layers, as the next two; 0: there are none
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: attention is told of no positions
     rms_norm_eps: float
-    layer_types: tuple[str, ...]  # a key of `layers.decoder.MIXERS` for each layer
-    feed_forward_types: tuple[str, ...]  # a key of `layers.decoder.FEED_FORWARDS` for each layer
+    layer_types: tuple[str, ...]  # for each layer a key of `layers.decoder.MIXERS`, or NO_MIXER
+    # For each layer a key of `layers.decoder.FEED_FORWARDS`, or NO_FEED_FORWARD.
+    feed_forward_types: tuple[str, ...]
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json's, then config.json's
     tie_word_embeddings: bool | None  # None: config.json does not say
@@ -64,6 +68,7 @@ class ModelConfig:
     normed_heads: bool = True  # queries and keys are normalised head by head
     attention_inputs: int | None = None  # features that attention reads; None: `hidden_size`
     num_draft_layers: int = 0  # that config.json or the family promises; a checkpoint may lack them
+    draft_feed_forward_type: str = DENSE  # of such a layer, a key of `layers.decoder.FEED_FORWARDS`
     parts: tuple[Any, ...] = ()
 
     def find_part(self, kind: type[_Part]) -> _Part | None:
@@ -88,16 +93,6 @@ class ModelConfig:
     def num_full_attention_layers(self) -> int:
         """Layers of the trunk that keep keys and values."""
         return self.layer_types.count(FULL_ATTENTION)
-
-    @property
-    def num_linear_attention_layers(self) -> int:
-        """Layers of the trunk that keep a recurrent state."""
-        return self.layer_types.count(LINEAR_ATTENTION)
-
-    @property
-    def draft_feed_forward_type(self) -> str:
-        """The feed-forward layer of a draft head: sparse if the trunk has such layers."""
-        return SPARSE if SPARSE in self.feed_forward_types else DENSE
 
     def is_tied(self, tensors: Collection[str]) -> bool:
         """Whether the embedding serves as output head: the checkpoint has no `lm_head.weight`.

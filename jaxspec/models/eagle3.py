@@ -144,7 +144,7 @@ class Eagle3Head(Published):
         )
 
     @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
         """The name with `midlayer.`; None for what is computed, or never read."""
         if name == "t2d" or name.endswith(_DERIVED):
             return None
@@ -166,7 +166,7 @@ class Eagle3Head(Published):
 
     def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
         """The pool of the layer's keys and values."""
-        return (self.layer.mixer.cache_spec(options),)
+        return self.layer.cache_specs(options)
 
     def features(self, aux_hidden: Float[Array, "tokens aux"]) -> Stream:
         """What a first pass takes of the target's residual streams, which lie side by side."""
@@ -193,12 +193,13 @@ class Eagle3Head(Published):
         a `selection` the output is of the selected tokens alone; the others leave their keys and
         values. `inputs.tokens` is not read.
         """
-        own, layer = self.own, self.layer
+        own, layer, mixer = self.own, self.layer, self.layer.mixer
+        assert mixer is not None
         normed = self.hidden_norm(hidden)
         both = jnp.concatenate([layer.input_norm(embedded), normed], axis=-1)
         stream, pending, pools = layer.after_projection(
             normed if own.norm_before_residual else hidden,
-            layer.mixer.projection.joined(both),
+            mixer.projection.joined(both),
             LayerInputs.of(inputs, self.config.rope),
             pools,
             selection,

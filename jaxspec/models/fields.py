@@ -12,6 +12,7 @@ from jaxspec.models.config import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     SPARSE,
+    SQUARED_RELU,
     ModelConfig,
 )
 from jaxspec.models.kinds import (
@@ -132,28 +133,36 @@ class Fields(Block):
         layer_types: tuple[str, ...],
         feed_forward_types: tuple[str, ...] | None = None,
         *,
+        has_attention: bool = True,
+        has_rotation: bool = True,
         default_partial_rotary: float = 1.0,
         default_theta: float | None = None,
+        eps: str = "rms_norm_eps",
+        intermediate_size: str = "intermediate_size",
+        max_positions: int | None = None,
     ) -> ModelConfig:
         """What every family reads alike; a family adds its own by `dataclasses.replace`.
 
         `layer_types`: the mixer of each layer, keys of `layers.decoder.MIXERS`;
         `feed_forward_types`: keys of `FEED_FORWARDS` likewise, None: all are dense;
-        `default_partial_rotary`: the share of a head that is rotated unless config.json says;
-        `default_theta`: the rotation's base likewise, None: config.json must say.
+        `has_attention`: some layer attends, so that there are heads; `has_rotation`: it is told of
+        positions by a rotation; `default_partial_rotary`: the share of a head that is rotated
+        unless config.json says; `default_theta`: the rotation's base likewise, None: config.json
+        must say; `eps` and `intermediate_size`: the fields that have them; `max_positions`: of a
+        family whose config.json says nothing of them.
 
         Raises:
             ValueError: a field is missing, malformed or not implemented.
         """
         self.refuse_all_but(_COMMON_OPTIONS)
         hidden_size = self.need("hidden_size", SIZE)
-        num_heads = self.need("num_attention_heads", SIZE)
-        num_kv_heads = self.need("num_key_value_heads", SIZE)
-        check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
-        head_dim = self._head_dim(hidden_size, num_heads)
+        heads = self._heads(hidden_size) if has_attention else (0, 0, 0)
+        rope = None
+        if has_attention and has_rotation:
+            rope = read_rope(self, heads[2], default_partial_rotary, default_theta)
         vocab_size = self.need("vocab_size", _VOCABULARY)
         feed_forward_types = feed_forward_types or (DENSE,) * len(layer_types)
-        has_dense = DENSE in feed_forward_types
+        has_dense = not {DENSE, SQUARED_RELU}.isdisjoint(feed_forward_types)
         if beyond := [i for i in self.eos_token_ids if i >= vocab_size]:
             raise ValueError(
                 f"config.json and generation_config.json: `eos_token_id` must be in the vocabulary "
@@ -164,20 +173,25 @@ class Fields(Block):
             architecture=self.architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=self.need("intermediate_size", SIZE) if has_dense else 0,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rope=read_rope(self, head_dim, default_partial_rotary, default_theta),
-            rms_norm_eps=float(self.need("rms_norm_eps", _EPS)),
+            intermediate_size=self.need(intermediate_size, SIZE) if has_dense else 0,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=heads[2],
+            rope=rope,
+            rms_norm_eps=float(self.need(eps, _EPS)),
             layer_types=layer_types,
             feed_forward_types=feed_forward_types,
-            max_position_embeddings=self.need("max_position_embeddings", _POSITIONS),
+            max_position_embeddings=max_positions
+            or self.need("max_position_embeddings", _POSITIONS),
             eos_token_ids=self.eos_token_ids,
             tie_word_embeddings=self.tie_word_embeddings,
         )
 
-    def _head_dim(self, hidden_size: int, num_heads: int) -> int:
+    def _heads(self, hidden_size: int) -> tuple[int, int, int]:
+        """Heads of queries, heads of keys and values, and the channels of each."""
+        num_heads = self.need("num_attention_heads", SIZE)
+        num_kv_heads = self.need("num_key_value_heads", SIZE)
+        check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
         given = self.find("head_dim", SIZE)
         if given is None and hidden_size % num_heads:
             raise ValueError(
@@ -185,7 +199,7 @@ class Fields(Block):
                 f"multiple of num_attention_heads {num_heads}. Take the config.json that was "
                 "published with the weights."
             )
-        return hidden_size // num_heads if given is None else given
+        return num_heads, num_kv_heads, hidden_size // num_heads if given is None else given
 
 
 def read_fields(folder: Path) -> Fields:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.models.base import Model
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DENSE, LINEAR_ATTENTION, SPARSE, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import whole
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
@@ -47,7 +47,7 @@ class GatedHybrid(Model):
             self.draft_head = MTPHead(config, self.trunk.layers, dtype)
 
     @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
         """A published tensor's name in text-only spelling; None for the vision tower's."""
         if name.startswith("model.visual."):
             return None
@@ -75,12 +75,13 @@ def hybrid_config(
     fields.refuse_all_but(_OPTIONS)
     config = fields.common(fields.layer_types(), feed_forward_types, default_partial_rotary=0.25)
     draft_layers = fields.find("mtp_num_hidden_layers", _DRAFT_LAYERS)
-    if config.num_linear_attention_layers:
+    if LINEAR_ATTENTION in config.layer_types:
         parts = (GatedDeltaNetConfig.read(fields, by_key_head=by_key_head), *parts)
     return dataclasses.replace(
         config,
         gated_attention=True,
         zero_centred_norms=True,
         num_draft_layers=published_draft_layers if draft_layers is None else draft_layers,
+        draft_feed_forward_type=SPARSE if SPARSE in config.feed_forward_types else DENSE,
         parts=parts,
     )

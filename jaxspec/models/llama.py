@@ -27,6 +27,6 @@ class Llama(Model):
         return dataclasses.replace(config, normed_heads=False)
 
     @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
         """The name itself; None for the frequencies of the rotation, which are computed."""
         return None if name.endswith(_DERIVED) else name

@@ -43,8 +43,11 @@ class Published(nnx.Module, abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def canonical_name(name: str) -> str | None:
-        """The one spelling of a published tensor's name; None for a tensor that is not used."""
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        """The one spelling of a published tensor's name; None for a tensor that is not used.
+
+        `config` tells what a layer is, where names alone do not.
+        """
 
     @abc.abstractmethod
     def checkpoint(self) -> Iterator[Placement]:

@@ -18,6 +18,6 @@ class Qwen3(Model):
         return fields.common(fields.attention_layer_types())
 
     @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
         """The name itself: there is one spelling."""
         return name

@@ -25,6 +25,6 @@ class Qwen3Moe(Model):
         return dataclasses.replace(config, parts=(experts,))
 
     @staticmethod
-    def canonical_name(name: str) -> str | None:
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
         """The name itself: there is one spelling."""
         return name

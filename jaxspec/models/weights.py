@@ -96,7 +96,7 @@ def compared(
     """
     published: dict[str, list[str]] = {}
     for name in sorted(checkpoint.names):
-        canonical = family.canonical_name(name)
+        canonical = family.canonical_name(name, config)
         if canonical is not None:
             published.setdefault(canonical, []).append(name)
     _check_layers(config, published, checkpoint)

@@ -367,7 +367,7 @@ def test_a_latent_layer_counts_its_projections_and_the_shared_layer_besides(monk
 
 def test_experts_without_a_gate_have_two_matrices_each(monkeypatch):
     moe = importlib.import_module("benchmarks.kernels.cases.moe")
-    monkeypatch.setattr(moe, "_TOKENS", {"tiny-relu2": (1,)})
+    monkeypatch.setattr(moe, "_TOKENS", {"tiny-nemotron": (1,)})
     (one,) = moe.moe_feed_forward_cases()
     assert one.about["experts_read"] == 4.0  # two slices of the shared expert among them
     assert one.total_bytes == 2 * (4 * 2 * 64 * 32 + 64 * 8 + 4 * 64)

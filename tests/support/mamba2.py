@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measure.shapes import Mamba2Shape
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 
 SMALL = Mamba2Shape(6, 2, head_dim=5, state_dim=8)
 
@@ -48,3 +49,26 @@ def oracle(state, x, dt, a, b, c, d):
         outputs.append(out)
         states.append(state.copy())
     return np.array(outputs), np.array(states)
+
+
+def heads_of(shape: Mamba2Shape) -> Mamba2Heads:
+    return Mamba2Heads(shape.heads, shape.head_dim, shape.groups, shape.state_dim)
+
+
+def projection(rng, heads, x, weight, bias=True):
+    """A whole projection around the channels `x`, and parameters around the taps `weight`.
+
+    NaN in columns that no op reads, and where a token's channels are NaN.
+    """
+    rows, width, _ = x.shape
+    steps = 3 * rng.normal(size=(rows, width, heads.heads)) - 2
+    steps = jnp.where(jnp.isnan(x[..., :1]), jnp.nan, jnp.asarray(steps, x.dtype))
+    padding = -heads.columns % 64
+    unread = [jnp.full((rows, width, size), jnp.nan, x.dtype) for size in (heads.features, padding)]
+    params = Mamba2Params(
+        conv=weight,
+        bias=jnp.asarray(rng.normal(size=heads.channels), weight.dtype) if bias else None,
+        rates=jnp.asarray(rng.normal(size=(heads.heads, 3)), jnp.float32),
+        heads=heads,
+    )
+    return jnp.concatenate([x, unread[0], steps, unread[1]], axis=2), params

@@ -26,10 +26,10 @@ _TOKENS = {
     "qwen3.5-35b-a3b": (1, 4, 8, 64, 256, 2048, 4096),
     "qwen3-next-80b": (1, 64),
     "qwen3-30b-a3b": (1, 64),
-    "nemotron-3-nano": (1, 4, 8, 64, 256, 2048, 4096),
+    "nemotron-3-nano-30b-a3b": (1, 4, 8, 64, 256, 2048, 4096),
     "granite-4-small": (1, 8, 64, 256, 2048),
 }
-_LATENT_TOKENS = {"nemotron-3-super": (1, 4, 8, 64, 256, 2048, 4096)}
+_LATENT_TOKENS = {"nemotron-3-super-120b-a12b": (1, 4, 8, 64, 256, 2048, 4096)}
 _MOST_BY_REFERENCE = 64  # tokens: it goes from tile to tile, which takes some 10 ms
 _POOLS = 2**30  # bytes: `run.py` goes on with another layer until it has touched as many
 

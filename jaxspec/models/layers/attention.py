@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages: Llama's, Qwen3's, and Qwen3.5's with a gate."""
+"""Attention over keys and values in pages: rotated or not, normed or not, gated or not."""
 
 from collections.abc import Iterator
 
@@ -27,12 +27,12 @@ _Heads = Float[Array, "tokens heads head_dim"]
 class AttentionTokens:
     """What attention reads of each token whose keys and values are already in their pages."""
 
-    queries: _Heads  # rotated, after their norm if there is one
+    queries: _Heads  # after their norm and rotation, if there are any
     gate: OutputGate | None
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions (Llama).
+    """Grouped-query attention with rotary positions (Llama), or without any (Nemotron).
 
     With `config.normed_heads` queries and keys are normalised before they are rotated (Qwen3).
     With `config.gated_attention` the output is multiplied by the sigmoid of a gate (Qwen3.5):
@@ -59,11 +59,10 @@ class Attention(nnx.Module):
         """Queries (with gates), keys and values."""
         return self.qkv
 
-    def cache_spec(self, options: CacheOptions) -> PagedKV:
+    def cache_specs(self, options: CacheOptions) -> tuple[PagedKV]:
         """Keys and values of a layer."""
-        return PagedKV(
-            self.pool, 1, self.config.num_kv_heads, self.config.head_dim, options.kv_dtype
-        )
+        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        return (PagedKV(self.pool, 1, heads, head_dim, options.kv_dtype),)
 
     def prepare(
         self,

@@ -1,4 +1,4 @@
-"""DecoderLayer: a token mixer and a feed-forward layer; MIXERS and FEED_FORWARDS, their tables."""
+"""DecoderLayer: a token mixer, a feed-forward layer, or both; MIXERS and FEED_FORWARDS."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -8,12 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.cache import Pools
+from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
     LATENT_SPARSE,
     LINEAR_ATTENTION,
+    MAMBA2,
+    NO_FEED_FORWARD,
+    NO_MIXER,
     SPARSE,
     SQUARED_RELU,
     ModelConfig,
@@ -21,6 +24,7 @@ from jaxspec.models.config import (
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
 from jaxspec.models.layers.latent_moe import LatentMoE
+from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.moe import MoE
@@ -34,6 +38,7 @@ from jaxspec.pallas.norm.residual import Pending
 MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     LINEAR_ATTENTION: GatedDeltaNet,
+    MAMBA2: Mamba2,
 }
 
 # An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
@@ -52,7 +57,7 @@ def residual_norm(config: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
 
 
 class DecoderLayer(nnx.Module):
-    """A token mixer and a feed-forward layer; each adds its output to the residual stream."""
+    """A token mixer, a feed-forward layer, or both; each adds its output to the residual stream."""
 
     def __init__(
         self,
@@ -62,15 +67,20 @@ class DecoderLayer(nnx.Module):
         earlier: Iterable["DecoderLayer"],
         dtype: jnp.dtype,
     ):
-        """`mixer`: a key of `MIXERS`; `feed_forward`: one of `FEED_FORWARDS`.
+        """`mixer`: a key of `MIXERS`, or NO_MIXER; `feed_forward`: likewise.
 
         `earlier`: the model's layers before this one.
         """
-        self.input_norm = residual_norm(config, dtype)
-        self.mixer: Mixer[Any] = MIXERS[mixer](config, dtype)
-        self.cache_layer = sum(layer.mixer.pool == self.mixer.pool for layer in earlier)
-        self.feed_forward_norm = residual_norm(config, dtype)
-        self.feed_forward: FeedForward = FEED_FORWARDS[feed_forward](config, dtype)
+        mixes, feeds = mixer != NO_MIXER, feed_forward != NO_FEED_FORWARD
+        self.mixer: Mixer[Any] | None = MIXERS[mixer](config, dtype) if mixes else None
+        if self.mixer is not None:
+            self.input_norm = residual_norm(config, dtype)
+            pools = [layer.mixer.pool for layer in earlier if layer.mixer is not None]
+            self.cache_layer = pools.count(self.mixer.pool)
+        make = FEED_FORWARDS[feed_forward] if feeds else None
+        self.feed_forward: FeedForward | None = None if make is None else make(config, dtype)
+        if feeds:
+            self.feed_forward_norm = residual_norm(config, dtype)
 
     def __call__(
         self, stream: Stream, pending: Pending, inputs: LayerInputs, pools: Pools
@@ -80,7 +90,9 @@ class DecoderLayer(nnx.Module):
         `pending` is None before the first layer. The norm that follows an addition does it: in one
         kernel, which for few rows also does the product that follows the norm.
         """
-        stream, projected = self._project(stream, pending)
+        if self.mixer is None:
+            return *self._feed(stream, pending, inputs.step), pools
+        stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
         return self.after_projection(stream, projected, inputs, pools)
 
     def select(
@@ -93,10 +105,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, Pending, Pools]:
         """As `__call__`, but the stream goes on with the selected tokens alone.
 
-        The mixer prepares all tokens, and its pool must keep nothing else of them. This is true of
-        attention, and of no recurrent mixer.
+        There must be a mixer. It prepares all tokens, and its pool must keep nothing else of them.
+        This is true of attention, and of no recurrent mixer.
         """
-        stream, projected = self._project(stream, pending)
+        assert self.mixer is not None
+        stream, projected = self.mixer.projection.after_norm(stream, pending, self.input_norm)
         return self.after_projection(stream, projected, inputs, pools, selection)
 
     def after_projection(
@@ -111,39 +124,48 @@ class DecoderLayer(nnx.Module):
 
         With a `selection` as `select`, else as `__call__`.
         """
+        assert self.mixer is not None
         tokens, pools = self.mixer.prepare(projected, inputs, pools, self.cache_layer)
         if selection is None:
             return self._finish(stream, tokens, inputs.step, pools)
         stream, tokens = jax.tree.map(lambda x: x[selection.index], (stream, tokens))
         return self._finish(stream, tokens, selection.inputs, pools)
 
-    def _project(
-        self, stream: Stream, pending: Pending
-    ) -> tuple[Stream, Float[Array, "tokens columns"]]:
-        return self.mixer.projection.after_norm(stream, pending, self.input_norm)
-
     def _finish(
         self, stream: Stream, tokens: Any, inputs: ModelInputs, pools: Pools
     ) -> tuple[Stream, Pending, Pools]:
         pending, pools = self._mix(tokens, inputs, pools)
-        norm = self.feed_forward_norm
-        stream, pending = self.feed_forward(stream, pending, norm, inputs.live)
-        return stream, pending, pools
+        return *self._feed(stream, pending, inputs), pools
 
     def _mix(self, tokens: Any, inputs: ModelInputs, pools: Pools) -> tuple[Pending, Pools]:
         """Each region by its own operation, and one output projection for both."""
-        split = inputs.num_decode_tokens
+        mixer, split = self.mixer, inputs.num_decode_tokens
+        assert mixer is not None
         rectangle = jax.tree.map(lambda x: x[:split], tokens)
-        heads, pools = self.mixer.decode(rectangle, inputs, pools, self.cache_layer)
+        heads, pools = mixer.decode(rectangle, inputs, pools, self.cache_layer)
         if inputs.prefill is not None:
             flat = jax.tree.map(lambda x: x[split:], tokens)
-            chunks, pools = self.mixer.prefill(flat, inputs, pools, self.cache_layer)
-            heads = jnp.concatenate([self.mixer.finish(heads, rectangle), chunks])
-        return self.mixer.output(heads, tokens), pools
+            chunks, pools = mixer.prefill(flat, inputs, pools, self.cache_layer)
+            heads = jnp.concatenate([mixer.finish(heads, rectangle), chunks])
+        return mixer.output(heads, tokens), pools
+
+    def _feed(
+        self, stream: Stream, pending: Pending, inputs: ModelInputs
+    ) -> tuple[Stream, Pending]:
+        """The feed-forward layer, if there is one."""
+        if self.feed_forward is None:
+            return stream, pending
+        return self.feed_forward(stream, pending, self.feed_forward_norm, inputs.live)
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
-        yield from self.input_norm.checkpoint(prefix + "input_layernorm")
-        yield from self.mixer.checkpoint(prefix)
-        yield from self.feed_forward_norm.checkpoint(prefix + "post_attention_layernorm")
-        yield from self.feed_forward.checkpoint(prefix + "mlp.")
+        if self.mixer is not None:
+            yield from self.input_norm.checkpoint(prefix + "input_layernorm")
+            yield from self.mixer.checkpoint(prefix)
+        if self.feed_forward is not None:
+            yield from self.feed_forward_norm.checkpoint(prefix + "post_attention_layernorm")
+            yield from self.feed_forward.checkpoint(prefix + "mlp.")
+
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """One layer of each pool that the mixer keeps; none without a mixer."""
+        return () if self.mixer is None else self.mixer.cache_specs(options)

@@ -110,7 +110,7 @@ class GatedDeltaNet(nnx.Module):
         """Channels of the convolution, output gate z, b and a."""
         return self.in_proj
 
-    def cache_spec(self, options: CacheOptions) -> Recurrent:
+    def cache_specs(self, options: CacheOptions) -> tuple[Recurrent]:
         """A layer's state, inputs of its convolution, and what a token adds to the state."""
         sizes, dtype = self.sizes, options.state_dtype
         factors = (
@@ -118,7 +118,7 @@ class GatedDeltaNet(nnx.Module):
             PerSlot((sizes.value_heads, sizes.value_dim), dtype),  # u
             PerSlot((sizes.value_heads,), jnp.dtype("float32")),  # g
         )
-        return Recurrent(
+        spec = Recurrent(
             name=self.pool,
             layers=1,
             conv=Conv(sizes.conv_kernel, sizes.conv_dim, options.dtype),
@@ -126,6 +126,7 @@ class GatedDeltaNet(nnx.Module):
             ring=Ring(GdnRing, factors),
             policy=options.states,
         )
+        return (spec,)
 
     def prepare(
         self, projected: _Projected, inputs: LayerInputs, pools: Pools, layer: int

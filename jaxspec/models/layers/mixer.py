@@ -29,12 +29,13 @@ class LayerInputs:
     """What all layers of one pass read: the step, and the rotation of its tokens."""
 
     step: ModelInputs
-    rotation: Rotation
+    rotation: Rotation | None  # None: the model is told of no positions
 
     @classmethod
-    def of(cls, inputs: ModelInputs, rope: RopeConfig) -> "LayerInputs":
+    def of(cls, inputs: ModelInputs, rope: RopeConfig | None) -> "LayerInputs":
         """The rotation is computed here, once for all layers."""
-        return cls(inputs, rotation(inputs.positions, frequencies(rope)))
+        turns = None if rope is None else rotation(inputs.positions, frequencies(rope))
+        return cls(inputs, turns)
 
 
 class Mixer(Protocol[Tokens]):
@@ -47,7 +48,10 @@ class Mixer(Protocol[Tokens]):
 
     @property
     def pool(self) -> str:
-        """The key in `Pools` of what the mixer keeps; mixers with one key share that pool."""
+        """The key in `Pools` of what the mixer keeps; mixers with one key share that pool.
+
+        A mixer that keeps several pools names any of them, if the others have as many layers.
+        """
         ...
 
     @property
@@ -55,8 +59,8 @@ class Mixer(Protocol[Tokens]):
         """The matrix that the normed stream is multiplied with first, all columns side by side."""
         ...
 
-    def cache_spec(self, options: CacheOptions) -> CacheSpec:
-        """One layer of `pool`."""
+    def cache_specs(self, options: CacheOptions) -> tuple[CacheSpec, ...]:
+        """One layer of `pool`, and of any other that the mixer keeps."""
         ...
 
     def prepare(

@@ -11,7 +11,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A published tensor and where it goes: `param[index] = reshape(tensor[part])`, or its .T.
+    """A published tensor and where it goes: `param[index] = scale * tensor[part]`, or its .T.
 
     A tensor may have several placements, of a part each, and a parameter several that do not
     overlap; zeros stay where it has none. All placements of a parameter are transposed, or none is;
@@ -26,7 +26,16 @@ class Placement:
     transpose: bool = False  # published [out, in], kept [in, out]
     index: Any = ...  # integers, slices, `...`, as NumPy takes them
     part: Any = ...  # of the tensor, as `index`; for an axis, an array of places >= 0, too
+    scale: float = 1.0  # a product in float32, rounded once to the parameter's dtype
     instead: Callable[[], Iterator["Placement"]] | None = None  # None: there is one spelling
+
+    def scaled(self, factor: float) -> "Placement":
+        """The same place for values that are multiplied by `factor`, in either spelling."""
+        if factor == 1.0:
+            return self
+        instead, scale = self.instead, self.scale * factor
+        others = None if instead is None else lambda: (each.scaled(factor) for each in instead())
+        return dataclasses.replace(self, scale=scale, instead=others)
 
     def or_part_of(self, name: str, rows: int, first: int) -> "Placement":
         """The same, which may also come as some rows of the tensor `name`, from `first` on.

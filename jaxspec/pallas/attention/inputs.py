@@ -23,7 +23,7 @@ class QKNorm:
 def attention_inputs(
     qkv: Float[Array, "tokens columns"],
     norm: QKNorm | None,
-    angles: Rotation,
+    angles: Rotation | None,
     kv: KVPool,
     layer: int,
     kv_slots: Int[Array, " tokens"],
@@ -36,8 +36,8 @@ def attention_inputs(
     `qkv` is a whole projection, its columns side by side: `heads` query heads, all key heads, all
     value heads. Where the queries are `gated`, a gate of its size follows each, and is not read.
     Queries and keys go through `norm`, unless it is None, and then through `rotate` with the
-    token's float32 `angles`; keys and values go through `kv_write`, whose docstring defines
-    `kv_slots` and the casts.
+    token's float32 `angles`, unless these are None; keys and values go through `kv_write`, whose
+    docstring defines `kv_slots` and the casts.
 
     One kernel does all of it where projection, norm if any, and pool are all bfloat16 or all
     float32, heads have 64, 128 or 256 channels, and the rotated channels divide them.
@@ -86,7 +86,9 @@ def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
             rms_norm(x, weight, norm.eps, zero_centred=norm.zero_centred)
             for x, weight in ((q, norm.weights[0]), (k, norm.weights[1]))
         )
-    return rotate(q, angles), rotate(k, angles), v
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
+    return q, k, v
 
 
 def rotate(
@@ -106,7 +108,8 @@ def rotate(
 
 def _why_not_kernel(qkv, norm, angles, kv):
     """Why `attention_inputs_kernel` does not take these operands, or None."""
-    head_dim, half = kv.shape[5], angles[0].shape[1]
+    head_dim = kv.shape[5]
+    half = head_dim // 2 if angles is None else angles[0].shape[1]
     norm_dtype = qkv.dtype if norm is None else norm.weights.dtype
     if not qkv.dtype == norm_dtype == kv.dtype or qkv.dtype not in (jnp.bfloat16, jnp.float32):
         norms = "" if norm is None else f" and norms in {norm_dtype}"

@@ -22,21 +22,22 @@ def attention_inputs_kernel(
     """`attention_inputs` with `layer` on the device, so that all layers share one kernel.
 
     A block has some query heads of a token, or some of its key heads with their values. Whether
-    there is a norm is known while the kernel is traced.
+    there is a norm, and whether heads are rotated, is known while the kernel is traced.
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, (num_pages, page_size, kv_heads, head_dim) = qkv.shape[0], kv.shape[2:]
-    half = angles[0].shape[1]
+    half = head_dim // 2 if angles is None else angles[0].shape[1]
     max_heads = _MAX_CHANNELS // head_dim
     block_keys, block_queries = gcd(kv_heads, max_heads), gcd(heads, max_heads)
     key_blocks, first_key = kv_heads // block_keys, (1 + gated) * heads
 
-    def body(by_query, by_head, weights, cos, sin, layer, kv_slots, kv, queries):
+    def body(by_query, by_head, weights, angles, layer, kv_slots, kv, queries):
         block, token = lax.axis_index("block"), lax.axis_index("token")
 
         def norm_and_rotate(row, pieces):
             weight = None if norm is None else weights.at[row]  # 0: of queries, 1: of keys
-            return _norm_and_rotate(pieces, weight, (cos.at[token], sin.at[token]), norm)
+            turns = None if angles is None else tuple(ref.at[token] for ref in angles)
+            return _norm_and_rotate(pieces, weight, turns, norm)
 
         @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
         def _():
@@ -74,7 +75,7 @@ def attention_inputs_kernel(
     by_query = qkv.reshape(tokens, -1, (1 + gated) * head_dim)
     by_head = qkv.reshape(tokens, -1, head_dim)
     weights = None if norm is None else norm.weights
-    queries = kernel(by_query, by_head, weights, *angles, layer[None], kv_slots, pool)
+    queries = kernel(by_query, by_head, weights, angles, layer[None], kv_slots, pool)
     return queries, jax.freeze(pool)
 
 
@@ -102,10 +103,10 @@ def _norm_and_rotate(pieces, weight, angles, norm):
     half, first = pieces[0].shape[1], pieces[0]
     columns = [pl.ds(i * half, half) for i in range(len(pieces))]
     weights = [] if norm is None else [_row(weight.at[c], first) for c in columns]
-    cos, sin = (_row(ref, first) for ref in angles)
+    turns = None if angles is None else [_row(ref, first) for ref in angles]
     if norm is not None:
         pieces = _norm(pieces, weights, norm.eps, norm.zero_centred)
-    return _rotate(pieces, cos, sin)
+    return pieces if turns is None else _rotate(pieces, *turns)
 
 
 def _norm(pieces, weights, eps, zero_centred):

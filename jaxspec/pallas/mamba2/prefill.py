@@ -37,7 +37,9 @@ def mamba2_prefill(
     if dispatch.runs_kernel("mamba2_prefill", _why_not_kernel(tokens.x, states)):
         from jaxspec.pallas.mamba2.prefill_kernel import mamba2_prefill_kernel
 
-        return mamba2_prefill_kernel(tokens, states, dispatch.layer_index(states, layer), chunks)
+        padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
+        out, states = mamba2_prefill_kernel(padded, states, on_device, chunks)
+        return out[..., : tokens.x.shape[-1]], states
     return mamba2_prefill_xla(tokens, states, layer, chunks)
 
 
@@ -59,13 +61,15 @@ def mamba2_prefill_xla(
     tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
     """`mamba2_prefill` for XLA: one chunk after the other, of all heads at once."""
-    x, dt, a, b, c, d = tokens
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 
     def step(state, chunk):
         x, dt, b, c = chunk
         return _chunk(state, Mamba2Tokens(*(y.astype(jnp.float32) for y in (x, dt, a, b, c, d))))
 
-    return chunk_by_chunk(step, (x, dt, b, c), states, layer, chunks)
+    out, states = chunk_by_chunk(step, (x, dt, b, c), states, layer, chunks)
+    return out[..., :head_dim], states
 
 
 def _chunk(state, tokens):
@@ -96,11 +100,13 @@ def mamba2_prefill_reference(
     tokens: Mamba2Tokens, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
     """The specification of `mamba2_prefill`: one token after the other."""
-    x, dt, a, b, c, d = tokens
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
 
     def step(state, token):
         x, dt, b, c = (y[None] for y in token)
         state, out = advance(state[None], x, dt, a, b, c)
         return state[0], out[0] + d[:, None] * x[0].astype(jnp.float32)
 
-    return token_by_token(step, (x, dt, b, c), states, layer, chunks)
+    out, states = token_by_token(step, (x, dt, b, c), states, layer, chunks)
+    return out[..., :head_dim], states

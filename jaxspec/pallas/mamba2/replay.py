@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2 import step as step_op
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
-from jaxspec.pallas.mamba2.step import advance, why_not_kernel
+from jaxspec.pallas.mamba2.step import advance
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
@@ -38,11 +39,12 @@ def mamba2_replay(
         ValueError: the ring is too small for steps of this width (`check_ring`).
     """
     check_ring(tokens.x.shape[1], ring.window, ring.num_rows)
-    if dispatch.runs_kernel("mamba2_replay", _why_not_kernel(tokens.x, states, ring)):
+    if dispatch.runs_kernel("mamba2_replay", why_not_kernel(tokens.x, states, ring)):
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
-        on_device = dispatch.layer_index(states, layer)
-        return mamba2_replay_kernel(tokens, states, ring, on_device, rows)
+        padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
+        out, states, ring = mamba2_replay_kernel(padded, states, ring, on_device, rows)
+        return out[..., : tokens.x.shape[-1]], states, ring
     return mamba2_replay_reference(tokens, states, ring, layer, rows)
 
 
@@ -50,7 +52,8 @@ def mamba2_replay_reference(
     tokens: Mamba2Tokens, states: _States, ring: Mamba2Ring, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States, Mamba2Ring]:
     """The specification of `mamba2_replay`: fold for itself, then one token after the other."""
-    x, dt, a, b, c, d = tokens
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     width, num_slots = x.shape[1], states.shape[1]
     live = rows.is_live(num_slots)
     token = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -64,7 +67,7 @@ def mamba2_replay_reference(
     # Written before the ring is read, where these rows do not count: XLA need not copy it then.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
-    start = _replayed_states(states, ring, a, layer, rows)
+    start = replayed_states(states, ring, a, layer, rows)
 
     state, outputs = start, []
     x_kept, b_kept = rounded_to(x, ring.x.dtype), rounded_to(b, ring.b.dtype)
@@ -75,10 +78,10 @@ def mamba2_replay_reference(
     folds = live & must_fold(rows.ring_length, width, ring.window)
     target_slot = jnp.where(folds, rows.slots, num_slots)
     states = states.at[layer, target_slot, 0].set(start.astype(states.dtype), mode="drop")
-    return jnp.stack(outputs, axis=1), states, ring
+    return jnp.stack(outputs, axis=1)[..., :head_dim], states, ring
 
 
-def _replayed_states(
+def replayed_states(
     states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
     """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
@@ -103,8 +106,10 @@ def _replayed_states(
     return decay * checkpoint.astype(jnp.float32) + added
 
 
-def _why_not_kernel(x, states, ring):
-    """Why the kernel does not take these operands, or None."""
+def why_not_kernel(
+    x: Float[Array, "rows width ..."], states: _States, ring: Mamba2Ring
+) -> str | None:
+    """Why a replay's kernel does not take these operands, or None; of `x` all but its heads."""
     if ring.window > 64:
         return f"a ring with a window of {ring.window} tokens, more than 64"
-    return why_not_kernel(x, states)
+    return step_op.why_not_kernel(x, states)

@@ -25,7 +25,8 @@ def mamba2_step(
     `tokens` are `[rows, width, ...]`. The first state is the slot's candidate `state_offset`; the
     state after token `t` becomes candidate `t` for `t < query_len`. To roll back to `n` accepted
     drafts, the next step reads candidate `n`. Needs `candidates >= width` (ValueError). Padding
-    rows and tokens write nothing, and their outputs mean nothing.
+    rows and tokens write nothing, and their outputs mean nothing. States may have more
+    rows a head than `x` (`padded_to`).
     """
     width, candidates = tokens.x.shape[1], states.shape[2]
     if candidates < width:
@@ -36,7 +37,9 @@ def mamba2_step(
     if dispatch.runs_kernel("mamba2_step", why_not_kernel(tokens.x, states)):
         from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 
-        return mamba2_step_kernel(tokens, states, dispatch.layer_index(states, layer), rows)
+        padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
+        out, states = mamba2_step_kernel(padded, states, on_device, rows)
+        return out[..., : tokens.x.shape[-1]], states
     return mamba2_step_reference(tokens, states, layer, rows)
 
 
@@ -44,7 +47,8 @@ def mamba2_step_reference(
     tokens: Mamba2Tokens, states: _States, layer: int, rows: DecodeRegion
 ) -> tuple[_Outputs, _States]:
     """The specification of `mamba2_step`: one token after the other."""
-    x, dt, a, b, c, d = tokens
+    head_dim = tokens.x.shape[-1]
+    x, dt, a, b, c, d = tokens.padded_to(states.shape[4])
     state = state_select_reference(states, layer, rows).astype(jnp.float32)
     outputs, after = [], []
     for t in range(x.shape[1]):
@@ -52,7 +56,7 @@ def mamba2_step_reference(
         outputs.append(y + d[None, :, None] * x[:, t].astype(jnp.float32))
         after.append(state)
     states = state_write_reference(states, layer, rows, jnp.stack(after, axis=1))
-    return jnp.stack(outputs, axis=1), states
+    return jnp.stack(outputs, axis=1)[..., :head_dim], states
 
 
 def advance(
@@ -71,8 +75,8 @@ def advance(
     return state, jnp.einsum("rhpn,rhn->rhp", state, c, precision="highest")
 
 
-def why_not_kernel(x: _Outputs, states: _States) -> str | None:
-    """Why the kernels of this op and of `mamba2_replay` do not take these operands, or None."""
+def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
+    """Why the kernels of this op and of the replays do not take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -19,3 +20,14 @@ class Mamba2Tokens(NamedTuple):
     b: Float[Array, "*tokens groups state_dim"]
     c: Float[Array, "*tokens groups state_dim"]
     d: Float[Array, " heads"]  # the outputs get `d * x` added
+
+    def padded_to(self, head_dim: int) -> "Mamba2Tokens":
+        """The tokens with zeros behind `x`, for states with more rows a head than `x` has.
+
+        Kernels want heads of 64 or 128, but Nemotron-H's have 80. What the zeros add to a state,
+        and its outputs in those rows, are zeros that the ops cut off.
+        """
+        missing = head_dim - self.x.shape[-1]
+        if not missing:
+            return self
+        return self._replace(x=jnp.pad(self.x, [(0, 0)] * (self.x.ndim - 1) + [(0, missing)]))

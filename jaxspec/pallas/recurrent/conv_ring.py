@@ -1,4 +1,6 @@
-"""Which row of a slot's ring holds which input of a convolution."""
+"""What a convolution's op and its kernels share: which row of a slot's ring holds which input."""
+
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,6 +9,8 @@ from jaxtyping import Array, Int
 # With more channels a thread needs more registers, and fewer blocks fit on a multiprocessor
 # (benchmarks/results/kernels_h200.json, op conv_update).
 CHANNELS_PER_THREAD = 2
+
+Activation = Literal["silu"] | None  # of a convolution's sums
 
 
 def past_rows(

@@ -1,16 +1,24 @@
 """Causal depthwise convolution over a ring of inputs that survives between steps."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
-from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, past_rows, ring_place
+from jaxspec.pallas.recurrent.conv_ring import (
+    CHANNELS_PER_THREAD,
+    Activation,
+    past_rows,
+    ring_place,
+)
 from jaxspec.regions import DecodeRegion, PrefillRegion
 
 _Conv = Float[Array, "layers slots window channels"]
 _Taps = Float[Array, "kernel channels"]
+_Bias = Float[Array, " channels"] | None
 
 
 def conv_update(
@@ -19,8 +27,13 @@ def conv_update(
     conv: _Conv,
     layer: int,
     rows: DecodeRegion,
+    *,
+    bias: _Bias = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
-    """SiLU of the causal convolution of each row's tokens, in the dtype of `x`, and the new pool.
+    """The causal convolution of each row's tokens, in the dtype of `x`, and the new pool.
+
+    Mamba2 adds a `bias` to it, and then comes SiLU; LFM2's convolution has no activation.
 
     A slot keeps its last inputs in a ring: the input at position `p` lies in row `p % window`. A
     row's tokens stand at `num_computed` and after it, and the `kernel - 1` inputs before them are
@@ -39,8 +52,9 @@ def conv_update(
     if dispatch.runs_kernel("conv_update", why):
         from jaxspec.pallas.recurrent.conv_update_kernel import conv_update_kernel
 
-        return conv_update_kernel(x, weight, conv, dispatch.layer_index(conv, layer), rows)
-    return conv_update_reference(x, weight, conv, layer, rows)
+        on_device = dispatch.layer_index(conv, layer)
+        return conv_update_kernel(x, weight, conv, on_device, rows, bias, activation=activation)
+    return conv_update_reference(x, weight, conv, layer, rows, bias=bias, activation=activation)
 
 
 def check_window(x: Float[Array, "rows width columns"], weight: _Taps, conv: _Conv) -> None:
@@ -60,6 +74,9 @@ def conv_update_reference(
     conv: _Conv,
     layer: int,
     rows: DecodeRegion,
+    *,
+    bias: _Bias = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "rows width channels"], _Conv]:
     """The specification of `conv_update`. With kernel 4 and 3 drafts, of which 1 is accepted:
 
@@ -88,7 +105,14 @@ def conv_update_reference(
         inputs[:, tap : tap + width].astype(jnp.float32) * taps[None, None, tap]
         for tap in range(history + 1)
     )
-    return jax.nn.silu(y).astype(x.dtype), conv
+    return _activated(y, bias, activation).astype(x.dtype), conv
+
+
+def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
+    """A convolution's float32 sums with their bias, and through the activation."""
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return jax.nn.silu(y) if activation == "silu" else y
 
 
 def why_not_convolve(
@@ -110,6 +134,9 @@ def conv_prefill(
     conv: _Conv,
     layer: int,
     chunks: PrefillRegion,
+    *,
+    bias: _Bias = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
     """`conv_update` for chunks of prompts laid flat; XLA runs it on every device.
 
@@ -118,7 +145,7 @@ def conv_prefill(
     those before the prompt. Chunks that are not live leave the pool untouched; tokens after
     `query_start[-1]` are padding and come out as 0.
     """
-    return conv_prefill_reference(x, weight, conv, layer, chunks)
+    return conv_prefill_reference(x, weight, conv, layer, chunks, bias=bias, activation=activation)
 
 
 def conv_prefill_reference(
@@ -127,6 +154,9 @@ def conv_prefill_reference(
     conv: _Conv,
     layer: int,
     chunks: PrefillRegion,
+    *,
+    bias: _Bias = None,
+    activation: Activation = "silu",
 ) -> tuple[Float[Array, "tokens channels"], _Conv]:
     """The specification of `conv_prefill`, in plain JAX."""
     num_tokens, history = x.shape[0], weight.shape[0] - 1
@@ -156,7 +186,7 @@ def conv_prefill_reference(
         input_at(owner, offset - history + tap).astype(jnp.float32) * taps[None, tap]
         for tap in range(history + 1)
     )
-    y = jnp.where(is_real[:, None], jax.nn.silu(y), 0.0).astype(x.dtype)
+    y = jnp.where(is_real[:, None], _activated(y, bias, activation), 0.0).astype(x.dtype)
 
     length = chunks.query_len
     every = jnp.broadcast_to(jnp.arange(seqs, dtype=jnp.int32)[:, None], (seqs, history))

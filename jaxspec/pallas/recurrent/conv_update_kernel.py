@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, ring_place
+from jaxspec.pallas.recurrent.conv_ring import CHANNELS_PER_THREAD, Activation, ring_place
 from jaxspec.regions import DecodeRegion
 
 
@@ -22,15 +22,20 @@ class ConvOperands(NamedTuple):
     slots: Any  # [rows]
     num_computed: Any  # [rows]
     query_len: Any  # [rows]
+    bias: Any  # [*channels], or None
 
     @classmethod
-    def of(cls, taps: jax.Array, layer: jax.Array, rows: DecodeRegion) -> "ConvOperands":
+    def of(
+        cls, taps: jax.Array, layer: jax.Array, rows: DecodeRegion, bias: jax.Array | None = None
+    ) -> "ConvOperands":
         """The operands for one layer, whose index is a scalar on the device."""
-        return cls(taps, layer[None], rows.slots, rows.num_computed, rows.query_len)
+        return cls(taps, layer[None], rows.slots, rows.num_computed, rows.query_len, bias)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def conv_update_kernel(x, taps, pool, layer, rows, *, interpret=None):
+@functools.partial(jax.jit, static_argnames=("activation", "interpret"))
+def conv_update_kernel(
+    x, taps, pool, layer, rows, bias=None, *, activation: Activation = "silu", interpret=None
+):
     """`conv_update` on a Hopper GPU, with `layer` on the device.
 
     A block computes a stretch of one row's channels, and each thread its own. Padding rows are
@@ -48,13 +53,14 @@ def conv_update_kernel(x, taps, pool, layer, rows, *, interpret=None):
             access.store(out.at[row, t, block], y.astype(out.dtype))
 
         new = [access.load(x.at[row, t, block], layout) for t in range(width)]
-        convolve(new, conv, pool, block, layout, put)
+        convolve(new, conv, pool, block, layout, put, activation)
 
-    operands, out = (x, ConvOperands.of(taps, layer, rows)), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    operands = x, ConvOperands.of(taps, layer, rows, bias)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch(body, operands, pool, out, grid=(channels // size, num_rows), interpret=interpret)
 
 
-def convolve(new, conv, pool, block, layout, put):
+def convolve(new, conv, pool, block, layout, put, activation: Activation = "silu"):
     """A block's part of a kernel: `put(t, y)` gets the float32 outputs of its row's token `t`.
 
     `new` has the registers of the row's tokens, which the caller loads first because their
@@ -67,6 +73,7 @@ def convolve(new, conv, pool, block, layout, put):
     _, num_slots, window = pool.shape[:3]
     width, history, row = len(new), conv.taps.shape[0] - 1, lax.axis_index("row")
     weights = [load(conv.taps.at[i, block], layout).astype(jnp.float32) for i in range(history + 1)]
+    bias = None if conv.bias is None else load(conv.bias.at[block], layout).astype(jnp.float32)
     slot, count = conv.slots[row], conv.query_len[row]
     first = ring_place(conv.num_computed[row], window)
     layer, own_slot = conv.layer[0], jnp.clip(slot, 0, num_slots - 1)
@@ -87,13 +94,18 @@ def convolve(new, conv, pool, block, layout, put):
 
     inputs = [values.astype(jnp.float32) for values in (*past, *new)]
     for t in range(width):
-        put(t, convolved(inputs[t : t + history + 1], weights))
+        put(t, convolved(inputs[t : t + history + 1], weights, bias, activation))
 
 
-def convolved(inputs: list[Any], weights: list[Any]) -> Any:
-    """A token's float32 output: SiLU of the sum of its inputs, the oldest first, times the taps."""
-    products = (x * tap for x, tap in zip(inputs, weights, strict=True))
-    return _silu(functools.reduce(jnp.add, products))
+def convolved(
+    inputs: list[Any], weights: list[Any], bias: Any = None, activation: Activation = "silu"
+) -> Any:
+    """A token's float32 output: its inputs, the oldest first, times the taps; bias, activation."""
+    products = [x * tap for x, tap in zip(inputs, weights, strict=True)]
+    if bias is not None:
+        products.append(bias)
+    total = functools.reduce(jnp.add, products)
+    return _silu(total) if activation == "silu" else total
 
 
 def launch(body, operands, pool, out, *, grid, interpret):

@@ -131,6 +131,20 @@ def in_dtype(tokens, dtype):
     return tokens._replace(x=x, b=b, c=c)
 
 
+@pytest.mark.parametrize("form", [sequential, chunked])
+def test_states_may_have_more_rows_a_head_than_x(form):
+    """As for heads of 80 in pools for 128: the rest is zeros, and stays so."""
+    rng = np.random.default_rng(7)
+    narrow = jnp.asarray(rng.normal(size=POOL), jnp.float32)
+    wide = jnp.pad(narrow, [(0, 0)] * 4 + [(0, 3), (0, 0)])
+    tokens, chunks = draw_tokens(rng, TOKENS), prefill_region([2, 3], [0, 70, 90], num_computed=1)
+    want, expected = form(tokens, narrow, 1, chunks)
+    out, after = form(tokens, wide, 1, chunks)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_allclose(after[..., : SMALL.head_dim, :], expected, atol=1e-5)
+    assert not np.any(after[..., SMALL.head_dim :, :])
+
+
 # The kernel. Sequences, from token 3 on: a chunk and a bit that begins its prompt, less than a
 # chunk, none, one whose inputs are all NaN, padding by slot, three chunks, padding by a slot that
 # is not there.

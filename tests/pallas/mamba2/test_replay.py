@@ -219,6 +219,22 @@ def test_a_ring_too_small_for_its_steps_is_refused():
         mamba2_replay(new, states, dataclasses.replace(ring, window=3), 0, rows)
 
 
+def test_states_may_have_more_rows_a_head_than_x():
+    """As for heads of 80 in pools for 128: the rest is zeros, and stays so."""
+    rng = np.random.default_rng(7)
+    states, ring = pools(lambda dims: rng.normal(size=dims))
+    wide = jnp.pad(states, [(0, 0)] * 4 + [(0, 3), (0, 0)])
+    wide_ring = dataclasses.replace(ring, x=jnp.pad(ring.x, [(0, 0)] * 4 + [(0, 3)]))
+    new, rows = operands(rng, 2, WIDTH), decode_region([2, 3], WIDTH, ring_length=[3, 8])
+    want, *expected = replay(Mamba2Tokens(*new), states, ring, 1, rows)
+    out, *after = replay(Mamba2Tokens(*new), wide, wide_ring, 1, rows)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+    for pool, narrow, axis in ((after[0], expected[0], 4), (after[1].x, expected[1].x, 4)):
+        own, rest = jnp.split(pool, [SMALL.head_dim], axis=axis)
+        np.testing.assert_allclose(own, narrow, atol=1e-6)
+        assert not np.any(rest)
+
+
 # The kernel. Rows: three tokens on a ring that goes round its end, two tokens; padding by slot, by
 # length, by a slot that is not there, by a negative one; one token on a full ring, which folds; a
 # length out of range on an empty one; on a ring of one token.

@@ -100,6 +100,19 @@ def test_more_tokens_than_candidates_are_refused():
         mamba2_step(new, jnp.zeros(POOL), 0, decode_region([1], 1))
 
 
+def test_states_may_have_more_rows_a_head_than_x():
+    """As for heads of 80 in pools for 128: the rest is zeros, and stays so."""
+    rng = np.random.default_rng(7)
+    narrow = jnp.asarray(rng.normal(size=POOL), jnp.float32)
+    wide = jnp.pad(narrow, [(0, 0)] * 4 + [(0, 3), (0, 0)])
+    new, rows = draw_tokens(rng, 2, CANDIDATES), decode_region([2, 3], CANDIDATES, state_offset=1)
+    want, expected = step(new, narrow, 1, rows)
+    out, after = step(new, wide, 1, rows)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+    np.testing.assert_allclose(after[..., : SMALL.head_dim, :], expected, atol=1e-6)
+    assert not np.any(after[..., SMALL.head_dim :, :])
+
+
 # The kernel. Rows: three tokens, two tokens; padding by slot, by length, by a slot that is not
 # there, by a negative one; one token with an offset out of range, one with a length out of range.
 ROWS = decode_region(

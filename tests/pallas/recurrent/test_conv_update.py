@@ -17,16 +17,16 @@ LAYERS, SLOTS, KERNEL, CHANNELS, DRAFTS = 2, 5, 4, 6, 3
 WINDOW = KERNEL + DRAFTS
 GARBAGE = [10**6, -5, 2**31 - 1, -(2**31)]
 
-update = jax.jit(conv_update, static_argnums=3)
-reference = jax.jit(conv_update_reference, static_argnums=3)
-prefill = jax.jit(conv_prefill, static_argnums=3)
+update = jax.jit(conv_update, static_argnums=3, static_argnames="activation")
+reference = jax.jit(conv_update_reference, static_argnums=3, static_argnames="activation")
+prefill = jax.jit(conv_prefill, static_argnums=3, static_argnames="activation")
 
 
-def oracle(inputs, weight):
-    """SiLU of the causal convolution of a whole history, in float64."""
+def oracle(inputs, weight, bias=0.0, activation="silu"):
+    """The causal convolution of a whole history, its bias and activation, in float64."""
     padded = np.concatenate([np.zeros((KERNEL - 1, CHANNELS)), inputs])
-    y = sum(padded[tap : tap + len(inputs)] * weight[tap] for tap in range(KERNEL))
-    return y / (1 + np.exp(-y))
+    y = sum(padded[tap : tap + len(inputs)] * weight[tap] for tap in range(KERNEL)) + bias
+    return y / (1 + np.exp(-y)) if activation == "silu" else y
 
 
 def normal(rng, *shape):
@@ -81,6 +81,21 @@ def test_prefill_in_chunks_equals_one_convolution():
         np.testing.assert_allclose(np.concatenate(outputs[seq]), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_bias_comes_before_the_activation(activation):
+    """In a chunk of a prompt, and then in a step."""
+    rng = np.random.default_rng(5)
+    weight, bias = normal(rng, KERNEL, CHANNELS), normal(rng, CHANNELS)
+    inputs, rest = normal(rng, 9, CHANNELS), {"bias": bias, "activation": activation}
+    conv = jnp.full((LAYERS, SLOTS, WINDOW, CHANNELS), jnp.nan)
+    chunks = prefill_region([3], [0, 5])
+    first, conv = prefill(inputs[:5], weight, conv, 1, chunks, **rest)
+    rows = decode_region([3], 4, num_computed=5)
+    second, _ = update(inputs[None, 5:], weight, conv, 1, rows, **rest)
+    expected = oracle(inputs, weight, bias, activation)
+    np.testing.assert_allclose(np.concatenate([first, second[0]]), expected, atol=1e-5)
+
+
 def test_padding_is_inert():
     rng = np.random.default_rng(2)
     conv, weight = normal(rng, LAYERS, SLOTS, WINDOW, CHANNELS), normal(rng, KERNEL, CHANNELS)
@@ -115,10 +130,10 @@ def test_a_window_too_short_for_the_drafts_is_refused():
         )
 
 
-def check(x, weight, conv, run):
+def check(x, weight, conv, run, **rest):
     """`run` is the reference: in the tokens that are real, and bit for bit in the pool."""
-    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, ROWS))
-    expected, expected_after = reference(x, weight, conv, 1, ROWS)
+    y, after = (np.asarray(a, np.float32) for a in run(x, weight, conv, 1, ROWS, **rest))
+    expected, expected_after = reference(x, weight, conv, 1, ROWS, **rest)
     expected = np.asarray(expected, np.float32)
     np.testing.assert_array_equal(after, np.asarray(expected_after, np.float32))
     untouched = [slot for slot in range(7) if slot not in {2, 4, 6, 1}]
@@ -157,6 +172,19 @@ def test_the_kernel_equals_its_reference_without_races(
         return conv_update_kernel(x, weight, conv, jnp.int32(layer), rows, interpret=interpreter)
 
     check(*operands(channels, dtype, width, kernel, spare), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize(("dtype", "activation"), [(jnp.bfloat16, "silu"), (jnp.float32, None)])
+def test_the_kernel_adds_a_bias_without_races(interpreter, dtype, activation):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    def run(x, weight, conv, layer, rows, **rest):
+        on_device = jnp.int32(layer)
+        return conv_update_kernel(x, weight, conv, on_device, rows, **rest, interpret=interpreter)
+
+    bias = jnp.asarray(np.random.default_rng(9).normal(size=512), dtype)
+    check(*operands(512, dtype, 3), run, bias=bias, activation=activation)
     assert not get_races().races_found
 
 

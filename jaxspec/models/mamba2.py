@@ -1,0 +1,62 @@
+"""Mamba2 (Dao and Gu 2024): a selective state space in every layer, and nothing else."""
+
+import dataclasses
+import re
+
+from jaxspec.models.base import Model
+from jaxspec.models.config import MAMBA2, NO_FEED_FORWARD, ModelConfig
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import MAX_LAYERS, whole
+from jaxspec.models.layers.mamba2 import Mamba2Config
+
+# Options that change the output, and their values that the layers compute.
+_OPTIONS = {"use_bias": (False,), "rms_norm": (True,), "norm_before_gate": (False,)}
+# Neither positions nor pages bound a request. The state's memory of what lies further back than the
+# 2,048 tokens of the published models' training is anybody's guess.
+_MAX_POSITIONS = 2**17
+_LAYER = re.compile(r"^(model\.layers\.\d{1,4}\.)(norm|mixer)(?=\.)")
+_PARTS = {"norm": "input_layernorm", "mixer": "mamba"}
+_NAMES = {
+    "model.embeddings.weight": "model.embed_tokens.weight",
+    "model.norm_f.weight": "model.norm.weight",
+}
+
+
+class Mamba2(Model):
+    """A Mamba2 checkpoint in the spelling of transformers. It has no attention and no pages."""
+
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        """The common fields, and the sizes of the layers.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        fields.refuse_all_but(_OPTIONS)
+        count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+        sizes = Mamba2Config.read(
+            fields,
+            heads="num_heads",
+            head_dim="head_dim",
+            groups="n_groups",
+            state_dim="state_size",
+            conv_kernel="conv_kernel",
+            conv_bias="use_conv_bias",
+            norm_by_group=True,
+        )
+        config = fields.common(
+            (MAMBA2,) * count,
+            (NO_FEED_FORWARD,) * count,
+            has_attention=False,
+            eps="layer_norm_epsilon",
+            max_positions=_MAX_POSITIONS,
+        )
+        return dataclasses.replace(config, parts=(sizes,))
+
+    @staticmethod
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        """A published tensor's name in Qwen's spelling."""
+        if name.startswith("backbone."):
+            name = "model." + name.removeprefix("backbone.")
+        name = _NAMES.get(name, name)
+        return _LAYER.sub(lambda found: found[1] + _PARTS[found[2]], name)

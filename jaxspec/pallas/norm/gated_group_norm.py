@@ -1,0 +1,128 @@
+"""The output norm of Mamba2: all heads are gated, then groups of their features are normed."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu import device
+
+_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
+_MAX_GROUP = 8192  # a thread keeps 64 features of each of three arrays in registers
+
+
+@flax.struct.dataclass
+class GatedGroupNorm:
+    """A norm of groups of features, and their gates (Dao and Gu 2024, arXiv 2405.21060).
+
+    With `y` the features of a token, side by side in the order of the heads, and `z` its gates:
+
+        gate_first    rms(y * silu(z)) * weight
+        otherwise     rms(y) * weight * silu(z)
+        no weight     y * silu(z)
+
+    `rms` divides by the root of the mean square, plus `eps`, over each of `groups` equal parts of
+    the features. All of this is float32; the result is rounded to the dtype of `gates`.
+
+    `gates` is the whole projection. The gates are its columns from `first` on; the other columns
+    are not read.
+
+    One kernel does all of it for groups of 512 to 8192 features in steps of 512.
+    """
+
+    gates: Float[Array, "tokens columns"]
+    weight: Float[Array, " features"] | None  # float32; None: there is a gate alone
+    first: int = flax.struct.field(pytree_node=False)
+    groups: int = flax.struct.field(pytree_node=False)
+    eps: float = flax.struct.field(pytree_node=False)
+    gate_first: bool = flax.struct.field(pytree_node=False, default=True)
+
+    def split(self, tokens: int) -> "tuple[GatedGroupNorm, GatedGroupNorm]":
+        """The norm of the first `tokens`, and the norm of the rest."""
+        parts = self.gates[:tokens], self.gates[tokens:]
+        first, rest = (dataclasses.replace(self, gates=gates) for gates in parts)
+        return first, rest
+
+    def check(self, tokens: int, features: int) -> None:
+        """Refuse gates, a weight and groups that do not fit this many tokens of these features.
+
+        Raises:
+            ValueError: the gates have other rows or lack columns, the weight has another length, or
+                the groups are not equal.
+        """
+        rows, columns = self.gates.shape
+        if columns < self.first + features:
+            raise ValueError(
+                f"The gates must be columns {self.first} to {self.first + features - 1}, but there "
+                f"are {columns} columns. Hand over all of the projection."
+            )
+        if rows != tokens:
+            raise ValueError(
+                f"There must be gates of {tokens} tokens, but these are of {rows}. Hand over the "
+                "projection of the same tokens, padding too."
+            )
+        if self.weight is not None and self.weight.shape[0] != features:
+            raise ValueError(
+                f"The weight must have an entry for each of {features} features, but it has "
+                f"{self.weight.shape[0]}. Give it the features of all heads."
+            )
+        if features % self.groups:
+            raise ValueError(
+                f"Groups must be equal, but {features} features are no multiple of {self.groups} "
+                "groups. Give a number of groups that divides them."
+            )
+
+    def __call__(self, heads: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens features"]:
+        """The float32 heads normed and gated.
+
+        Raises:
+            ValueError: as `check` says.
+        """
+        tokens, number, dim = heads.shape
+        features = number * dim
+        self.check(tokens, features)
+        y, is_gate = heads.reshape(tokens, features), self.weight is None
+        if dispatch.runs_kernel("gated_group_norm", _why_not_kernel(self, y), by_choice=is_gate):
+            from jaxspec.pallas.norm.gated_group_norm_kernel import gated_group_norm_kernel
+
+            return gated_group_norm_kernel(self, y)
+        return gated_group_norm_reference(self, y)
+
+
+def gated_group_norm_reference(
+    norm: GatedGroupNorm, y: Float[Array, "tokens features"]
+) -> Float[Array, "tokens features"]:
+    """The specification of a `GatedGroupNorm`, of float32 features."""
+    z = norm.gates[:, norm.first : norm.first + y.shape[1]].astype(jnp.float32)
+    gate, weight = jax.nn.silu(z), norm.weight
+    if weight is None:
+        y = y * gate
+    elif norm.gate_first:
+        y = _normed(y * gate, weight, norm)
+    else:
+        y = _normed(y, weight, norm) * gate
+    return y.astype(norm.gates.dtype)
+
+
+def _normed(y, weight, norm):
+    """`rms` of the groups, times the weight."""
+    parts = y.reshape(y.shape[0], norm.groups, -1)
+    root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)
+    return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
+
+
+def _why_not_kernel(norm, y):
+    """Why `gated_group_norm_kernel` does not take these operands, or None."""
+    if norm.weight is None:
+        return "there is no weight, and XLA makes a gate alone one kernel"
+    dtypes = y.dtype, norm.weight.dtype
+    if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
+        return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"
+    size = y.shape[1] // norm.groups
+    if size % (4 * device.THREADS) or size > _MAX_GROUP:
+        return f"groups of {size} features, no multiple of 512 up to {_MAX_GROUP}"
+    return None
