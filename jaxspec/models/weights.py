@@ -185,7 +185,7 @@ def _in_both_spellings(
     if not unexpected:
         return
     pairs = (
-        (other.name, placement.name.rpartition(".")[2])
+        (other.name, placement.name.removesuffix(".weight").rpartition(".")[2])
         for placement in placements
         if placement.instead is not None and placement.name in published
         for other in placement.instead()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import jaxspec
 from jaxspec.inspection.find import find
 from jaxspec.models import load_model
-from jaxspec.models.layers import moe
+from jaxspec.models.layers import experts
 from jaxspec.options import EngineConfig
 
 FLOAT32 = jnp.dtype("float32")
@@ -42,7 +42,7 @@ def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_
 ):
     """12 million here: no placement of a single expert is made."""
     made = []
-    monkeypatch.setattr(moe, "Placement", lambda name, *_, **__: made.append(name))
+    monkeypatch.setattr(experts, "Placement", lambda name, *_, **__: made.append(name))
     config = {"num_hidden_layers": 1000, "layer_types": None, "num_experts": 4096}
     path = copy("qwen3_5_moe", **config) / "config.json"
     found = found_in(path)

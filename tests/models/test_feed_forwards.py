@@ -218,6 +218,25 @@ def test_softmax_over_the_chosen_is_a_routing_that_renormalises(fixture):
     assert_near(run(SPARSE, config(sizes), w), expected + swiglu(x, *shared))
 
 
+def test_a_router_with_a_correction_and_no_shared_expert_is_its_equations():
+    """LFM2's: sigmoid, 1e-6 beside the sum of the weights, and experts with gates."""
+    rng, x = np.random.default_rng(5), normed()
+    w = {"gate.weight": rng.normal(size=(8, HIDDEN)) / 8}
+    w["gate.e_score_correction_bias"] = np.float64(np.float32(rng.normal(size=8) / 4))
+    w["experts.gate_up_proj"] = rng.normal(size=(8, 64, HIDDEN)) / 8
+    w["experts.down_proj"] = rng.normal(size=(8, HIDDEN, 32)) / 6
+    score = 1 / (1 + np.exp(-x @ w["gate.weight"].T))
+    compared = score + w["gate.e_score_correction_bias"]
+    experts = np.argsort(-compared, axis=1, kind="stable")[:, :2]
+    weights = np.take_along_axis(score, experts, axis=1)
+    weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-6)
+    stacks = w["experts.gate_up_proj"], w["experts.down_proj"]
+    expected = routed(x, experts, weights, lambda row, e: swiglu(row, *(s[e] for s in stacks)))
+    rule = Routing(8, 2, "sigmoid", eps=1e-6)
+    sizes = MoEConfig(rule, intermediate_size=32, has_correction=True)
+    assert_near(run(SPARSE, config(sizes), w), expected)
+
+
 def test_one_tensor_of_gate_and_up_is_the_two_side_by_side():
     w = granite("granitemoehybrid")
     joined = {f"{n}_proj.weight": w[f"shared_expert.{n}_proj.weight"] for n in ("gate_up", "down")}

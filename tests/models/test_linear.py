@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.layers.linear import Linear, LMHead
+from jaxspec.models.layers.linear import Linear, LinearOfTwo, LMHead
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 
@@ -41,6 +41,28 @@ def test_outputs_lie_side_by_side_before_the_padding():
     assert placements == {
         "m.a.weight": ((3, 8), (..., slice(0, 3))),
         "m.b.weight": ((2, 8), (..., slice(3, 5))),
+    }
+
+
+def test_outputs_may_be_published_as_one_tensor():
+    layer = Linear(8, {"a": 3, "b": 2}, FLOAT32, joined_name="ab")
+    (joined,) = layer.checkpoint("m.")
+    assert (joined.name, joined.shape) == ("m.ab.weight", (5, 8))
+    assert joined.index == (..., slice(0, 5))
+    apart = [(p.name, p.shape, p.index) for p in joined.instead()]
+    assert apart == [
+        ("m.a.weight", (3, 8), (..., slice(0, 3))),
+        ("m.b.weight", (2, 8), (..., slice(3, 5))),
+    ]
+
+
+def test_two_inputs_side_by_side_have_their_matrices_one_below_the_other():
+    layer = LinearOfTwo({"a": 3, "b": 2}, 8, FLOAT32)
+    assert layer.operand.array.shape == (5, 8)
+    placements = {p.name: (p.shape, p.index) for p in layer.checkpoint("m.")}
+    assert placements == {
+        "m.a.weight": ((8, 3), (slice(0, 3), ...)),
+        "m.b.weight": ((8, 2), (slice(3, 5), ...)),
     }
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model, weights
 from jaxspec.models.checkpoint import Checkpoint
-from jaxspec.models.layers import moe
+from jaxspec.models.layers import experts
 from jaxspec.models.layers.parameters import Placement
 
 WEIGHTS = "model.safetensors"
@@ -165,7 +165,7 @@ def placed(monkeypatch):
         made.append(name)
         return Placement(name, *args, **kwargs)
 
-    monkeypatch.setattr(moe, "Placement", make)
+    monkeypatch.setattr(experts, "Placement", make)
     return made
 
 
@@ -262,3 +262,37 @@ def test_a_bar_shows_where_loading_takes_long(folder, monkeypatch, capfd, shown)
     load_model(folder, jnp.float32, progress=shown)
     bar = capfd.readouterr().err
     assert re.search(r"loading: .* [\d.]+k/[\d.]+k \[.*B/s\]", bar) if shown else bar == ""
+
+
+MLP = "model.layers.1.mlp."
+
+
+def join_gate_and_up(held):
+    parts = [held.pop(f"{MLP}{name}_proj.weight") for name in ("gate", "up")]
+    held[MLP + "gate_up_proj.weight"] = np.concatenate(parts)
+
+
+def test_gate_and_up_may_come_as_one_tensor_of_a_layer(folder):
+    apart = leaves(load_model(folder, jnp.float32))
+    edit(folder, join_gate_and_up)
+    for a, b in zip(apart, leaves(load_model(folder, jnp.float32)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gate_and_up_in_both_spellings_are_there_twice(folder):
+    up = load_file(folder / WEIGHTS)[MLP + "up_proj.weight"]
+    edit(folder, join_gate_and_up)
+    edit(folder, lambda held: held.update({MLP + "up_proj.weight": up}))
+    said = rf"Twice \(1\): {MLP}up_proj.weight \(gate_up_proj has it, too\)"
+    with pytest.raises(ValueError, match=said):
+        load_model(folder, jnp.float32)
+
+
+def test_a_missing_gate_is_missed_and_where_both_are_the_message_says_how_they_may_come(folder):
+    edit(folder, lambda held: held.pop(MLP + "gate_proj.weight"))
+    with pytest.raises(ValueError, match=rf"Missing \(1\): {MLP}gate_proj.weight. Check"):
+        load_model(folder, jnp.float32)
+    edit(folder, lambda held: held.pop(MLP + "up_proj.weight"))
+    said = f"{MLP}gate_up_proj.weight may also come as {MLP}gate_proj.weight and 1 more"
+    with pytest.raises(ValueError, match=said):
+        load_model(folder, jnp.float32)

@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
         Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
-        A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
+        A checkpoint may have all outputs in one tensor, `joined_name`, in their order.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
@@ -86,17 +86,24 @@ class Linear(nnx.Module):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
-        for name, start, end in self._spans():
-            shape = (end - start, self.in_features)
-            columns = ..., slice(start, end)
-            place = Placement(f"{prefix}{name}.weight", shape, self.weight, True, columns)
-            yield (
-                place
-                if self.joined_name is None
-                else place.or_part_of(
-                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), start
-                )
-            )
+
+        def apart() -> Iterator[Placement]:
+            for name, start, end in self._spans():
+                shape, columns = (end - start, self.in_features), (..., slice(start, end))
+                yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, columns)
+
+        if self.joined_name is None:
+            yield from apart()
+            return
+        rows = sum(size for _, size in self.outputs)
+        yield Placement(
+            f"{prefix}{self.joined_name}.weight",
+            (rows, self.in_features),
+            self.weight,
+            transpose=True,
+            index=(..., slice(0, rows)),
+            instead=apart,
+        )
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         end = 0
