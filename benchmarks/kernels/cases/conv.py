@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.case import INPUTS, Case, filled, live_region
+from benchmarks.kernels.case import INPUTS, Case, about, filled, live_region
 from benchmarks.measure.shapes import GDN, MAMBA2, Mamba2Shape
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
@@ -69,7 +69,7 @@ def _mamba2_case(model, rows, width, kernel=4):
 
     return Case(
         op="mamba2_inputs",
-        about={"model": model, "channels": channels, "rows": rows, "width": width},
+        about=about(model, shape, dtype, channels=channels, rows=rows, width=width),
         run=functools.partial(run, mamba2_inputs),
         reference=functools.partial(run, mamba2_inputs_reference),
         pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),
@@ -117,10 +117,10 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
         run = functools.partial(run_conv, conv_update)
         reference = functools.partial(run_conv, conv_update_reference)
     output_bytes = 4 if is_inputs else dtype.itemsize
-    about = {"model": model, "channels": channels, "dtype": dtype.name}
+    of_model = {"model": model, "channels": channels, "dtype": dtype.name}
     return Case(
         op=op,
-        about={**about, "rows": rows, "width": width},
+        about={**of_model, "rows": rows, "width": width},
         run=run,
         reference=reference,
         pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),
