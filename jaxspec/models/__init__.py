@@ -34,6 +34,10 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
+    "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
+    "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
+    "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
+    "lfm2": "jaxspec.models.lfm2:LFM2",
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
     "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",
