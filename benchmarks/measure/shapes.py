@@ -73,6 +73,8 @@ class Mamba2Shape:
 MAMBA2 = {
     "nemotron-3-nano": Mamba2Shape(64),
     "nemotron-h-8b": Mamba2Shape(128),
+    "nemotron-3-super": Mamba2Shape(128),
+    "mamba2-2.7b": Mamba2Shape(80, groups=1),
 }
 
 

@@ -11,9 +11,9 @@ PARALLEL = "parallel"  # attention and Mamba2 side by side
 SHORT_CONV = "short_conv"
 NO_MIXER = "no_mixer"  # the layer is a feed-forward layer alone
 DENSE = "dense"
-SQUARED_RELU = "squared_relu"  # dense, too
+SQUARED_RELU = "squared_relu"  # dense, without a gate
 SPARSE = "sparse"  # a mixture of experts
-LATENT_SPARSE = "latent_sparse"  # one that works in fewer features than the stream has
+LATENT_SPARSE = "latent_sparse"  # one whose experts read fewer features
 NO_FEED_FORWARD = "no_feed_forward"  # the layer is a token mixer alone
 
 _Part = TypeVar("_Part")

@@ -13,17 +13,20 @@ from safetensors.numpy import load_file
 
 from jaxspec.models import load_model
 from jaxspec.models.layers import moe
+from jaxspec.models.layers.experts import ExpertStacks
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
-from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.mtp_head import MTPHead
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe import experts, feed_forward
+from jaxspec.pallas.moe.experts import Experts
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense, DenseExperts
 
 real_route, real_work_list = feed_forward.moe_route, experts.work_list
-real_silu_and_mul, real_layer = experts.silu_and_mul, moe.moe_feed_forward
-real_stack, real_shared, real_by_key_head = MoE._stack, MoE._shared, GatedDeltaNet._by_key_head
+real_activation, real_layer = Activation.__call__, moe.moe_feed_forward
+real_stack, real_shared = ExpertStacks._stack, ExpertStacks._shared
+real_by_key_head = GatedDeltaNet._by_key_head
 
 
 # Bugs in the operation.
@@ -57,8 +60,8 @@ def every_group_may_be_chosen(scores, bias, live, rule):
     return real_route(scores, bias, live, dataclasses.replace(rule, groups=1, top_groups=1))
 
 
-def gate_and_up_swapped(x):
-    return real_silu_and_mul(jnp.roll(x, x.shape[-1] // 2, axis=-1))
+def gate_and_up_swapped(self, x):
+    return real_activation(self, jnp.roll(x, x.shape[-1] // 2, axis=-1))
 
 
 def experts_have_a_capacity(choices, num_experts, rows):
@@ -73,7 +76,7 @@ OPERATION = [
     (feed_forward, "moe_route", ties_to_the_higher_expert),
     (feed_forward, "moe_route", padding_is_routed),
     (feed_forward, "moe_route", every_group_may_be_chosen),
-    (experts, "silu_and_mul", gate_and_up_swapped),
+    (Activation, "__call__", gate_and_up_swapped),
     (experts, "work_list", experts_have_a_capacity),
 ]
 
@@ -94,8 +97,8 @@ def assert_the_layer_is_its_equations():
         if rule.score == "sigmoid":
             correction = bias.at[1].set(bias[0])
         router = Router(Dense(jnp.asarray(scores, jnp.float32)), correction, rule)
-        live = jnp.arange(9) != 4
-        held = Norm(jnp.ones(16), 1e-6), router, *map(DenseExperts, (gate_up, down)), live
+        live, both = jnp.arange(9) != 4, Experts(*map(DenseExperts, (gate_up, down)))
+        held = Norm(jnp.ones(16), 1e-6), router, both, live
         _, added = moe_feed_forward(x, None, *held)
         _, expected = layer(x, None, *held)
         np.testing.assert_allclose(added.sum(axis=0), expected, rtol=1e-4, atol=1e-5)
@@ -135,7 +138,7 @@ def gate_and_up_in_each_others_place(self, prefix, name, param, matrices):
 
 
 def shared_expert_cut_to_the_others_width(self, prefix):
-    return [p for p in real_shared(self, prefix) if p.index[0] == self.rule.num_experts]
+    return [p for p in real_shared(self, prefix) if p.index[0] == self.competing]
 
 
 def projections_split_flat(self, prefix):
@@ -153,8 +156,8 @@ def hidden_state_before_the_embedding(self, embedded, hidden):
 MODEL = [
     (moe, "moe_feed_forward", not_renormalised),
     (moe, "moe_feed_forward", shared_expert_without_its_gate),
-    (MoE, "_stack", gate_and_up_in_each_others_place),
-    (MoE, "_shared", shared_expert_cut_to_the_others_width),
+    (ExpertStacks, "_stack", gate_and_up_in_each_others_place),
+    (ExpertStacks, "_shared", shared_expert_cut_to_the_others_width),
     (GatedDeltaNet, "_by_key_head", projections_split_flat),
     (MTPHead, "_combine", hidden_state_before_the_embedding),
 ]

@@ -2,6 +2,7 @@
 
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,6 +57,13 @@ CASES = {
             for part, start in zip(QKVZ, (0, 6, 12, 16), strict=True)
         ],
     ),
+    "with factors": (
+        (5, 7),
+        [
+            ("a", (3, 5), {"transpose": True, "index": (..., slice(0, 3)), "scale": 0.3}),
+            ("b", (4, 5), {"transpose": True, "index": (..., slice(3, 7))}),
+        ],
+    ),
     "every second row": ((4, 4), [("x", (8, 4), {"part": slice(0, 8, 2)})]),
     "an uneven choice of rows": ((5, 4), [("x", (9, 4), {"part": np.array([0, 1, 2, 5, 6])})]),
 }
@@ -83,6 +91,7 @@ def as_numpy_does(placements, files):
     for each in placements:
         tensor = files.tensors[each.name][each.part]
         place = value[each.index].shape
+        tensor = tensor if each.scale == 1.0 else np.float32(each.scale) * tensor.astype("float32")
         value[each.index] = (tensor.T if each.transpose else tensor).reshape(place)
     return value
 
@@ -165,3 +174,18 @@ def test_a_tensor_that_goes_to_one_place_is_one_run():
     assert [(run.tensor, run.length) for run in source.runs] == [
         (placement.name.upper(), 16) for placement in placements
     ]
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_scaled_value_is_rounded_once_to_the_parameters_dtype(transpose):
+    """The product is one of float32 numbers, whatever the file and the parameter hold."""
+    bfloat16 = np.dtype(jnp.bfloat16)
+    files = Files({"x": (6, 5)}, {"x": bfloat16})
+    param = types.SimpleNamespace(shape=(5, 6) if transpose else (6, 5), dtype=bfloat16)
+    placement = Placement("x", (6, 5), param, transpose).scaled(0.7).scaled(1.5)
+    source = Source.of([placement], lambda name: name, files.dtype_of)
+    (block,) = source.blocks(10**6)
+    into = np.empty(block.size, bfloat16 if not transpose else source.dtype)
+    source.read(block, files.read, into)
+    expected = files.tensors["x"].astype(np.float32) * np.float32(0.7 * 1.5)
+    np.testing.assert_array_equal(into.reshape(6, 5), expected.astype(into.dtype))

@@ -83,7 +83,9 @@ def test_every_layer_has_experts_and_one_that_all_tokens_share(published):
     config = parse_config(published)
     assert config.feed_forward_types == (SPARSE,) * 4 and config.intermediate_size == 0
     experts = config.part(MoEConfig)
-    assert experts == MoEConfig(Routing(8, 3), intermediate_size=32, shared_size=48)
+    assert experts == MoEConfig(
+        Routing(8, 3), intermediate_size=32, shared_size=48, gated_shared=True
+    )
     # Half as wide again as the others: two of their width.
     assert experts.rule == dataclasses.replace(experts.routing, num_shared=2, gated_shared=True)
 

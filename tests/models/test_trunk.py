@@ -41,6 +41,14 @@ def test_every_layer_of_a_pool_has_an_index_of_its_own(layer_types, monkeypatch)
     assert indices == {spec.name: list(range(spec.layers)) for spec in specs}
 
 
+def test_a_layer_may_have_one_half_alone_and_then_has_one_norm():
+    layers = model("mamba2").trunk.layers
+    assert all(layer.feed_forward is None for layer in layers)
+    names = [each.name for each in layers[1].checkpoint("model.layers.1.")]
+    norms = [name for name in names if "layernorm" in name]
+    assert norms == ["model.layers.1.input_layernorm.weight"]
+
+
 def test_each_layer_has_the_feed_forward_half_that_the_config_names():
     """Here all but one have experts, and so has the draft head's."""
     qwen = model("qwen3_next")

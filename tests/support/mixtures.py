@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.pallas.matmul.activation import Activation
+from jaxspec.pallas.moe.experts import Experts
 from jaxspec.pallas.moe.route import Choices, Routing
 from jaxspec.weight import DenseExperts
 
@@ -55,39 +57,52 @@ def choose(scores, bias, live, rule):
     return experts, weights
 
 
-def layer(stream, pending, norm, router, gate_up, down, live):
+def layer(stream, pending, norm, router, experts, live):
     """The stream with `pending` added, and the layer's output, `[tokens, features]`."""
-    stream, scale, weight, gate_up, down = (
-        np.asarray(a, np.float64)
-        for a in (stream, norm.weight, router.weight.array, gate_up.array, down.array)
+    stream, x = normed(stream, pending, norm)
+    choices = choose(
+        x @ np.asarray(router.weight.array, np.float64), router.bias, live, router.rule
     )
+    return stream, parts_of(x, experts, *choices).sum(axis=0)
+
+
+def normed(stream, pending, norm):
+    """The stream with `pending` added, and its norm."""
+    stream, scale = (np.asarray(a, np.float64) for a in (stream, norm.weight))
     if pending is not None:
         pending = np.asarray(pending, np.float64)
         stream = stream + (pending.sum(axis=0) if pending.ndim == 3 else pending)
     root = np.sqrt((stream**2).mean(axis=1, keepdims=True) + norm.eps)
-    x = stream / root * (scale + norm.zero_centred)
-    choices = choose(x @ weight, router.bias, live, router.rule)
-    return stream, parts_of(x, gate_up, down, *choices).sum(axis=0)
+    return stream, stream / root * (scale + norm.zero_centred)
 
 
-def parts_of(x, gate_up, down, experts, weights):
+def activated(x, activation):
+    """What a feed-forward layer makes of its first product, whose last axis is the features."""
+    if activation is Activation.SQUARED_RELU:
+        return np.maximum(x, 0) ** 2
+    gate, up = np.split(x, 2, axis=-1)
+    return gate * sigmoid(gate) * up
+
+
+def parts_of(x, layers, experts, weights):
     """What each token's experts put out, times their weights: `[parts, tokens, features]`."""
     out = np.zeros((experts.shape[1], *x.shape))
+    up, down = (np.asarray(a.array, np.float64) for a in (layers.up, layers.down))
     for token, part in np.argwhere(experts < len(down)):
         expert = experts[token, part]
-        gate, up = np.split(gate_up[expert] @ x[token], 2)
-        out[part, token] = weights[token, part] * (down[expert] @ (gate * sigmoid(gate) * up))
+        hidden = activated(up[expert] @ x[token], layers.activation)
+        out[part, token] = weights[token, part] * (down[expert] @ hidden)
     return out
 
 
-def drawn(tokens, parts, num_experts, features, inner, dtype):
+def drawn(tokens, parts, num_experts, features, inner, dtype, activation=Activation.SWIGLU):
     """Operands of `moe_experts`."""
     rng = np.random.default_rng(inner)
-    gate_up = rng.normal(size=(num_experts, 2 * inner, features)) * features**-0.5
+    up = rng.normal(size=(num_experts, activation.pieces * inner, features)) * features**-0.5
     down = rng.normal(size=(num_experts, features, inner)) * inner**-0.5
-    gate_up, down = (DenseExperts(jnp.asarray(a, dtype)) for a in (gate_up, down))
+    experts = Experts(*(DenseExperts(jnp.asarray(a, dtype)) for a in (up, down)), activation)
     x, choices = drawn_tokens(tokens, parts, num_experts, features, dtype)
-    return x, gate_up, down, choices
+    return x, experts, choices
 
 
 def drawn_tokens(tokens, parts, num_experts, features, dtype, seed=0):
@@ -102,15 +117,14 @@ def drawn_tokens(tokens, parts, num_experts, features, dtype, seed=0):
     return jnp.asarray(x, dtype), Choices(experts, weights)
 
 
-def check(y, x, gate_up, down, choices):
+def check(y, x, layers, choices):
     """`y` is `moe_experts` of the others, in parts or summed, up to roundings of their dtype."""
-    arrays = x, gate_up.array, down.array, choices.weights
-    *operands, weights = (np.asarray(a, np.float64) for a in arrays)
+    wide, weights = (np.asarray(a, np.float64) for a in (x, choices.weights))
     experts = np.asarray(choices.experts)
-    expected = parts_of(*operands, experts, weights)
+    expected = parts_of(wide, layers, experts, weights)
     expected = expected if y.ndim == 3 else expected.sum(axis=0)
     assert y.shape == expected.shape and y.dtype == (jnp.float32 if y.ndim == 3 else x.dtype)
     y, eps = np.asarray(y, np.float64), max(float(jnp.finfo(x.dtype).eps), 1e-6)
     typical = np.sqrt(np.nanmean(expected**2))
     np.testing.assert_allclose(y, expected, rtol=eps, atol=8 * eps * typical)
-    assert not y[..., experts[:, 0] == len(operands[1]), :].any()  # padding gets zeros
+    assert not y[..., experts[:, 0] == layers.number, :].any()  # padding gets zeros

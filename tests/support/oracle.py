@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from jaxspec.sampling import Use, gumbel_noise
 
+_LAYERS = "model.layers."
 TIE = 1e-3  # two scores nearer than this may fall either way: rounding differs with the batch
 
 
@@ -53,15 +54,20 @@ class Oracle:
         with safe_open(folder / "model.safetensors", "np") as file:
             for name in file.keys():  # noqa: SIM118  not a dict
                 short = name.replace("model.language_model.", "model.")
+                short = short.replace("backbone.", "model.")
                 self.weights[short] = file.get_tensor(name).astype(np.float64)
         config = json.loads((folder / "config.json").read_text())
         self.config = config.get("text_config", config)
         self.is_hybrid = self.config["model_type"].startswith(("qwen3_5", "qwen3_next"))
-        self.embedding = self.weights["model.embed_tokens.weight"]
+        self.eps = self.config.get("rms_norm_eps", self.config.get("layer_norm_epsilon"))
+        names = "model.embed_tokens.weight", "model.embeddings.weight"
+        self.embedding = next(self.weights[name] for name in names if name in self.weights)
         self.head = self.weights.get("lm_head.weight", self.embedding)
 
     def start(self) -> "Run":
-        return Run(self)
+        from mamba_oracle import RUNS
+
+        return RUNS.get(self.config["model_type"], Run)(self)
 
 
 class Run:
@@ -69,7 +75,8 @@ class Run:
 
     def __init__(self, oracle: Oracle):
         self.oracle, self.position = oracle, 0
-        self.memory = [{} for _ in range(oracle.config["num_hidden_layers"])]
+        layers = {int(name.split(".")[2]) for name in oracle.weights if name.startswith(_LAYERS)}
+        self.memory = [{} for _ in layers]
         self.streams = []  # before each layer and behind the last, of the token that was fed last
 
     def feed(self, token: int) -> np.ndarray:
@@ -80,8 +87,12 @@ class Run:
             prefix = f"model.layers.{layer}."
             self.streams.append(x)
             linear = kinds is not None and kinds[layer] == "linear_attention"
-            mix = self._gated_delta_net if linear else self._attention
-            x = x + mix(self._norm(x, prefix + "input_layernorm"), prefix, self.memory[layer])
+            mix, name = (self._attention, "self_attn.")
+            if linear:
+                mix, name = self._gated_delta_net, "linear_attn."
+            x = x + mix(
+                self._norm(x, prefix + "input_layernorm"), prefix + name, self.memory[layer]
+            )
             x = x + self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix + "mlp.")
         self.streams.append(x)
         self.position += 1
@@ -91,7 +102,7 @@ class Run:
         return self.oracle.weights[name + ".weight"]
 
     def _rms(self, x):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.oracle.config["rms_norm_eps"])
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.oracle.eps)
 
     def _norm(self, x, name):
         return self._rms(x) * (self._w(name) + self.oracle.is_hybrid)
@@ -128,7 +139,7 @@ class Run:
         return down @ (_silu(gate) * up)
 
     def _attention(self, x, prefix, memory):
-        config, prefix = self.oracle.config, prefix + "self_attn."
+        config = self.oracle.config
         heads, dim = config["num_attention_heads"], config["head_dim"]
         query = (self._w(prefix + "q_proj") @ x).reshape(heads, -1)
         query, gate = query[:, :dim], query[:, dim:]
@@ -148,7 +159,9 @@ class Run:
         return self._w(prefix + "o_proj") @ mixed.ravel()
 
     def _rotate(self, x):
-        rope = self.oracle.config["rope_parameters"]
+        rope = self.oracle.config.get("rope_parameters")
+        if rope is None:
+            return x
         dim = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         angle = self.position * turns(rope, dim)
         cos, sin, half = np.cos(angle), np.sin(angle), dim // 2
@@ -166,7 +179,7 @@ class Run:
         return mix, z.ravel(), b.ravel(), a.ravel()
 
     def _gated_delta_net(self, x, prefix, memory):
-        config, prefix = self.oracle.config, prefix + "linear_attn."
+        config = self.oracle.config
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         key_heads, value_heads, dk, dv = (config["linear_" + name] for name in names)
         mix, z, b, a = self._projections(x, prefix, key_heads, dk)

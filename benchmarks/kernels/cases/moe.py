@@ -14,7 +14,7 @@ from jaxspec.models import parse_config
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
-from jaxspec.pallas.moe.experts import moe_experts_reference
+from jaxspec.pallas.moe.experts import Experts, moe_experts_reference
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import moe_route_reference
 from jaxspec.pallas.norm.add_norm import add_norm_reference
@@ -72,7 +72,7 @@ def _case(model, config, weights, tokens):
         scale, router, *experts = weights[call % _LAYERS]
         norm = Norm(scale, config.rms_norm_eps, zero_centred=True)
         router = Router(Dense(router), None, rule)
-        return *inputs[call], norm, router, *map(DenseExperts, experts), live
+        return *inputs[call], norm, router, Experts(*map(DenseExperts, experts)), live
 
     def run(op, pool, call, *operands):
         return op(*layer_of(call, *operands)), pool
@@ -110,10 +110,10 @@ def _case(model, config, weights, tokens):
     )
 
 
-def _reference(stream, pending, norm, router, gate_up, down, live):
+def _reference(stream, pending, norm, router, experts, live):
     """`moe_feed_forward` by the references of what it consists of."""
     choices, stream, normed = _choices(stream, pending, norm, router, live)
-    return stream, moe_experts_reference(normed, gate_up, down, choices)
+    return stream, moe_experts_reference(normed, experts, choices)
 
 
 @jax.jit
@@ -126,6 +126,6 @@ def _choices(stream, pending, norm, router, live) -> tuple[Any, Any, Any]:
 
 def _experts_read(layer) -> int:
     """How many experts the tokens have, each counted once."""
-    stream, pending, norm, router, _, _, live = layer
+    stream, pending, norm, router, _, live = layer
     choices, *_ = _choices(stream, pending, norm, router, live)
     return len(np.unique(choices.experts))

@@ -12,6 +12,7 @@ from jaxspec.cache import CacheOptions, CacheSpec, Pools
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
+    LATENT_SPARSE,
     LINEAR_ATTENTION,
     MAMBA2,
     NO_FEED_FORWARD,
@@ -19,10 +20,12 @@ from jaxspec.models.config import (
     PARALLEL,
     SHORT_CONV,
     SPARSE,
+    SQUARED_RELU,
     ModelConfig,
 )
 from jaxspec.models.layers.attention import Attention
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNet
+from jaxspec.models.layers.latent_moe import LatentMoE
 from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
@@ -31,6 +34,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.layers.short_conv import ShortConv
+from jaxspec.models.layers.squared_relu_mlp import SquaredReluMLP
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
 
@@ -46,7 +50,9 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
 # An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.
 FEED_FORWARDS: dict[str, Callable[[ModelConfig, jnp.dtype], FeedForward]] = {
     DENSE: GatedMLP,
+    SQUARED_RELU: SquaredReluMLP,
     SPARSE: MoE,
+    LATENT_SPARSE: LatentMoE,
 }
 
 

@@ -31,14 +31,22 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, int], dtype: jnp.dtype, *, multiple: int = 1
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        dtype: jnp.dtype,
+        *,
+        multiple: int = 1,
+        joined_name: str | None = None,
     ):
         """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
         Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
+        A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
+        self.joined_name = joined_name
         self.columns = -(-sum(outputs.values()) // multiple) * multiple  # padding included
         self.weight = declare((in_features, self.columns), dtype)
         self.origin = (0, 0)  # row and column of `weight` where the matrix begins
@@ -93,13 +101,42 @@ class Linear(nnx.Module):
         for name, start, end in self._spans():
             shape = (end - start, self.in_features)
             index = self.index(start, end)
-            yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, index)
+            place = Placement(f"{prefix}{name}.weight", shape, self.weight, True, index)
+            yield (
+                place
+                if self.joined_name is None
+                else place.or_part_of(
+                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), start
+                )
+            )
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         end = 0
         for name, size in self.outputs:
             start, end = end, end + size
             yield name, start, end
+
+
+class LinearOfTwo(nnx.Module):
+    """`y = x1 W1 + x2 W2`, one product for two published matrices with inputs side by side."""
+
+    def __init__(self, inputs: Mapping[str, int], out_features: int, dtype: jnp.dtype):
+        """`inputs` maps each published tensor's name (without `.weight`) to its columns."""
+        self.inputs = tuple(inputs.items())
+        self.weight = declare((sum(inputs.values()), out_features), dtype)
+
+    @property
+    def operand(self) -> Weight:
+        """The weight as ops take it."""
+        return Dense(self.weight[...])
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensors."""
+        end = 0
+        for name, size in self.inputs:
+            start, end = end, end + size
+            shape, rows = (self.weight.shape[1], size), (slice(start, end), ...)
+            yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, rows)
 
 
 class Embedding(nnx.Module):

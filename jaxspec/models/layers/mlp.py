@@ -21,7 +21,7 @@ class GatedMLP(nnx.Module):
         """`dtype` is that of the weights."""
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, outputs, dtype)
+        self.gate_up = Linear(hidden_size, outputs, dtype, joined_name="gate_up_proj")
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
 
     def __call__(

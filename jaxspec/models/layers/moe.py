@@ -1,23 +1,25 @@
 """The feed-forward layer of a mixture of experts."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import SIZE, whole
+from jaxspec.models.layers.experts import ExpertStacks
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import Pending, Stream
-from jaxspec.weight import DenseExperts
 
 _EXPERTS = whole(1, 4096)
 _MAX_SHARED = 64  # times the width of an expert; one or two are published
@@ -40,6 +42,10 @@ class MoEConfig:
     routing: Routing  # of the experts that compete
     intermediate_size: int  # of an expert
     shared_size: int = 0  # of the expert that every token has; 0: there is none
+    gated_shared: bool = False  # that expert has a gate, a column of the router
+    has_correction: bool = False  # of the scores that are compared, a tensor of its own
+    activation: Activation = Activation.SWIGLU
+    latent_size: int | None = None  # features that the experts read; None: those of the stream
 
     @classmethod
     def read(cls, fields: Fields, *, renormalise: bool, shared: bool) -> "MoEConfig":
@@ -58,34 +64,45 @@ class MoEConfig:
             Routing(num_experts, num_chosen, renormalise=renormalise),
             intermediate_size=width,
             shared_size=fields.need("shared_expert_intermediate_size", wide) if shared else 0,
+            gated_shared=shared,
         )
 
     @property
     def rule(self) -> Routing:
-        """The routing with the shared expert in it, cut into experts of the others' size."""
+        """The routing with the shared expert in it, cut into experts of the others' size.
+
+        A shared expert beside experts of fewer features is no such slice (`LatentMoE`).
+        """
+        if self.latent_size is not None:
+            return self.routing
         num_shared = -(-self.shared_size // self.intermediate_size)
-        return dataclasses.replace(self.routing, num_shared=num_shared, gated_shared=num_shared > 0)
+        gated = self.gated_shared and num_shared > 0
+        return dataclasses.replace(self.routing, num_shared=num_shared, gated_shared=gated)
 
 
 class MoE(nnx.Module):
-    """Feed-forward layers among which a router chooses, and one that every token has, gated.
+    """Feed-forward layers among which a router chooses, and one that every token has.
 
-    Shazeer et al. 2017, arXiv 1701.06538. All are gated feed-forward layers, in two stacks. The
-    shared one may be wider than the others. It is the sum of slices of their width, which lie
-    behind them in the stacks, and the last of which is padded with zeros.
+    Shazeer et al. 2017, arXiv 1701.06538. All of them lie in two stacks (`ExpertStacks`).
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         """`dtype` is that of the weights."""
-        self.sizes = sizes = config.part(MoEConfig)
+        sizes = config.part(MoEConfig)
         self.rule = rule = sizes.rule
         scores = {"gate": rule.num_experts}
         if rule.gated_shared:
             scores["shared_expert_gate"] = 1
         self.router = Linear(config.hidden_size, scores, dtype, multiple=BLOCK_N)
-        features, width = config.hidden_size, sizes.intermediate_size
-        self.gate_up = declare((rule.none, 2 * width, features), dtype)
-        self.down = declare((rule.none, features, width), dtype)
+        self.correction = Correction(sizes)
+        self.experts = ExpertStacks(
+            rule.num_experts,
+            config.hidden_size,
+            sizes.intermediate_size,
+            dtype,
+            shared_width=sizes.shared_size,
+            activation=sizes.activation,
+        )
 
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
@@ -95,65 +112,37 @@ class MoE(nnx.Module):
             stream,
             pending,
             norm.operand,
-            Router(self.router.operand, None, self.rule),
-            DenseExperts(self.gate_up[...]),
-            DenseExperts(self.down[...]),
+            Router(self.router.operand, self.correction.operand, self.rule),
+            self.experts.operand,
             live,
         )
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
-        features, width = self.down.shape[1:]
-        gate_and_up = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width)}
         yield from self.router.checkpoint(prefix)
-        yield self._stack(prefix + "experts.", "gate_up_proj", self.gate_up, gate_and_up)
-        yield self._stack(
-            prefix + "experts.", "down_proj", self.down, {"down_proj": slice(0, features)}
-        )
-        yield from self._shared(prefix + "shared_expert.")
+        yield from self.correction.checkpoint(prefix)
+        yield from self.experts.checkpoint(prefix)
 
-    def _stack(
-        self, prefix: str, name: str, param: nnx.Param, matrices: Mapping[str, slice]
-    ) -> Placement:
-        """All experts that compete in one tensor; or a tensor for each of their `matrices`.
 
-        `matrices`: the names of these, and the rows of an expert that each is.
-        """
-        count, (outer, inner) = self.rule.num_experts, param.shape[1:]
+class Correction(nnx.Module):
+    """What is added to the experts' scores before they are compared, if the checkpoint has it.
 
-        def one_by_one() -> Iterator[Placement]:
-            for expert in range(count):
-                for matrix, rows in matrices.items():
-                    yield Placement(
-                        f"{prefix}{expert}.{matrix}.weight",
-                        (rows.stop - rows.start, inner),
-                        param,
-                        index=(expert, rows),
-                    )
+    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2. It is float32 whatever the activations
+    are, because it decides between scores that lie close together.
+    """
 
-        shape = count, outer, inner
-        return Placement(prefix + name, shape, param, index=slice(count), instead=one_by_one)
+    def __init__(self, sizes: MoEConfig):
+        """Without values if `sizes` have no correction."""
+        shape, zeros = (sizes.routing.num_experts,), jax.nn.initializers.zeros
+        self.values = declare(shape, jnp.dtype("float32"), zeros) if sizes.has_correction else None
 
-    def _shared(self, prefix: str) -> Iterator[Placement]:
-        """The slices of the shared expert: rows of its gate and up, columns of its down."""
-        features, width = self.down.shape[1:]
-        size = self.sizes.shared_size
-        for number, start in enumerate(range(0, size, width)):
-            expert = self.rule.num_experts + number
-            part = slice(start, min(start + width, size))
-            held = part.stop - start
-            for name, first in ("gate_proj", 0), ("up_proj", width):
-                yield Placement(
-                    f"{prefix}{name}.weight",
-                    (size, features),
-                    self.gate_up,
-                    index=(expert, slice(first, first + held)),
-                    part=part,
-                )
-            yield Placement(
-                f"{prefix}down_proj.weight",
-                (features, size),
-                self.down,
-                index=(expert, ..., slice(held)),
-                part=(..., part),
-            )
+    @property
+    def operand(self) -> Float[Array, " experts"] | None:
+        """The correction as ops take it."""
+        return None if self.values is None else self.values[...]
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensor."""
+        if self.values is not None:
+            name = f"{prefix}gate.e_score_correction_bias"
+            yield Placement(name, self.values.shape, self.values)

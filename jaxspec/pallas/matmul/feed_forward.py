@@ -1,5 +1,6 @@
-"""The gated feed-forward layer of a decoder, with the addition and the norm before it."""
+"""The feed-forward layers of a decoder, with the addition and the norm before them."""
 
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
@@ -32,3 +33,15 @@ def feed_forward(
         return stream, gated_matmul(gate_and_up, down)
     stream, normed = add_norm(stream, pending, norm)
     return stream, split_matmul(matmul_silu(normed, gate_up), down)
+
+
+def squared_relu_feed_forward(
+    stream: Stream, pending: Pending, norm: Norm, up: Weight, down: Weight
+) -> tuple[Stream, Pending]:
+    """As `feed_forward`, with the output `down(relu(up)**2)` (So et al. 2021, arXiv 2109.08668).
+
+    Raises:
+        ValueError: a weight is not for its features.
+    """
+    stream, product = norm_matmul(stream, pending, norm, up)
+    return stream, split_matmul(Activation.SQUARED_RELU(product), down)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import device, tensor_cores
 from jaxspec.pallas.gpu.tensor_cores import CHUNK
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.gemm import num_parts, split_rows
 from jaxspec.pallas.matmul.one_wave_gemm_kernel import one_wave_kernel
 from jaxspec.pallas.matmul.products import BLOCK_N
@@ -143,10 +144,10 @@ def matmul_silu_kernel(x, weight, wave=None, *, interpret=None):
     outer = weight.shape[1] // 2
     if wave is not None:
         return one_wave_kernel(
-            "matmul_silu", x, weight, wave, _silu_and_mul, gate_up=True, interpret=interpret
+            "matmul_silu", x, weight, wave, _swiglu, gate_up=True, interpret=interpret
         )
     y = jax.ShapeDtypeStruct((1, x.shape[0], outer), x.dtype)
-    (y,) = _launch("matmul_silu", x, weight, [0, outer], BLOCK_N, _silu_and_mul, y, interpret)
+    (y,) = _launch("matmul_silu", x, weight, [0, outer], BLOCK_N, _swiglu, y, interpret)
     return y
 
 
@@ -154,10 +155,10 @@ def _cast(sums, dtype):
     return [sum_.astype(dtype) for sum_ in sums]
 
 
-def _silu_and_mul(sums, dtype):
+def _swiglu(sums, dtype):
     """`silu(gate) * up`, where both are rounded first, as if they had been put out."""
-    gate, up = (sum_.astype(dtype).astype(jnp.float32) for sum_ in sums)
-    return [(gate / (1.0 + jnp.exp(-gate)) * up).astype(dtype)]
+    rounded = [sum_.astype(dtype).astype(jnp.float32) for sum_ in sums]
+    return [Activation.SWIGLU.of_pieces(rounded).astype(dtype)]
 
 
 def _launch(name, x, weight, starts, step, finish, y, interpret):

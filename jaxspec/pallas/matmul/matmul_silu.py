@@ -4,7 +4,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import gemm
-from jaxspec.pallas.matmul.products import check_gate_up, check_inner, matmul, silu_and_mul
+from jaxspec.pallas.matmul.activation import Activation
+from jaxspec.pallas.matmul.products import check_inner, matmul
 from jaxspec.weight import Weight
 
 
@@ -23,7 +24,7 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
         ValueError: `weight` is not for the features of `x`, or its number of columns is odd.
     """
     check_inner(x.shape[1], weight)
-    check_gate_up(weight.outer)
+    Activation.SWIGLU.check(weight.outer)
     why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
     if dispatch.runs_kernel("matmul_silu", why, by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
@@ -34,4 +35,4 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
 
 def matmul_silu_reference(x, weight):
     """The specification of `matmul_silu`."""
-    return silu_and_mul(matmul(x, weight))
+    return Activation.SWIGLU(matmul(x, weight))

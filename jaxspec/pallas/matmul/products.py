@@ -1,8 +1,7 @@
-"""The parts that products share: the product by XLA, the SiLU gate, and the checks."""
+"""The parts that products share: the product by XLA, and the checks."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -32,12 +31,6 @@ def matmul(
     return jnp.matmul(x, weight.array, preferred_element_type=dtype)[:rows]
 
 
-def silu_and_mul(x: Float[Array, "tokens twice_features"]) -> Float[Array, "tokens features"]:
-    """`silu(gate) * up` in the dtype of `x`; its columns are those of gate, then those of up."""
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def check_inner(features: int, weight: Weight) -> None:
     """Refuse a weight for another number of features; a kernel would read beyond the operands.
 
@@ -48,19 +41,6 @@ def check_inner(features: int, weight: Weight) -> None:
         raise ValueError(
             f"A weight must have a row for each of the {features} features, but this one is "
             f"{weight.inner} x {weight.outer}. Give it as [features, outputs]."
-        )
-
-
-def check_gate_up(columns: int) -> None:
-    """Refuse columns that cannot be halved into gate and up.
-
-    Raises:
-        ValueError: the number of columns is odd.
-    """
-    if columns % 2:
-        raise ValueError(
-            f"Gate and up must have the same number of columns, but {columns} columns came for "
-            "both. Hand over both side by side, gate first."
         )
 
 

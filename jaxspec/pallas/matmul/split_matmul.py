@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul import gemm, products, skinny_gemm
-from jaxspec.pallas.matmul.products import matmul, silu_and_mul
+from jaxspec.pallas.matmul.activation import Activation
+from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm, Heads
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.weight import Weight
@@ -62,18 +63,18 @@ def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pendi
     Raises:
         ValueError: `weight` is not for half the columns of `x`, or their number is odd.
     """
-    products.check_gate_up(x.shape[1])
+    Activation.SWIGLU.check(x.shape[1])
     products.check_inner(x.shape[1] // 2, weight)
     if dispatch.runs_kernel("gated_matmul", why_not_gate(x, weight), by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_matmul_kernel
 
         return gated_matmul_kernel(x, weight.array)
-    return split_matmul(silu_and_mul(x), weight)
+    return split_matmul(Activation.SWIGLU(x), weight)
 
 
 def gated_matmul_reference(x, weight):
     """What the parts of `gated_matmul` make when they are summed and rounded."""
-    return matmul(silu_and_mul(x), weight)
+    return matmul(Activation.SWIGLU(x), weight)
 
 
 def why_not_gate(x, weight):

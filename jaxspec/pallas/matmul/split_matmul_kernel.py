@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, layouts
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.matmul.skinny_gemm import GATE_UNIT, MAX_ROWS, num_parts
 from jaxspec.pallas.matmul.skinny_gemm_kernel import SkinnyTiling, WeightStream, put_out
@@ -166,8 +167,7 @@ def _gate_and_multiply(tiling, x, rows, refs):
     halves = [pl.ds(start + weights.first_row, tiling.inner) for start in starts]
     loaded = [[load(x.at[token, half]) for half in halves] for token in range(x.shape[0])]
     for token, both in enumerate(loaded):
-        gate, up = (a.astype(jnp.float32) for a in both)
-        gated = gate / (1.0 + jnp.exp(-gate)) * up
+        gated = Activation.SWIGLU.of_pieces([a.astype(jnp.float32) for a in both])
         access.store(rows.at[token], gated.astype(rows.dtype))
     _retile(tiling, rows, refs)
     _multiply_tile(tiling, weights, refs)

@@ -242,20 +242,20 @@ class _ListedTile(NamedTuple):
         return lax.broadcast_in_dim(of_rows, shape, (1,))
 
 
-@functools.partial(jax.jit, static_argnames=("work", "interpret"))
-def up_kernel(x, gate_up, arrays, *, work, interpret=None):
-    """`silu(gate) * up` of each tile, times the rows' weights: `[tiles, rows, inner]`.
+@functools.partial(jax.jit, static_argnames=("work", "activation", "interpret"))
+def up_kernel(x, up, arrays, activation, *, work, interpret=None):
+    """The activated product of each tile, times the rows' weights: `[tiles, rows, inner]`.
 
     The weights come in here, before the values are rounded, so that what follows need not know
     them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
     those of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
     """
-    inner = gate_up.shape[1] // 2
+    inner = up.shape[1] // activation.pieces
     columns = inner // BLOCK_N
     is_alone = work.rows > 64 or work.tiles * columns <= device.MULTIPROCESSORS
-    product = _Product.of(work.rows, 2, gate_up, blocks=1 if is_alone else 2)
+    product = _Product.of(work.rows, activation.pieces, up, blocks=1 if is_alone else 2)
 
-    def body(x, gate_up, *rest, out, **ring):
+    def body(x, up, *rest, out, **ring):
         *arrays, hidden = rest
         index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
         tile = work.tile(arrays, index)
@@ -264,16 +264,16 @@ def up_kernel(x, gate_up, arrays, *, work, interpret=None):
         def _():
             # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
             rows = x.at[pl.ds(index * 0, work.rows)] if len(x.shape) == 2 else x.at[index]
-            columns = column, column + inner
-            fetch = product.fetch(rows, gate_up.at[tile.expert], columns, **ring)
+            columns = [column + piece * inner for piece in range(activation.pieces)]
+            fetch = product.fetch(rows, up.at[tile.expert], columns, **ring)
             product.start(fetch)
             weights = tile.weights((BLOCK_N, work.rows))
-            # Gate and up are rounded first, as if they had been put out.
-            gate, up = (
+            # The product is rounded first, as if it had been put out.
+            rounded = [
                 sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
-            )
-            gated = gate / (1.0 + jnp.exp(-gate)) * up * weights
-            out.T[...] = plgpu.layout_cast(gated.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            ]
+            activated = (activation.of_pieces(rounded) * weights).astype(out.dtype)
+            out.T[...] = plgpu.layout_cast(activated, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out, hidden.at[index, :, pl.ds(column, BLOCK_N)])
             plgpu.wait_smem_to_gmem(0)
@@ -289,7 +289,7 @@ def up_kernel(x, gate_up, arrays, *, work, interpret=None):
         compiler_params=_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, gate_up, *arrays)
+    return kernel(x, up, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.pallas.matmul.products import matmul
-from jaxspec.pallas.moe.experts import moe_experts
+from jaxspec.pallas.moe.experts import Experts, moe_experts
 from jaxspec.pallas.moe.route import Routing, moe_route
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
-from jaxspec.weight import DenseExperts, Weight
+from jaxspec.weight import Weight
 
 
 @flax.struct.dataclass
@@ -27,43 +27,44 @@ def moe_feed_forward(
     pending: Pending,
     norm: Norm,
     router: Router,
-    gate_up: DenseExperts,
-    down: DenseExperts,
+    experts: Experts,
     live: Bool[Array, " tokens"],
 ) -> tuple[Stream, Pending]:
     """`stream + pending`, and the layer's output for the norm of that, which is then pending.
 
-    Each expert is a gated feed-forward layer, `down(silu(gate) * up)`; the rows of `gate_up` are
-    those of the gate, then those of up. A token's output is the sum over its experts, each times
-    its weight, and stays in parts (`moe_experts`). Tokens that are not `live` choose no expert and
-    get zeros.
+    A token's output is the sum over its `experts`, each times its weight, and stays in parts
+    (`moe_experts`). Tokens that are not `live` choose no expert and get zeros.
 
     Raises:
         ValueError: the experts' weights do not fit the stream, each other or the router.
     """
-    _check(stream, router, gate_up, down)
+    check(stream.shape[1], stream.shape[1], router, experts)
     stream, normed = add_norm(stream, pending, norm)
     scores = matmul(normed, router.weight, jnp.float32)
     choices = moe_route(scores, router.bias, live, router.rule)
-    return stream, moe_experts(normed, gate_up, down, choices)
+    return stream, moe_experts(normed, experts, choices)
 
 
-def _check(stream: Stream, router: Router, gate_up: DenseExperts, down: DenseExperts) -> None:
-    """ValueError where the operands of a layer do not fit together."""
-    rule, features = router.rule, stream.shape[1]
-    held = rule.none
-    wanted = (held, 2 * down.inner, features), (held, features, down.inner)
-    if (gate_up.array.shape, down.array.shape) != wanted:
+def check(features: int, width: int, router: Router, experts: Experts) -> None:
+    """Refuse operands of a layer that do not fit together; the kernels would read beyond them.
+
+    The router reads the stream's `features`, and the experts read `width` features.
+
+    Raises:
+        ValueError: the experts or the router have another shape.
+    """
+    rule, up, down = router.rule, experts.up.array.shape, experts.down.array.shape
+    inner = experts.down.inner
+    wanted = (rule.none, experts.activation.pieces * inner, width), (rule.none, width, inner)
+    if (up, down) != wanted:
         raise ValueError(
             f"The weights of {rule.num_experts} experts that compete and {rule.num_shared} slices "
-            f"of shared ones for {features} features must be {list(wanted[0])} and "
-            f"{list(wanted[1])}, got {list(gate_up.array.shape)} and {list(down.array.shape)}. "
-            "Stack the experts that compete, then the slices."
+            f"of shared ones for {width} features must be {list(wanted[0])} and {list(wanted[1])}, "
+            f"got {list(up)} and {list(down)}. Stack the experts that compete, then the slices."
         )
     if (router.weight.inner, router.weight.outer >= rule.num_columns) != (features, True):
         gate = " and the gate of the shared ones" if rule.gated_shared else ""
         raise ValueError(
             f"A router of {rule.num_experts} experts{gate} must be {features} x "
-            f"{rule.num_columns} or wider, "
-            f"got {router.weight.inner} x {router.weight.outer}."
+            f"{rule.num_columns} or wider, got {router.weight.inner} x {router.weight.outer}."
         )

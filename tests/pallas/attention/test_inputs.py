@@ -24,7 +24,8 @@ reference = jax.jit(attention_inputs_reference, static_argnames=("layer", "heads
 def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None, normed=True):
     """Random operands, in the op's order; gated heads have norms centred at zero, as Qwen3.5's.
 
-    Without `normed` there is no norm, as in Llama.
+    Without `normed` there is no norm, as in Llama; with a `half` of 0 there is no rotation, as in
+    Nemotron.
     The second token has a NaN in each head. Among seven tokens or more, four have slots that are
     not written: none, the null page's, and two beyond the pool.
     """
@@ -34,7 +35,7 @@ def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None, 
     x[1:2, :, 3] = np.nan
     norms = rng.normal(size=(2, shape.head_dim))
     angles = rng.normal(size=(tokens, half)) * 10
-    angles = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    angles = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)) if half else None
     pool = rng.normal(size=(LAYERS, 2, PAGES, page_size, shape.kv_heads, shape.head_dim))
     slots = page_size + rng.permutation((PAGES - 1) * page_size)[:tokens]
     slots = np.resize(slots, tokens)
@@ -47,6 +48,8 @@ def operands(shape, gated, dtype, half, tokens=7, page_size=5, pool_dtype=None, 
 
 def oracle(x, norm, angles, pool, layer, slots, shape, gated):
     """Queries and pool in float64, from the projection as it is rounded; a token at a time."""
+    # A rotation by no angle is none.
+    angles = (np.ones((len(x), 1)), np.zeros((len(x), 1))) if angles is None else angles
     x, cos, sin, pool = (np.array(a, np.float64) for a in (x, *angles, pool))
     norms = None if norm is None else np.array(norm.weights, np.float64)
     half, page_size = cos.shape[1], pool.shape[3]
@@ -84,7 +87,7 @@ def check(shape, gated, run, *args, **sizes):
     np.testing.assert_array_equal(np.asarray(after)[kept], np.asarray(before)[kept])
     # A NaN fills the heads that are normed, or it goes to the channel that it is rotated with; in
     # a value it stays in its channel.
-    half = given[2][0].shape[1]
+    half = 0 if given[2] is None else given[2][0].shape[1]
     spread = shape.head_dim if given[1] is not None else 1 + (half * 2 > 3)
     num_nan = np.isnan(np.asarray(queries, np.float32)).sum(axis=(1, 2))
     assert num_nan.tolist() == [(token == 1) * shape.heads * spread for token in range(len(x))]
@@ -101,7 +104,7 @@ def test_queries_and_keys_are_normalised_and_rotated_and_keys_and_values_stored(
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("half", [1, 4])
+@pytest.mark.parametrize("half", [0, 1, 4])
 def test_without_a_norm_queries_and_keys_are_rotated_alone(half, dtype, gated):
     check(SMALL, gated, attention_inputs, dtype, half, normed=False)
 
@@ -143,6 +146,8 @@ def test_columns_that_are_not_those_of_the_heads_are_refused():
         (AttentionShape(3, 3, 256), True, jnp.float32, 128, {}),
         (AttentionShape(8, 2, 64), False, jnp.bfloat16, 32, {"normed": False}),  # Llama 3.2
         (AttentionShape(4, 1, 128), True, jnp.float32, 16, {"normed": False, "tokens": 2}),
+        (AttentionShape(8, 2, 128), False, jnp.bfloat16, 0, {"normed": False}),  # Nemotron
+        (AttentionShape(4, 2, 64), True, jnp.float32, 0, {"tokens": 3}),
     ],
     ids=str,
 )
@@ -172,6 +177,15 @@ def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(shape, gated, norme
     half = shape.head_dim // (8 if gated else 2)
     sizes = {"tokens": tokens, "page_size": tokens, "normed": normed}
     check(shape, gated, attention_inputs, dtype, half, **sizes)
+    assert dispatch.implementations()["attention_inputs"] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_on_a_gpu_heads_that_are_not_rotated_have_a_kernel_too(tokens):
+    dispatch._chosen.pop("attention_inputs", None)
+    sizes = {"tokens": tokens, "page_size": tokens, "normed": False}
+    check(ATTENTION["nemotron-3-nano"], False, attention_inputs, jnp.bfloat16, 0, **sizes)
     assert dispatch.implementations()["attention_inputs"] == ("kernel",)
 
 

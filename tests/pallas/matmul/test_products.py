@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.matmul.products import check_gate_up, check_inner, matmul, silu_and_mul
+from jaxspec.pallas.matmul.products import check_inner, matmul
 from jaxspec.weight import Dense, Float8
 
 
@@ -47,19 +47,7 @@ def test_no_product_on_a_gpu_has_one_row(monkeypatch):
     assert [e.invars[0].aval.shape for e in products] == [(2, 8)]
 
 
-def test_the_first_half_of_the_columns_gates_the_second():
-    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
-    expected = x[:, :4] / (1 + np.exp(-x[:, :4])) * x[:, 4:]
-    np.testing.assert_allclose(silu_and_mul(jnp.asarray(x)), expected, rtol=1e-6, atol=1e-6)
-
-
 def test_a_weight_for_other_features_is_refused():
     check_inner(64, Dense(jnp.zeros((64, 8))))
     with pytest.raises(ValueError, match="a row for each of the 64 features, but this one is 8 x"):
         check_inner(64, Dense(jnp.zeros((8, 64))))
-
-
-def test_an_odd_number_of_columns_is_refused():
-    check_gate_up(6)
-    with pytest.raises(ValueError, match="the same number of columns, but 7 columns came"):
-        check_gate_up(7)

@@ -13,6 +13,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 from jaxspec.pallas.moe.experts import (
     MAX_SCATTERED,
+    Experts,
     moe_experts,
     moe_experts_reference,
     tile_rows,
@@ -31,30 +32,34 @@ def test_the_op_is_what_the_experts_put_out(tokens, dtype):
     check(jax.jit(moe_experts)(*operands), *operands)
 
 
-def direct(x, gate_up, down, choices, interpreter):
+def direct(x, experts, choices, interpreter):
     """The kernels of up to 8 tokens."""
     from jaxspec.pallas.moe import experts_kernel as kernels
 
     arrays = choices.experts, choices.weights
-    work = kernels.Direct(*choices.experts.shape, gate_up.num_experts)
-    hidden = kernels.up_kernel(x, gate_up.array, arrays, work=work, interpret=interpreter)
-    return kernels.down_kernel(hidden, down.array, arrays, work=work, interpret=interpreter)
+    work = kernels.Direct(*choices.experts.shape, experts.number)
+    hidden = kernels.up_kernel(
+        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
+    )
+    return kernels.down_kernel(hidden, experts.down.array, arrays, work=work, interpret=interpreter)
 
 
-def listed(x, gate_up, down, choices, rows, interpreter):
+def listed(x, experts, choices, rows, interpreter):
     """The kernels of tiles of so many rows."""
     from jaxspec.pallas.moe import experts_kernel as kernels
     from jaxspec.pallas.moe.tiles_kernel import from_tiles_kernel, to_tiles_kernel
 
-    none = gate_up.num_experts
+    none, down = experts.number, experts.down.array
     tiles = work_list(choices, none, rows)
     x, *of_rows = to_tiles_kernel(x, tiles, choices, none=none, interpret=interpreter)
     work = kernels.Listed(*choices.experts.shape, none, tiles.expert.shape[0], rows)
     arrays = tiles.expert, tiles.count, *of_rows
-    hidden = kernels.up_kernel(x, gate_up.array, arrays, work=work, interpret=interpreter)
+    hidden = kernels.up_kernel(
+        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
+    )
     if rows <= MAX_SCATTERED:
-        return kernels.down_kernel(hidden, down.array, arrays, work=work, interpret=interpreter)
-    y = kernels.tiled_down_kernel(hidden, down.array, arrays, work=work, interpret=interpreter)
+        return kernels.down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
+    y = kernels.tiled_down_kernel(hidden, down, arrays, work=work, interpret=interpreter)
     return from_tiles_kernel(y, tiles, choices, none=none, interpret=interpreter)
 
 
@@ -73,17 +78,18 @@ def one_token(parts_of_sum, count, inner, interpreter, *, live=True):
     """The token's operands, and the kernels' sums of its `count` experts."""
     from jaxspec.pallas.moe import experts_kernel as kernels
 
-    *operands, choices = drawn(1, count, 12, 256, inner, jnp.bfloat16)
+    x, experts, choices = drawn(1, count, 12, 256, inner, jnp.bfloat16)
     if not live:
         choices = Choices(jnp.full_like(choices.experts, 12), jnp.zeros_like(choices.weights))
-    (x, gate_up, down), arrays = operands, (choices.experts, choices.weights)
-    work = kernels.Direct(1, count, 12)
-    hidden = kernels.up_kernel(x, gate_up.array, arrays, work=work, interpret=interpreter)
+    arrays, work = (choices.experts, choices.weights), kernels.Direct(1, count, 12)
+    hidden = kernels.up_kernel(
+        x, experts.up.array, arrays, experts.activation, work=work, interpret=interpreter
+    )
     sums = kernels.one_token_down_kernel(
-        hidden, down.array, choices.experts, parts=parts_of_sum, interpret=interpreter
+        hidden, experts.down.array, choices.experts, parts=parts_of_sum, interpret=interpreter
     )
     assert sums.shape == (parts_of_sum, 1, 256) and sums.dtype == jnp.float32
-    return (*operands, choices), sums
+    return (x, experts, choices), sums
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_a_tile_has_room_for_what_an_expert_has_on_average(tokens, parts, expert
 def test_kernels_decline_what_they_cannot_multiply(dtypes, features, inner, why):
     shapes = (4, features), (5, 2 * inner, features), (5, features, inner)
     x, gate_up, down = map(jax.ShapeDtypeStruct, shapes, dtypes)
-    assert why_not_kernel(x, DenseExperts(gate_up), DenseExperts(down)) == why
+    assert why_not_kernel(x, Experts(DenseExperts(gate_up), DenseExperts(down))) == why
 
 
 HELD = 33  # experts; of the tokens below some are one tile, and others have tiles of each size
@@ -187,7 +193,7 @@ def on_the_gpu(features, inner, dtype):
     shapes = (HELD, 2 * inner, features), (HELD, features, inner)
     keys = jax.random.split(jax.random.key(0))
     drawn = (jax.random.normal(key, dims) for key, dims in zip(keys, shapes, strict=True))
-    return [DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn]
+    return Experts(*(DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn))
 
 
 @pytest.mark.gpu
@@ -200,11 +206,11 @@ def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(parts, inner, dtype, t
     dispatch._chosen.pop("moe_experts", None)
     experts = on_the_gpu(2048, inner, dtype)
     x, choices = drawn_tokens(tokens, parts, HELD, 2048, dtype)
-    first, again = (jax.jit(moe_experts)(x, *experts, choices) for _ in range(2))
+    first, again = (jax.jit(moe_experts)(x, experts, choices) for _ in range(2))
     assert dispatch.implementations()["moe_experts"] == ("kernel",)
     # As float32, because NumPy does not take two bfloat16 NaN for equal.
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (first, again)))
-    expected = jax.jit(moe_experts_reference)(x, *experts, choices)
+    expected = jax.jit(moe_experts_reference)(x, experts, choices)
     found, expected = (np.asarray(sum_parts(y, jnp.float32)) for y in (first, expected))
     eps, typical = float(jnp.finfo(dtype).eps), np.sqrt(np.nanmean(expected**2))
     np.testing.assert_allclose(found, expected, rtol=eps, atol=8 * eps * typical)
@@ -224,7 +230,7 @@ def test_on_a_gpu_a_neighbour_changes_no_bit_of_a_token(tokens):
         """That of the first token, which stands at `place` among others."""
         at_place = zip((of_all.experts, of_all.weights), mine, strict=True)
         chosen = Choices(*(all_.at[place].set(one) for all_, one in at_place))
-        y = run(x.at[place].set(first), *experts, chosen)
+        y = run(x.at[place].set(first), experts, chosen)
         return np.asarray(y[..., place, :], np.float32)
 
     first = x[0]

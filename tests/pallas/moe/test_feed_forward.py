@@ -8,6 +8,7 @@ import pytest
 from mixtures import RULES, layer
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.moe.experts import Experts
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import sum_parts
@@ -32,8 +33,7 @@ def weights(rule, dtype=jnp.float32, *, bias=False, features=FEATURES, inner=INN
     return (
         Norm(scale, 1e-6, zero_centred=True),
         Router(Dense(padded), correction if bias else None, rule),
-        DenseExperts(gate_up),
-        DenseExperts(down),
+        Experts(DenseExperts(gate_up), DenseExperts(down)),
     )
 
 
@@ -110,8 +110,8 @@ def test_a_row_of_nan_stays_alone():
 
 
 def test_experts_of_other_shapes_are_refused():
-    norm, router, gate_up, down = weights(RULE)
-    live = jnp.ones(2, bool)
+    norm, router, experts = weights(RULE)
+    gate_up, down, live = experts.up, experts.down, jnp.ones(2, bool)
     for wrong in (
         (DenseExperts(gate_up.array[:8]), down),  # the shared ones are not there
         (DenseExperts(gate_up.array[:, :-2]), down),
@@ -119,18 +119,18 @@ def test_experts_of_other_shapes_are_refused():
         (gate_up, DenseExperts(jnp.swapaxes(down.array, 1, 2))),
     ):
         with pytest.raises(ValueError, match="of 8 experts that compete and 2 slices of shared "):
-            moe_feed_forward(tokens(2), None, norm, router, *wrong, live)
+            moe_feed_forward(tokens(2), None, norm, router, Experts(*wrong), live)
 
 
 def test_a_router_of_another_shape_is_refused():
-    norm, router, *experts = weights(RULE)
+    norm, router, experts = weights(RULE)
     columns = router.weight.array
     for wrong in (columns[:, :8], columns[:-1]):
         router = Router(Dense(wrong), None, RULE)
         with pytest.raises(
             ValueError, match=r"of 8 experts and the gate .* must be 32 x 9 or wider"
         ):
-            moe_feed_forward(tokens(2), None, norm, router, *experts, jnp.ones(2, bool))
+            moe_feed_forward(tokens(2), None, norm, router, experts, jnp.ones(2, bool))
 
 
 LARGE = {"features": 512, "inner": 128}  # what the kernels of all its ops take

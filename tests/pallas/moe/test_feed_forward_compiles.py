@@ -10,7 +10,7 @@ from benchmarks.measure.model_shapes import SHAPES
 from jaxspec.models import parse_config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.pallas.matmul.products import BLOCK_N
-from jaxspec.pallas.moe.experts import MAX_DIRECT, tile_rows
+from jaxspec.pallas.moe.experts import MAX_DIRECT, Experts, tile_rows
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.work_list import max_tiles
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -57,8 +57,8 @@ def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kerne
 
     def step(stream, pending, scale, router, gate_up, down, live):
         router = Router(Dense(router), None, rule)
-        experts = DenseExperts(gate_up), DenseExperts(down)
-        return moe_feed_forward(stream, pending, Norm(scale, 1e-6), router, *experts, live)
+        experts = Experts(DenseExperts(gate_up), DenseExperts(down))
+        return moe_feed_forward(stream, pending, Norm(scale, 1e-6), router, experts, live)
 
     columns = -(-rule.num_columns // BLOCK_N) * BLOCK_N
     layer = (tokens, features), (tokens, features), (features,), (features, columns)

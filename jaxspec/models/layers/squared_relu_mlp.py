@@ -1,0 +1,36 @@
+"""The feed-forward layer without a gate."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers.linear import Linear
+from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.pallas.matmul.feed_forward import squared_relu_feed_forward
+from jaxspec.pallas.norm.residual import Pending, Stream
+
+
+class SquaredReluMLP(nnx.Module):
+    """`down(relu(up(x))**2)` (So et al. 2021, "Primer", arXiv 2109.08668)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        """`dtype` is that of the weights."""
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.up = Linear(hidden_size, {"up_proj": intermediate_size}, dtype)
+        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
+
+    def __call__(
+        self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]
+    ) -> tuple[Stream, Pending]:
+        """`stream + pending`, and the layer's output for the `norm` of that, pending in turn."""
+        up, down = self.up.operand, self.down.operand
+        return squared_relu_feed_forward(stream, pending, norm.operand, up, down)
+
+    def checkpoint(self, prefix: str) -> Iterator[Placement]:
+        """The published tensors."""
+        yield from self.up.checkpoint(prefix)
+        yield from self.down.checkpoint(prefix)

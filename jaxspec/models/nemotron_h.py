@@ -1,0 +1,218 @@
+"""Nemotron-H, Nemotron-3 and 3.5: Mamba2, attention without positions, squared-ReLU layers."""
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspec.checks import shown
+from jaxspec.models.base import Model
+from jaxspec.models.config import (
+    FULL_ATTENTION,
+    LATENT_SPARSE,
+    MAMBA2,
+    NO_FEED_FORWARD,
+    NO_MIXER,
+    SPARSE,
+    SQUARED_RELU,
+    ModelConfig,
+)
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, number, whole, words
+from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
+from jaxspec.pallas.moe.route import Routing
+
+# Options that change the output, and their values that the layers compute.
+_OPTIONS = {
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "use_bias": (False,),
+    "mamba_proj_bias": (False,),
+    "sliding_window": (),
+    "n_shared_experts": (1,),
+}
+# A layer's letter in a pattern: its mixer and its feed-forward layer, of which it has one.
+_HALVES = {
+    "M": (MAMBA2, NO_FEED_FORWARD),
+    "*": (FULL_ATTENTION, NO_FEED_FORWARD),
+    "-": (NO_MIXER, SQUARED_RELU),
+    "E": (NO_MIXER, SPARSE),
+}
+# The words for it where the layers are listed: published ones, and those of transformers 5.
+_LETTERS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+_HEAD = "*E"  # the layers of the draft head that jaxspec has
+_TRUNK_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(norm|mixer)\.(.+)")
+_HEAD_LAYER = re.compile(r"mtp\.layers\.([01])\.(norm|mixer)\.(.+)")
+_NAMES = {
+    "model.embeddings.weight": "model.embed_tokens.weight",
+    "model.norm_f.weight": "model.norm.weight",
+    # The head's first layer also has what comes before it, and its last what comes behind it.
+    "mtp.layers.0.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "mtp.layers.0.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "mtp.layers.0.eh_proj.weight": "mtp.fc.weight",
+    "mtp.layers.1.final_layernorm.weight": "mtp.norm.weight",
+}
+_PREFIXES = {MAMBA2: "mamba.", FULL_ATTENTION: "self_attn.", NO_MIXER: "mlp."}
+_EXPERTS, _SCALE = whole(1, 4096), number(1e-3, 1e3)
+_MAX_SHARED = 64  # times the width of an expert; two are published
+
+
+class NemotronH(Model):
+    """A Nemotron-H checkpoint. Each of its layers is one mixer or one feed-forward layer."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
+    ):
+        """See `Model`. The draft head is found by its tensors where there are any to ask."""
+        super().__init__(config, dtype, tensors)
+        if tensors is None:
+            has_head = config.num_draft_layers > 0
+        else:
+            has_head = any(name.startswith(PREFIX) for name in tensors)
+        if has_head:
+            self.draft_head = MTPHead(config, self.trunk.layers, dtype)
+
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        """The common fields, the kind of each layer, and the sizes of the kinds that there are.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        fields.refuse_all_but(_OPTIONS)
+        is_latent = fields.find("moe_latent_size", SIZE) is not None
+        sparse = LATENT_SPARSE if is_latent else SPARSE
+        pattern = _layers(fields)
+        mixers, feeds = zip(*(_HALVES[letter] for letter in pattern), strict=True)
+        config = fields.common(
+            mixers,
+            tuple(sparse if feed == SPARSE else feed for feed in feeds),
+            has_attention="*" in pattern,
+            has_rotation=False,
+            eps="layer_norm_epsilon",
+        )
+        parts: list[Any] = [_mamba2(fields)] if "M" in pattern else []
+        return dataclasses.replace(
+            config,
+            normed_heads=False,
+            num_draft_layers=_draft_layers(fields),
+            draft_feed_forward_type=sparse,
+            parts=(*parts, _experts(fields)) if "E" in pattern else tuple(parts),
+        )
+
+    @staticmethod
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        """A published tensor's name in Qwen's spelling; what a layer is tells its prefix."""
+        if name.startswith("backbone."):
+            name = "model." + name.removeprefix("backbone.")
+        if found := _HEAD_LAYER.fullmatch(name):
+            is_mixer = found[1] == "0"
+            return _spelled(
+                "mtp.layers.0.", FULL_ATTENTION if is_mixer else NO_MIXER, *found.groups()[1:]
+            )
+        found = _TRUNK_LAYER.fullmatch(name)
+        if found is None or int(found[1]) >= len(config.layer_types):
+            return _NAMES.get(name, name)
+        mixer = config.layer_types[int(found[1])]
+        return _spelled(f"model.layers.{found[1]}.", mixer, *found.groups()[1:])
+
+
+def _spelled(layer: str, mixer: str, part: str, rest: str) -> str:
+    """The name of a tensor of a layer's norm or mixer, which may be a feed-forward layer."""
+    if part == "norm":
+        norm = "post_attention_layernorm" if mixer == NO_MIXER else "input_layernorm"
+        return f"{layer}{norm}.{rest}"
+    return layer + _PREFIXES[mixer] + rest.replace("shared_experts.", "shared_expert.")
+
+
+def _layers(fields: Fields) -> str:
+    """The letter of each layer; ValueError where there is no pattern, or another one."""
+    pattern = _pattern(fields, "hybrid_override_pattern", "layers_block_type")
+    if pattern is None:
+        pattern = fields.need("hybrid_override_pattern", WORD)  # refused: there is none
+    count = fields.find("num_hidden_layers", whole(1, MAX_LAYERS))
+    if not pattern or len(pattern) > MAX_LAYERS or count not in (None, len(pattern)):
+        raise ValueError(
+            f"config.json: `hybrid_override_pattern` or `layers_block_type` must name each of "
+            f"{'the' if count is None else count} layers, 1 to {MAX_LAYERS:,}, got "
+            f"{len(pattern):,}. Take the config.json that was published with the weights."
+        )
+    return pattern
+
+
+def _pattern(fields: Fields, letters: str, listed: str) -> str | None:
+    """What either field says of layers, in letters; None where there is neither.
+
+    Raises:
+        ValueError: a layer is of a kind that Nemotron's have not.
+    """
+    pattern: list[str] | str | None = fields.find(letters, WORD)
+    if pattern is None:
+        found = fields.find(listed, words(MAX_LAYERS))
+        if found is None:
+            return None
+        pattern = [_LETTERS.get(word, word) for word in found]
+    if unknown := sorted(set(pattern) - _HALVES.keys()):
+        raise ValueError(
+            f"config.json: `{letters}` must have letters of {''.join(_HALVES)!r}, or `{listed}` "
+            f"words of {', '.join(_LETTERS)}, got {shown(unknown)}. Use a checkpoint whose layers "
+            "are of these kinds."
+        )
+    return "".join(pattern)
+
+
+def _draft_layers(fields: Fields) -> int:
+    """Draft heads that config.json promises; ValueError if their layers are not those we have."""
+    head = _pattern(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    count = fields.find("num_nextn_predict_layers", whole(0, 1)) or 0
+    if count and head not in (None, _HEAD):
+        raise ValueError(
+            f"config.json: `mtp_hybrid_override_pattern` must be {_HEAD!r}, attention and experts, "
+            f"got {shown(head)}, which jaxspec does not implement. Use a checkpoint whose draft "
+            "head has these layers, or one without a head."
+        )
+    return count
+
+
+def _mamba2(fields: Fields) -> Mamba2Config:
+    return Mamba2Config.read(
+        fields,
+        heads="mamba_num_heads",
+        head_dim="mamba_head_dim",
+        groups="n_groups",
+        state_dim="ssm_state_size",
+        conv_kernel="conv_kernel",
+        conv_bias="use_conv_bias",
+        norm_by_group=True,
+    )
+
+
+def _experts(fields: Fields) -> MoEConfig:
+    """The experts' sizes, and how they are chosen: as DeepSeek-V3's."""
+    num_experts = fields.need("n_routed_experts", _EXPERTS)
+    width = fields.need("moe_intermediate_size", SIZE)
+    scale = fields.find("routed_scaling_factor", _SCALE)
+    routing = Routing(
+        num_experts,
+        fields.need("num_experts_per_tok", whole(1, num_experts)),
+        score="sigmoid",
+        renormalise=fields.need("norm_topk_prob", FLAG),
+        eps=1e-20,
+        scale=1.0 if scale is None else float(scale),
+        groups=fields.find("n_group", whole(1, num_experts)) or 1,
+        top_groups=fields.find("topk_group", whole(1, num_experts)) or 1,
+    )
+    shared = fields.need("moe_shared_expert_intermediate_size", whole(1, _MAX_SHARED * width))
+    latent = fields.find("moe_latent_size", SIZE)
+    return MoEConfig(routing, width, shared_size=shared, latent_size=latent or 0)

@@ -1,0 +1,74 @@
+"""The feed-forward layer of a mixture whose experts live in fewer features than the stream."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxspec.pallas.matmul.products import matmul
+from jaxspec.pallas.matmul.split_matmul import split_matmul
+from jaxspec.pallas.moe.experts import Experts, moe_experts
+from jaxspec.pallas.moe.feed_forward import Router, check
+from jaxspec.pallas.moe.route import moe_route
+from jaxspec.pallas.norm.add_norm import add_norm
+from jaxspec.pallas.norm.residual import Pending, Stream, sum_parts
+from jaxspec.pallas.norm.rms_norm import Norm
+from jaxspec.weight import Weight
+
+
+def latent_moe_feed_forward(
+    stream: Stream,
+    pending: Pending,
+    norm: Norm,
+    router: Router,
+    experts: Experts,
+    output: Weight,
+    live: Bool[Array, " tokens"],
+) -> tuple[Stream, Pending]:
+    """`stream + pending`, and the layer's output for the norm of that, which is then pending.
+
+    The experts read and write `latent` features (Nemotron-3's LatentMoE). A shared feed-forward
+    layer of full width stands beside them. With `x` the norm, and `a` the experts' activation,
+
+        scores | latent | shared = x @ router.weight
+        output = (sum of the chosen experts of latent) | a(shared), times `output`
+
+    so the columns of `router.weight` are those of the scores, of the projection to the latent
+    features, and of the shared layer's first product; columns behind those are padding. The rows of
+    `output` are those of the projection back, then of the shared layer's second product. The scores
+    are float32. Tokens that are not `live` choose no expert.
+
+    Raises:
+        ValueError: the weights do not fit the stream or each other, or shared experts stand among
+            those that compete.
+    """
+    rule, latent = router.rule, experts.down.outer
+    check(stream.shape[1], latent, router, experts)
+    width = output.inner - latent  # of the shared layer
+    _check(stream.shape[1], router, experts, output)
+    stream, normed = add_norm(stream, pending, norm)
+    # One product reads `normed` once. In float32 the scores need no kernel to cut them out.
+    product = matmul(normed, router.weight, jnp.float32)
+    choices = moe_route(product, router.bias, live, rule)
+    first, last = rule.num_columns, rule.num_columns + latent
+    routed = moe_experts(product[:, first:last].astype(stream.dtype), experts, choices)
+    columns = product[:, last : last + experts.activation.pieces * width]
+    shared = experts.activation(columns.astype(stream.dtype))
+    both = jnp.concatenate([sum_parts(routed, stream.dtype), shared], axis=1)
+    return stream, split_matmul(both, output)
+
+
+def _check(features: int, router: Router, experts: Experts, output: Weight) -> None:
+    """ValueError where the router has too few columns, or has shared experts of its own."""
+    rule, latent = router.rule, experts.down.outer
+    if rule.num_shared:
+        raise ValueError(
+            f"A latent mixture has its shared layer beside the experts, got {rule.num_shared} "
+            "among them. Put its matrices into the router's and the output's weight."
+        )
+    width = output.inner - latent
+    wanted = rule.num_columns + latent + experts.activation.pieces * width
+    if width < 0 or output.outer != features or router.weight.outer < wanted:
+        raise ValueError(
+            f"The output of {latent} latent features and a shared layer of width {width} must be "
+            f"{latent + max(width, 0)} x {features}, and the router must have {wanted} columns or "
+            f"more, got {output.inner} x {output.outer} and {router.weight.outer}."
+        )

@@ -1,0 +1,117 @@
+"""Law 9 for Mamba2, whose every layer is a selective state space, and its config.json."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.models import load_model, parse_config
+
+# The fields that jaxspec reads of mamba2-2.7b's in the spelling of transformers, and some others.
+PUBLISHED = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_size": 2560,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba2",
+    "n_groups": 1,
+    "norm_before_gate": False,
+    "num_heads": 80,
+    "num_hidden_layers": 64,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 128,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.0, 1e30],
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 50288,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(fixture_folder, reference):
+    return load_model(fixture_folder("mamba2"), jnp.float32), reference("mamba2")
+
+
+def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
+    model, expected = loaded
+    assert not model.has_draft_head
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    ids = np.concatenate([prompt, greedy])
+    for chunk in (1, 7, 64, len(ids)):
+        _, logits = single_request(model).prefill(ids, chunk)
+        np.testing.assert_allclose(logits, expected["logits_full"], rtol=0, atol=5e-4)
+    for count in (1, 4):
+        logits = single_request(model).decode(prompt, greedy, count)
+        np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
+
+
+def test_bfloat16_weights_stay_near_the_reference(fixture_folder, reference, single_request):
+    model, expected = load_model(fixture_folder("mamba2"), jnp.bfloat16), reference("mamba2")
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    _, logits = single_request(model).prefill(ids)
+    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
+    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
+
+
+@pytest.mark.parametrize("policy", ["snapshot", "replay"])
+def test_the_engine_needs_no_pages_and_gives_the_reference_ids(fixture_folder, reference, policy):
+    """Two samples of one prompt, with drafts from the text; what they share is states alone."""
+    expected = reference("mamba2")
+    llm = LLM(
+        fixture_folder("mamba2"),
+        dtype="float32",
+        state_policy=policy,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+        max_num_seqs=2,
+        max_model_len=128,
+        prefill_buckets=[64],
+        decode_buckets=[2],
+        show_progress=False,
+    )
+    assert "kv" not in llm._runner.memory()
+    greedy = expected["greedy_ids"].tolist()
+    params = SamplingParams(n=2, temperature=0.0, max_tokens=len(greedy), ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": expected["prompt_ids"].tolist()}, params)
+    assert [sample.token_ids for sample in output.outputs] == [greedy, greedy]
+
+
+def test_a_published_configuration_is_read():
+    config = parse_config(PUBLISHED)
+    (sizes,) = config.parts
+    assert sizes.heads.features == 5120 and sizes.heads.channels == 5376
+    assert config.rope is None and config.num_heads == 0 and config.eos_token_ids == (0,)
+    assert len(config.layer_types) == 64 and config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bias": True}, "`use_bias` must be False, got True"),
+        ({"norm_before_gate": True}, "`norm_before_gate` must be False, got True"),
+        ({"num_heads": 81, "n_groups": 2}, "81 is not a multiple of 2"),
+        ({"time_step_limit": [0.001, 1e30]}, "`time_step_limit` must be absent, or 0 and infinity"),
+        ({"time_step_limit": [0.0, 0.1]}, "jaxspec does not clamp step sizes"),
+        ({"time_step_limit": "no"}, "`time_step_limit` must be absent"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(PUBLISHED | changes)
+
+
+def test_a_convolution_without_bias_has_none(fixture_folder, tmp_path):
+    folder = shutil.copytree(fixture_folder("mamba2"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"use_conv_bias": False}))
+    message = "Unexpected \\(3\\): backbone.layers.0.mixer.conv1d.bias"
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, jnp.float32)

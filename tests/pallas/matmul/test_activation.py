@@ -1,0 +1,41 @@
+"""Activation against NumPy, and that its two forms agree."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.pallas.matmul.activation import Activation
+
+
+def test_the_first_half_of_the_columns_gates_the_second():
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    expected = x[:, :4] / (1 + np.exp(-x[:, :4])) * x[:, 4:]
+    np.testing.assert_allclose(Activation.SWIGLU(jnp.asarray(x)), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_without_a_gate_each_column_is_the_square_of_what_is_positive():
+    x = np.array([[-3.0, -0.0, 0.5, 4.0]], np.float32)
+    np.testing.assert_array_equal(Activation.SQUARED_RELU(jnp.asarray(x)), [[0, 0, 0.25, 16]])
+
+
+def test_the_square_is_rounded_to_the_dtype_of_the_product():
+    x = jnp.asarray([[1.0 + 2**-7]], jnp.bfloat16)
+    y = Activation.SQUARED_RELU(x)
+    assert y.dtype == jnp.bfloat16
+    assert float(y[0, 0]) == float(jnp.asarray(float(x[0, 0]) ** 2, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_pieces_make_what_whole_rows_make_and_nan_stays_nan(activation):
+    x = np.random.default_rng(1).normal(size=(5, 4 * activation.pieces)).astype(np.float32)
+    x[2, 1] = np.nan
+    of_pieces = activation.of_pieces(jnp.split(jnp.asarray(x), activation.pieces, axis=1))
+    np.testing.assert_allclose(of_pieces, activation(jnp.asarray(x)), rtol=1e-6, atol=1e-6)
+    assert np.argwhere(np.isnan(of_pieces)).tolist() == [[2, 1]]
+
+
+def test_an_odd_number_of_columns_is_refused_where_there_is_a_gate():
+    Activation.SWIGLU.check(6)
+    Activation.SQUARED_RELU.check(7)
+    with pytest.raises(ValueError, match="the same number of columns, but 7 columns came"):
+        Activation.SWIGLU.check(7)

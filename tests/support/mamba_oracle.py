@@ -1,0 +1,97 @@
+"""The oracle of `oracle.py` for the families with Mamba2: one token at a time, NumPy float64."""
+
+import numpy as np
+from oracle import Run, _sigmoid, _silu
+
+
+class MambaRun(Run):
+    """A sequence of a model whose recurrent layers are Mamba2's."""
+
+    def _mamba2(self, x, prefix, memory, sizes, norm_groups):
+        """`sizes`: heads, channels of a head, groups, channels of a state."""
+        weights, (heads, dim, groups, state_dim) = self.oracle.weights, sizes
+        inner, shared = heads * dim, groups * state_dim
+        z, mix, dt = np.split(self._w(prefix + "in_proj") @ x, [inner, 2 * inner + 2 * shared])
+        taps = self._w(prefix + "conv1d")[:, 0]
+        window = memory.setdefault("window", [np.zeros_like(mix)] * taps.shape[1])
+        window.append(mix)
+        del window[0]
+        mix = sum(taps[:, i] * past for i, past in enumerate(window))
+        mix = _silu(mix + weights[prefix + "conv1d.bias"])
+        inputs, b, c = np.split(mix, [inner, inner + shared])
+        inputs = inputs.reshape(heads, dim)
+        b, c = (np.repeat(y.reshape(groups, -1), heads // groups, 0) for y in (b, c))
+        dt = np.logaddexp(0, dt + weights[prefix + "dt_bias"])
+        decay = np.exp(-np.exp(weights[prefix + "A_log"]) * dt)
+        state = memory.get("state", np.zeros((heads, dim, state_dim))) * decay[:, None, None]
+        state = state + (dt[:, None] * inputs)[:, :, None] * b[:, None, :]
+        memory["state"] = state
+        out = np.einsum("hpn,hn->hp", state, c) + weights[prefix + "D"][:, None] * inputs
+        gated = (out.ravel() * _silu(z)).reshape(norm_groups, -1)
+        normed = self._rms(gated).ravel() * self._w(prefix + "norm")
+        return self._w(prefix + "out_proj") @ normed
+
+
+class PureMamba2Run(MambaRun):
+    """Mamba2 and nothing else."""
+
+    def feed(self, token):
+        oracle, config = self.oracle, self.oracle.config
+        names = "num_heads", "head_dim", "n_groups", "state_size"
+        sizes = [config[name] for name in names]
+        x = oracle.embedding[token]
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(x, prefix + "norm")
+            x = x + self._mamba2(normed, prefix + "mixer.", memory, sizes, config["n_groups"])
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm_f")
+
+
+class NemotronRun(MambaRun):
+    """One mixer or one feed-forward layer in each layer; a tensor that it has tells which."""
+
+    def feed(self, token):
+        oracle, config = self.oracle, self.oracle.config
+        names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"
+        sizes = [config[name] for name in names]
+        x = oracle.embedding[token]
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}.mixer."
+            normed = self._norm(x, f"model.layers.{layer}.norm")
+            if prefix + "A_log" in oracle.weights:
+                x = x + self._mamba2(normed, prefix, memory, sizes, config["n_groups"])
+            elif prefix + "q_proj.weight" in oracle.weights:
+                x = x + self._attention(normed, prefix, memory)
+            elif prefix + "gate.weight" in oracle.weights:
+                x = x + self._nemotron_experts(normed, prefix)
+            else:
+                x = x + self._squared_relu(normed, prefix)
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm_f")
+
+    def _squared_relu(self, x, prefix):
+        return self._w(prefix + "down_proj") @ np.maximum(self._w(prefix + "up_proj") @ x, 0) ** 2
+
+    def _nemotron_experts(self, x, prefix):
+        config, weights = self.oracle.config, self.oracle.weights
+        score = _sigmoid(self._w(prefix + "gate") @ x)
+        compared = score + weights[prefix + "gate.e_score_correction_bias"]
+        groups = compared.reshape(config["n_group"], -1)
+        best = np.argsort(-np.sort(groups, 1)[:, -2:].sum(1), kind="stable")
+        groups[best[config["topk_group"] :]] = -np.inf
+        chosen = np.argsort(-groups.ravel(), kind="stable")[: config["num_experts_per_tok"]]
+        share = score[chosen] * config["routed_scaling_factor"]
+        if config["norm_topk_prob"]:
+            share = share / (score[chosen].sum() + 1e-20)
+        latent = prefix + "fc1_latent_proj.weight" in weights
+        inner = self._w(prefix + "fc1_latent_proj") @ x if latent else x
+        y = sum(
+            part * self._squared_relu(inner, f"{prefix}experts.{expert}.")
+            for part, expert in zip(share, chosen, strict=True)
+        )
+        y = self._w(prefix + "fc2_latent_proj") @ y if latent else y
+        return y + self._squared_relu(x, prefix + "shared_experts.")
+
+
+RUNS = {"mamba2": PureMamba2Run, "nemotron_h": NemotronRun}
