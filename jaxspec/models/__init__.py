@@ -38,6 +38,8 @@ MODELS = {
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
     "lfm2": "jaxspec.models.lfm2:LFM2",
+    "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",
+    "lfm2_moe": "jaxspec.models.lfm2:LFM2Moe",
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
     "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",

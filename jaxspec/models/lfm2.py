@@ -1,29 +1,38 @@
-"""LFM2 and LFM2.5 (Liquid AI 2025): short convolutions, and attention in some layers."""
+"""LFM2, LFM2.5 and LFM2-MoE (Liquid AI 2025): short convolutions, and attention in some layers."""
 
 import dataclasses
 import re
 
 from jaxspec.checks import shown
 from jaxspec.models.base import Model
-from jaxspec.models.config import FULL_ATTENTION, SHORT_CONV, ModelConfig
+from jaxspec.models.config import DENSE, FULL_ATTENTION, SHORT_CONV, SPARSE, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, number, numbers, whole, words
+from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
+from jaxspec.pallas.moe.route import Routing
 
 # Options that change the output, and their values that the layers compute.
 _OPTIONS = {"use_pos_enc": (True,), "block_use_swiglu": (True,)}
 _THETA = 1e6  # where config.json does not give it
 _KINDS = {"conv": SHORT_CONV, "full_attention": FULL_ATTENTION}  # by the words of `layer_types`
-_LAYER = re.compile(r"^(model\.layers\.\d{1,4}\.)([a-z_]+\.(?:[a-z0-9_]+(?=\.))?)")
+_EXPERTS, _SCALE = whole(1, 4096), number(1e-3, 1e3)
+_LAYER = re.compile(
+    r"(model\.layers\.\d{1,4}\.)(operator_norm|ffn_norm|self_attn|feed_forward)\.(.+)"
+)
 _PARTS = {
-    "operator_norm.": "input_layernorm.",
-    "ffn_norm.": "post_attention_layernorm.",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+}
+_MATRICES = {
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "out_proj": "o_proj",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "expert_bias": "gate.e_score_correction_bias",
 }
 
 
@@ -37,24 +46,56 @@ class LFM2(Model):
         Raises:
             ValueError: a field is missing, malformed or not implemented.
         """
-        fields.refuse_all_but(_OPTIONS)
         width = "intermediate_size" if fields.find("block_ff_dim", SIZE) is None else "block_ff_dim"
-        config = fields.common(
-            _layer_types(fields), default_theta=_THETA, eps="norm_eps", width=width
-        )
-        return dataclasses.replace(
-            config,
-            intermediate_size=_adjusted(fields, config.intermediate_size),
-            tie_word_embeddings=_tied(fields),
-            parts=(ShortConvConfig.read(fields),),
-        )
+        config = _common(fields, width=width)
+        adjusted = _adjusted(fields, config.intermediate_size)
+        return dataclasses.replace(config, intermediate_size=adjusted)
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
         """A published tensor's name in Qwen's spelling."""
         if name == "model.embedding_norm.weight":  # that of the output, whatever it is called
             return "model.norm.weight"
-        return _LAYER.sub(lambda found: found[1] + _PARTS.get(found[2], found[2]), name)
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return name
+        layer, part, rest = found.groups()
+        spelled = ".".join(_MATRICES.get(word, word) for word in rest.split("."))
+        return f"{layer}{_PARTS.get(part, part)}.{spelled}"
+
+
+class LFM2Moe(LFM2):
+    """An LFM2-MoE checkpoint: LFM2 with experts in all layers but the first."""
+
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        """As LFM2's, with the experts; the width of dense layers is that in config.json.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+        dense = fields.need("num_dense_layers", whole(0, count))
+        config = _common(fields, (DENSE,) * dense + (SPARSE,) * (count - dense))
+        return dataclasses.replace(config, parts=(*config.parts, _experts(fields)))
+
+
+def _common(
+    fields: Fields,
+    feed_forward_types: tuple[str, ...] | None = None,
+    width: str = "intermediate_size",
+) -> ModelConfig:
+    """What LFM2 with and without experts are alike in; ValueError as `parse_config`."""
+    fields.refuse_all_but(_OPTIONS)
+    config = fields.common(
+        _layer_types(fields), feed_forward_types, default_theta=_THETA, eps="norm_eps", width=width
+    )
+    tied = fields.find("tie_embedding", FLAG)  # transformers lets it count where there are both
+    return dataclasses.replace(
+        config,
+        tie_word_embeddings=config.tie_word_embeddings if tied is None else tied,
+        parts=(ShortConvConfig.read(fields),),
+    )
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
@@ -66,8 +107,7 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
     count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
     listed = fields.find("layer_types", words(MAX_LAYERS))
     if listed is None:
-        name = "full_attn_idxs"
-        attending = fields.need(name, numbers(MAX_LAYERS, whole(0, count - 1)))
+        attending = fields.need("full_attn_idxs", numbers(MAX_LAYERS, whole(0, count - 1)))
         return tuple(FULL_ATTENTION if i in attending else SHORT_CONV for i in range(count))
     unknown = sorted(set(listed) - _KINDS.keys())
     if unknown or len(listed) != count:
@@ -78,12 +118,6 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
             + ". Take the config.json that was published with the weights."
         )
     return tuple(_KINDS[word] for word in listed)
-
-
-def _tied(fields: Fields) -> bool | None:
-    """Whether the embedding serves as output head, by either flag; None: config.json is silent."""
-    tied = fields.find("tie_embedding", FLAG)
-    return fields.tie_word_embeddings if tied is None else tied
 
 
 def _adjusted(fields: Fields, width: int) -> int:
@@ -98,3 +132,22 @@ def _adjusted(fields: Fields, width: int) -> int:
     multiple = fields.need("block_multiple_of", SIZE)
     wanted = int((1.0 if factor is None else factor) * (2 * width // 3))
     return -(-wanted // multiple) * multiple
+
+
+def _experts(fields: Fields) -> MoEConfig:
+    """The experts' sizes, and how they are chosen: by sigmoids, corrected, without groups."""
+    num_experts = fields.need("num_experts", _EXPERTS)
+    scale = fields.find("routed_scaling_factor", _SCALE)
+    routing = Routing(
+        num_experts,
+        fields.need("num_experts_per_tok", whole(1, num_experts)),
+        score="sigmoid",
+        renormalise=fields.need("norm_topk_prob", FLAG),
+        eps=1e-6,
+        scale=1.0 if scale is None else float(scale),
+    )
+    return MoEConfig(
+        routing,
+        fields.need("moe_intermediate_size", SIZE),
+        has_correction=fields.need("use_expert_bias", FLAG),
+    )
