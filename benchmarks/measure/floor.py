@@ -1,4 +1,4 @@
-"""The least time that a decode step of a Qwen can take: what must move, and what it computes.
+"""The least time that a decode step can take: what must move, and what it computes.
 
 A verify reads the weights of the trunk and the output head once, each draft those of the draft head
 and, in 8 bits, the columns of the output head that score its vocabulary. A layer with experts reads
@@ -10,10 +10,21 @@ chip.
 """
 
 import math
+from typing import NamedTuple
 
 from jaxspec.config import StateConfig
-from jaxspec.models.config import DENSE, FULL_ATTENTION, ModelConfig
+from jaxspec.models.config import (
+    DENSE,
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA2,
+    NO_FEED_FORWARD,
+    NO_MIXER,
+    SQUARED_RELU,
+    ModelConfig,
+)
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
+from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
@@ -29,11 +40,56 @@ def attention_size(config: ModelConfig) -> int:
     return heads * config.head_dim * config.hidden_size
 
 
-def recurrent_size(config: ModelConfig) -> int:
-    """Weights of a Gated DeltaNet layer, without its feed-forward layer."""
-    sizes = config.part(GatedDeltaNetConfig)
-    columns = sizes.conv_dim + 2 * sizes.values + 2 * sizes.value_heads
-    return columns * config.hidden_size + sizes.conv_kernel * sizes.conv_dim
+class RecurrentSize(NamedTuple):
+    """What the floor counts of a recurrent layer."""
+
+    features: int  # of its heads' outputs
+    channels: int  # of its convolution
+    taps: int
+    scalars: int  # columns of its projection beside channels and gates: b and a, or step sizes
+    state: int  # elements of a state
+    factors: int  # elements that a token leaves in a ring
+    floats: int  # float32 numbers that it leaves there besides
+
+    @staticmethod
+    def of(config: ModelConfig, kind: str) -> "RecurrentSize":
+        """Of the model's Gated DeltaNet or Mamba2 layers."""
+        if kind == LINEAR_ATTENTION:
+            gdn = config.part(GatedDeltaNetConfig)
+            keys = gdn.key_heads * gdn.key_dim
+            return RecurrentSize(
+                features=gdn.values,
+                channels=gdn.conv_dim,
+                taps=gdn.conv_kernel,
+                scalars=2 * gdn.value_heads,
+                state=gdn.values * gdn.key_dim,
+                factors=gdn.values + keys,
+                floats=gdn.value_heads,
+            )
+        heads, taps = config.part(Mamba2Config).heads, config.part(Mamba2Config).conv_kernel
+        return RecurrentSize(
+            features=heads.features,
+            channels=heads.channels,
+            taps=taps,
+            scalars=heads.heads,
+            state=heads.features * heads.state_dim,
+            factors=heads.features + heads.groups * heads.state_dim,
+            floats=heads.heads,
+        )
+
+    def weights(self, hidden_size: int) -> int:
+        """Those of a layer."""
+        columns = self.channels + 2 * self.features + self.scalars
+        return columns * hidden_size + self.taps * self.channels
+
+
+def mixer_size(config: ModelConfig, kind: str) -> int:
+    """Weights of a layer's token mixer."""
+    if kind == NO_MIXER:
+        return 0
+    if kind == FULL_ATTENTION:
+        return attention_size(config)
+    return RecurrentSize.of(config, kind).weights(config.hidden_size)
 
 
 def distinct_experts(routing: Routing, tokens: float) -> float:
@@ -43,12 +99,17 @@ def distinct_experts(routing: Routing, tokens: float) -> float:
 
 def feed_forward_size(config: ModelConfig, kind: str, tokens: float) -> float:
     """Weights of a feed-forward layer that so many tokens read."""
-    if kind == DENSE:
-        return 3 * config.hidden_size * config.intermediate_size
+    if kind == NO_FEED_FORWARD:
+        return 0
+    if kind in (DENSE, SQUARED_RELU):
+        return (3 if kind == DENSE else 2) * config.hidden_size * config.intermediate_size
     sizes = config.part(MoEConfig)
-    scores = sizes.routing.num_experts + (sizes.shared_size > 0)  # the shared expert has a gate
-    width = sizes.shared_size + distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
-    return config.hidden_size * (scores + 3 * width)
+    matrices = 1 + sizes.activation.pieces
+    chosen = matrices * distinct_experts(sizes.routing, tokens) * sizes.intermediate_size
+    of_stream = sizes.routing.num_experts + sizes.gated_shared + matrices * sizes.shared_size
+    if sizes.latent_size is None:
+        return config.hidden_size * (of_stream + chosen)
+    return config.hidden_size * (of_stream + 2 * sizes.latent_size) + sizes.latent_size * chosen
 
 
 def head_size(config: ModelConfig, tokens: float) -> float:
@@ -62,10 +123,7 @@ def forward_size(config: ModelConfig, tokens: float) -> float:
     feed_forward = sum(
         feed_forward_size(config, kind, tokens) for kind in config.feed_forward_types
     )
-    mixers = sum(
-        attention_size(config) if kind == FULL_ATTENTION else recurrent_size(config)
-        for kind in config.layer_types
-    )
+    mixers = sum(mixer_size(config, kind) for kind in config.layer_types)
     return mixers + feed_forward + config.hidden_size * config.vocab_size
 
 
@@ -96,42 +154,37 @@ def step_bytes(
     width, size = 1 + drafts, ITEMSIZES[dtype]
     kv_token = 2 * config.num_kv_heads * config.head_dim * ITEMSIZES[kv_dtype or dtype]
     scored = config.hidden_size * (draft_vocab or config.vocab_size)
-    draft = size * head_size(config, rows) + ITEMSIZES[draft_head_dtype] * scored
+    draft = size * head_size(config, rows) if drafts else 0.0
+    draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
-    if config.num_linear_attention_layers:
-        sizes = config.part(GatedDeltaNetConfig)
-        window = 2 * (sizes.conv_kernel - 1) + drafts  # read, and written whole
-        io = size * (sizes.conv_dim * (width + window) + 2 * sizes.values * width)
-        state = _state_bytes(sizes, width, emitted, states, ring_dtype)
+    for kind in (LINEAR_ATTENTION, MAMBA2):
+        if layers := config.layer_types.count(kind):
+            sizes = RecurrentSize.of(config, kind)
+            window = 2 * (sizes.taps - 1) + drafts  # read, and written whole
+            moved = sizes.channels * (width + window) + 2 * sizes.features * width
+            io += rows * layers * size * moved
+            state += rows * layers * _state_bytes(sizes, width, emitted, states, ring_dtype)
     attention = config.num_full_attention_layers
-    recurrent = rows * config.num_linear_attention_layers
     return {
         "weights": size * forward_size(config, rows * width + prompt_tokens),
         "kv": attention * kv_token * (rows * (context + width) + prompt_tokens),
-        "io": recurrent * io,
-        "states": recurrent * state,
+        "io": io,
+        "states": state,
         "drafts": drafts * (draft + rows * context * kv_token),
     }
 
 
 def _state_bytes(
-    sizes: GatedDeltaNetConfig,
-    width: int,
-    emitted: float,
-    states: StateConfig,
-    ring_dtype: str | None,
+    sizes: RecurrentSize, width: int, emitted: float, states: StateConfig, ring_dtype: str | None
 ) -> float:
     """Bytes that one request moves in one layer, for its state and its ring."""
     size = ITEMSIZES[states.dtype]
-    state = sizes.values * sizes.key_dim * size
     if states.policy == "snapshot":
-        return state * (1 + width)
-    keys = sizes.key_heads * sizes.key_dim
-    token = ITEMSIZES[ring_dtype or states.dtype] * (sizes.values + keys)
-    token += 4 * sizes.value_heads  # the decay
+        return sizes.state * size * (1 + width)
+    token = ITEMSIZES[ring_dtype or states.dtype] * sizes.factors + 4 * sizes.floats
     steps_fit = (states.window or default_window(size)) - width + 1
     folds = emitted / (steps_fit + (emitted - 1) / 2)  # a share of the steps
-    return state * (1 + folds) + (steps_fit / 2 + width) * token
+    return sizes.state * size * (1 + folds) + (steps_fit / 2 + width) * token
 
 
 def step_seconds(

@@ -114,7 +114,7 @@ MAMBA_SHAPES = {
     ),
     # 33 of its 88 layers, with its shares of each kind: 93 GB in bfloat16.
     "nemotron-3-super-120b-a12b": NemotronShape(
-        4096, "MEMEM*EMEME" * 3, _SUPER, MAMBA2["nemotron-3-super"], _HEADS, has_head=True
+        4096, "MEMEM*EMEME" * 3, _SUPER, MAMBA2["nemotron-h-8b"], _HEADS, has_head=True
     ),
     "mamba2-2.7b": PureMamba2Shape(2560, 64, MAMBA2["mamba2-2.7b"]),
 }

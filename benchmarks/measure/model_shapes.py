@@ -1,8 +1,9 @@
-"""Qwen's models as sizes: a config.json for each, to be run with random weights."""
+"""Models as sizes: a config.json for each, to be run with random weights."""
 
 import dataclasses
 from typing import Any
 
+from benchmarks.measure.mamba_shapes import MAMBA_SHAPES, NemotronShape, PureMamba2Shape
 from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN, AttentionShape, GdnShape
 
 
@@ -85,7 +86,7 @@ SMALL = ATTENTION["qwen3.5-0.8b"], GDN["qwen3.5-0.8b"]
 MIDDLE = ATTENTION["qwen3.5-9b"], GDN["qwen3.5-9b"]
 LARGE = ATTENTION["qwen3.5-27b"], GDN["qwen3.5-27b"]
 SPARSE = ATTENTION["qwen3.5-35b-a3b"], GDN["qwen3.5-9b"]
-SHAPES = {
+SHAPES: dict[str, ModelShape | NemotronShape | PureMamba2Shape] = {
     "tiny": ModelShape(DENSE, 64, 4, 96, *TINY, tied=True, vocab=512),
     "tiny-moe": ModelShape(MOE, 64, 4, ExpertsShape(8, 2, 32, 48), *TINY, tied=False, vocab=512),
     "qwen3.5-0.8b": ModelShape(DENSE, HIDDEN["qwen3.5-0.8b"], 24, 3584, *SMALL, tied=True),
@@ -110,4 +111,5 @@ SHAPES = {
         tied=False,
         vocab=151936,
     ),
+    **MAMBA_SHAPES,
 }

@@ -66,14 +66,24 @@ class Mamba2Shape:
     head_dim: int = 64
     state_dim: int = 128
 
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: x of all heads, B and C of all groups side by side."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Columns of the first product: channels, gates, step sizes, and padding to 64."""
+        columns = self.conv_dim + self.heads * (self.head_dim + 1)
+        return -(-columns // 64) * 64
+
     def __str__(self) -> str:
         return f"{self.groups}/{self.heads}x{self.head_dim}x{self.state_dim}"
 
 
 MAMBA2 = {
     "nemotron-3-nano": Mamba2Shape(64),
-    "nemotron-h-8b": Mamba2Shape(128),
-    "nemotron-3-super": Mamba2Shape(128),
+    "nemotron-h-8b": Mamba2Shape(128),  # also Nemotron-3-Super
     "mamba2-2.7b": Mamba2Shape(80, groups=1),
 }
 

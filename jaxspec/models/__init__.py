@@ -36,6 +36,8 @@ __all__ = [
 MODELS = {
     "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
     "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
+    "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
+    "granitemoehybrid": "jaxspec.models.granite:Granite",
     "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
     "lfm2": "jaxspec.models.lfm2:LFM2",
     "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",

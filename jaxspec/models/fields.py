@@ -138,7 +138,7 @@ class Fields(Block):
         default_partial_rotary: float = 1.0,
         default_theta: float | None = None,
         eps: str = "rms_norm_eps",
-        width: str = "intermediate_size",
+        intermediate_size: str = "intermediate_size",
         max_positions: int | None = None,
     ) -> ModelConfig:
         """What every family reads alike; a family adds its own by `dataclasses.replace`.
@@ -148,8 +148,8 @@ class Fields(Block):
         `has_attention`: some layer attends, so that there are heads; `has_rotation`: it is told of
         positions by a rotation; `default_partial_rotary`: the share of a head that is rotated
         unless config.json says; `default_theta`: the rotation's base likewise, None: config.json
-        must say; `eps`, `width`: the fields that have it, and the width of dense layers;
-        `max_positions`: of a family whose config.json says nothing of them.
+        must say; `eps` and `intermediate_size`: the fields that have them; `max_positions`: of a
+        family whose config.json says nothing of them.
 
         Raises:
             ValueError: a field is missing, malformed or not implemented.
@@ -173,7 +173,7 @@ class Fields(Block):
             architecture=self.architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=self.need(width, SIZE) if has_dense else 0,
+            intermediate_size=self.need(intermediate_size, SIZE) if has_dense else 0,
             num_heads=heads[0],
             num_kv_heads=heads[1],
             head_dim=heads[2],

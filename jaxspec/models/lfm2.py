@@ -88,7 +88,11 @@ def _common(
     """What LFM2 with and without experts are alike in; ValueError as `parse_config`."""
     fields.refuse_all_but(_OPTIONS)
     config = fields.common(
-        _layer_types(fields), feed_forward_types, default_theta=_THETA, eps="norm_eps", width=width
+        _layer_types(fields),
+        feed_forward_types,
+        default_theta=_THETA,
+        eps="norm_eps",
+        intermediate_size=width,
     )
     tied = fields.find("tie_embedding", FLAG)  # transformers lets it count where there are both
     return dataclasses.replace(

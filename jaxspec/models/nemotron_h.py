@@ -19,11 +19,12 @@ from jaxspec.models.config import (
     SQUARED_RELU,
     ModelConfig,
 )
-from jaxspec.models.fields import Fields
+from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, number, whole, words
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
 
 # Options that change the output, and their values that the layers compute.
@@ -117,15 +118,13 @@ class NemotronH(Model):
         if name.startswith("backbone."):
             name = "model." + name.removeprefix("backbone.")
         if found := _HEAD_LAYER.fullmatch(name):
-            is_mixer = found[1] == "0"
-            return _spelled(
-                "mtp.layers.0.", FULL_ATTENTION if is_mixer else NO_MIXER, *found.groups()[1:]
-            )
+            number, part, rest = found.groups()
+            return _spelled("mtp.layers.0.", (FULL_ATTENTION, NO_MIXER)[int(number)], part, rest)
         found = _TRUNK_LAYER.fullmatch(name)
         if found is None or int(found[1]) >= len(config.layer_types):
             return _NAMES.get(name, name)
-        mixer = config.layer_types[int(found[1])]
-        return _spelled(f"model.layers.{found[1]}.", mixer, *found.groups()[1:])
+        number, part, rest = found.groups()
+        return _spelled(f"model.layers.{number}.", config.layer_types[int(number)], part, rest)
 
 
 def _spelled(layer: str, mixer: str, part: str, rest: str) -> str:
@@ -203,16 +202,27 @@ def _experts(fields: Fields) -> MoEConfig:
     num_experts = fields.need("n_routed_experts", _EXPERTS)
     width = fields.need("moe_intermediate_size", SIZE)
     scale = fields.find("routed_scaling_factor", _SCALE)
+    groups = fields.find("n_group", whole(1, num_experts)) or 1
+    check_groups(num_experts, groups, "n_routed_experts, n_group")
+    top_groups = fields.find("topk_group", whole(1, groups)) or 1
+    reachable = num_experts // groups * top_groups
     routing = Routing(
         num_experts,
-        fields.need("num_experts_per_tok", whole(1, num_experts)),
+        fields.need("num_experts_per_tok", whole(1, reachable)),
         score="sigmoid",
         renormalise=fields.need("norm_topk_prob", FLAG),
         eps=1e-20,
         scale=1.0 if scale is None else float(scale),
-        groups=fields.find("n_group", whole(1, num_experts)) or 1,
-        top_groups=fields.find("topk_group", whole(1, num_experts)) or 1,
+        groups=groups,
+        top_groups=top_groups,
     )
     shared = fields.need("moe_shared_expert_intermediate_size", whole(1, _MAX_SHARED * width))
     latent = fields.find("moe_latent_size", SIZE)
-    return MoEConfig(routing, width, shared_size=shared, latent_size=latent or 0)
+    return MoEConfig(
+        routing,
+        width,
+        shared_size=shared,
+        has_correction=True,
+        activation=Activation.SQUARED_RELU,
+        latent_size=latent,
+    )

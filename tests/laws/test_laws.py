@@ -24,11 +24,15 @@ from harness import (
     Harness,
     continuations,
     expected,
+    model,
     prompts,
 )
 from safetensors import safe_open
 
+from jaxspec.models.layers.mamba2 import Mamba2
 from jaxspec.pallas.gated_delta.replay import replayed_states
+from jaxspec.pallas.mamba2.replay import replayed_states as mamba2_states
+from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.recurrent.conv_ring import past_rows
 from jaxspec.plan import plan_layout
 from jaxspec.regions import DecodeRegion
@@ -43,8 +47,15 @@ PREFIXED = dataclasses.replace(SAMPLED, presence_penalty=0.5, logit_bias={5: 1.0
 POLICIES = pytest.mark.parametrize("states", [SNAPSHOT, REPLAY], ids=["snapshot", "replay"])
 HYBRIDS = pytest.mark.parametrize(
     ("fixture", "states"),
-    [(name, policy) for name in ("qwen3_5", "qwen3_5_moe") for policy in (SNAPSHOT, REPLAY)],
-    ids=["snapshot", "replay", "experts", "experts replayed"],
+    [
+        (name, policy)
+        for name in ("qwen3_5", "qwen3_5_moe", "nemotron_h")
+        for policy in (SNAPSHOT, REPLAY)
+    ],
+    ids=[
+        *("snapshot", "replay", "experts", "experts replayed"),
+        *("Mamba2 and experts", "Mamba2 and experts replayed"),
+    ],
 )
 MIXED = (0.8, 0.5, 0.5)
 SOME_IDS = tuple(np.random.default_rng(2).permutation(264)[:64].tolist())
@@ -142,6 +153,10 @@ OTHERS = [
     ("qwen3_5_moe", "oracle-mixed", 3, GREEDY),
     ("qwen3_5_moe", "mtp", 3, SAMPLED),
     ("llama", "oracle-mixed", 3, GREEDY),
+    ("nemotron_h", "oracle-mixed", 3, SAMPLED),
+    ("nemotron_h", "mtp", 3, GREEDY),
+    ("mamba2", "oracle-mixed", 3, GREEDY),
+    ("granitemoehybrid", "oracle-mixed", 3, SAMPLED),
 ]
 
 
@@ -187,6 +202,9 @@ RUNS = [  # fixture, drafts, policies
     ("llama_draft", 0, BOTH[:1]),
     *itertools.product(("qwen3_5_moe", "qwen3_next"), (0, 3), (BOTH,)),
     ("qwen3_5_moe_vl", 3, BOTH[1:]),
+    *itertools.product(("nemotron_h", "nemotron_h_latent"), (0, 3), (BOTH,)),
+    ("mamba2", 0, BOTH),
+    ("granitemoehybrid", 0, BOTH),
 ]
 
 
@@ -361,16 +379,26 @@ def test_preemption_changes_no_token(states):
         assert engine.scheduler.pages.num_free == 15
 
 
-def true_states(state, row):
+def replayed_of_mamba2(model):
+    """`replayed_states` of Mamba2's layers, each with the rates of its own."""
+    mixers = (layer.mixer for layer in model.trunk.layers)
+    rates = [-jnp.exp(mixer.rates[:, 0]) for mixer in mixers if isinstance(mixer, Mamba2)]
+    return lambda states, ring, layer, rows: mamba2_states(states, ring, rates[layer], layer, rows)
+
+
+def true_states(engine, row):
     """A row's recurrent states, of every layer, as the next step would start from them."""
+    state = engine.runner.state
     pool, rows = state.pools["recurrent"], state.rows
     slot, offset = int(rows.slot[row]), int(rows.state_offset[row])
     if pool.ring is None:
         return np.asarray(pool.states[:, slot, offset])
     fields = rows.slot, rows.num_computed, rows.num_drafts, rows.state_offset, rows.ring_length
     region = DecodeRegion(*(x[row : row + 1] for x in fields))
+    is_mamba2 = isinstance(pool.ring, Mamba2Ring)
+    replayed = replayed_of_mamba2(model(engine.fixture)) if is_mamba2 else replayed_states
     layers = range(pool.states.shape[0])
-    return np.stack([replayed_states(pool.states, pool.ring, layer, region)[0] for layer in layers])
+    return np.stack([replayed(pool.states, pool.ring, layer, region)[0] for layer in layers])
 
 
 @HYBRIDS
@@ -391,7 +419,8 @@ def test_a_state_rolled_back_equals_a_state_never_advanced(fixture, states):
                 if slot and not rows.finish[row]:
                     conv, taps = state.pools["recurrent"].conv, specs["recurrent"].conv.taps
                     read = past_rows(jnp.array([computed]), taps - 1, conv.shape[2])[0]
-                    history[computed] = true_states(state, row), np.asarray(conv[:, slot, read])
+                    inputs = np.asarray(conv[:, slot, read])
+                    history[computed] = true_states(engine, row), inputs
         histories.append(history)
     shared = sorted(set(histories[0]) & set(histories[1]))
     assert len(shared) >= 4 and len(shared) < len(histories[0])
@@ -409,7 +438,7 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
         plain.step()
         state = plain.runner.state
         if int(state.rows.slot[0]):
-            history[int(state.rows.num_computed[0])] = true_states(state, 0)
+            history[int(state.rows.num_computed[0])] = true_states(plain, 0)
     output = plain.requests[0].output
     stops = [stop for i, stop in enumerate(output) if stop not in output[:i]][1:]
     engine, num_inside = harness("qwen3_5", "oracle-always", 3, GREEDY, states=states), 0
@@ -419,7 +448,7 @@ def test_after_a_stop_inside_accepted_drafts_the_true_state_is_still_known(state
         state = engine.runner.state
         computed = int(state.rows.num_computed[0])
         assert request.finish is Finish.STOP and computed == len(request.tokens) - 1
-        chex.assert_trees_all_close(true_states(state, 0), history[computed], atol=2e-5)
+        chex.assert_trees_all_close(true_states(engine, 0), history[computed], atol=2e-5)
         num_inside += len(request.output) % 4 != 1  # a prompt gives one token, each verify 4
     assert num_inside >= 3
 

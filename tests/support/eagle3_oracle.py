@@ -31,7 +31,9 @@ class Eagle3Oracle:
         self.embedding = floats.get("embed_tokens.weight", target.embedding)
         size = len(self.weights["lm_head.weight"])
         self.ids = np.arange(size) + self.weights.get("d2t", np.zeros(size, int))
-        self.run_of = SimpleNamespace(weights=floats, config=config, is_hybrid=False)
+        self.run_of = SimpleNamespace(
+            weights=floats, config=config, is_hybrid=False, eps=config["rms_norm_eps"]
+        )
 
     def start(self) -> "HeadRun":
         return HeadRun(self)
@@ -78,7 +80,9 @@ class HeadRun(Run):
         embedded = self._norm(self.head.embedding[token], layer + "input_layernorm")
         default = "transformer_layer_config" in config
         x = normed if config.get("norm_before_residual", default) else hidden
-        x = x + self._attention(np.concatenate([embedded, normed]), layer, self.memory)
+        x = x + self._attention(
+            np.concatenate([embedded, normed]), layer + "self_attn.", self.memory
+        )
         x = x + self._mlp(self._norm(x, layer + "post_attention_layernorm"), layer + "mlp.")
         self.position += 1
         last = self._norm(x, "norm")

@@ -100,4 +100,42 @@ class NemotronRun(MambaRun):
         return y + self._squared_relu(x, prefix + "shared_experts.")
 
 
-RUNS = {"mamba2": PureMamba2Run, "nemotron_h": NemotronRun}
+class GraniteRun(MambaRun):
+    """A mixer, then a layer that every token has and perhaps experts; factors everywhere."""
+
+    def feed(self, token):
+        oracle, config = self.oracle, self.oracle.config
+        names = "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"
+        sizes, by = [config[name] for name in names], config["residual_multiplier"]
+        x = oracle.embedding[token] * config["embedding_multiplier"]
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(x, prefix + "input_layernorm")
+            if prefix + "mamba.A_log" in oracle.weights:
+                x = x + by * self._mamba2(normed, prefix + "mamba.", memory, sizes, 1)
+            else:
+                x = x + by * self._attention(normed, prefix + "self_attn.", memory)
+            normed = self._norm(x, prefix + "post_attention_layernorm")
+            y = self._fused(normed, prefix + "shared_mlp.", ...)
+            if config["num_local_experts"]:
+                y = y + self._granite_experts(normed, prefix + "block_sparse_moe.")
+            x = x + by * y
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.norm") / config["logits_scaling"]
+
+    def _granite_experts(self, x, prefix):
+        scores = self._w(prefix + "router.layer") @ x
+        chosen = np.argsort(-scores, kind="stable")[: self.oracle.config["num_experts_per_tok"]]
+        share = np.exp(scores[chosen] - scores[chosen].max())
+        parts = (self._fused(x, prefix, expert) for expert in chosen)
+        return sum(w * y for w, y in zip(share / share.sum(), parts, strict=True))
+
+    def _fused(self, x, prefix, expert):
+        gate, up = np.split(self._w(prefix + "input_linear")[expert] @ x, 2)
+        return self._w(prefix + "output_linear")[expert] @ (_silu(gate) * up)
+
+    def _score_scale(self, dim):
+        return self.oracle.config["attention_multiplier"]
+
+
+RUNS = {"granitemoehybrid": GraniteRun, "mamba2": PureMamba2Run, "nemotron_h": NemotronRun}

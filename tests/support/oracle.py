@@ -143,7 +143,8 @@ class Run:
 
     def _attention(self, x, prefix, memory):
         config = self.oracle.config
-        heads, dim = config["num_attention_heads"], config["head_dim"]
+        heads = config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
         query = (self._w(prefix + "q_proj") @ x).reshape(heads, -1)
         query, gate = query[:, :dim], query[:, dim:]
         key = (self._w(prefix + "k_proj") @ x).reshape(-1, dim)
@@ -154,16 +155,19 @@ class Run:
         keys, values = (np.stack(part) for part in zip(*memory["kv"], strict=True))
         group = heads // key.shape[0]
         keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
-        scores = np.einsum("hd,thd->ht", query, keys) * dim**-0.5
+        scores = np.einsum("hd,thd->ht", query, keys) * self._score_scale(dim)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), values)
         if self.oracle.is_hybrid:
             mixed = mixed * _sigmoid(gate)
         return self._w(prefix + "o_proj") @ mixed.ravel()
 
+    def _score_scale(self, dim):
+        return dim**-0.5
+
     def _rotate(self, x):
         rope = self.oracle.config.get("rope_parameters")
-        if rope is None:
+        if rope is None or "position_embedding_type" in self.oracle.config:  # Granite has none
             return x
         dim = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
         angle = self.position * turns(rope, dim)

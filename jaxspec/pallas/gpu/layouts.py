@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from math import gcd
+from typing import Any, NamedTuple
 
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu.device import THREADS
@@ -23,6 +25,37 @@ def pieces_of(count: int) -> Iterator[tuple[int, int]]:
 def vectors(vector: int):
     """Register layout of one row of `THREADS * vector` elements: `vector` neighbours a thread."""
     return plgpu.Layout.WG_STRIDED((THREADS * vector,), vec_size=vector)
+
+
+class RowPiece(NamedTuple):
+    """A part of a row that all threads of a block share, and how they hold it."""
+
+    start: int
+    size: int
+    layout: Any
+
+    @property
+    def columns(self):
+        """Its place in the row."""
+        return pl.ds(self.start, self.size)
+
+
+def row_pieces(size: int, itemsize: int) -> list[RowPiece]:
+    """Cut a row of `size` elements, a multiple of `THREADS`, into one or two pieces.
+
+    A thread accesses 16 bytes of the first at a time, or 4 elements. The rest is shorter than that
+    takes: less than 4 elements a thread.
+
+        bfloat16: 4096 is one piece, 16 bytes at a time; 2688 is 2560, 8 bytes at a time, and 128
+    """
+    whole = size - size % (4 * THREADS)
+    vector = 16 // itemsize if whole % (THREADS * 16 // itemsize) == 0 else 4
+    pieces = [(0, whole, vector), (whole, size - whole, gcd((size - whole) // THREADS, 4))]
+    return [
+        RowPiece(start, length, plgpu.Layout.WG_STRIDED((length,), vec_size=vector))
+        for start, length, vector in pieces
+        if length
+    ]
 
 
 def row_layout(size: int, itemsize: int, most_lanes: int = 16):

@@ -2,10 +2,14 @@
 
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.mamba2.heads import Mamba2Params
-from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2 import replay as replay_op
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
+from jaxspec.pallas.mamba2.inputs import check_columns, mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
+from jaxspec.pallas.recurrent.conv_update import check_window, why_not_convolve
+from jaxspec.pallas.recurrent.replay import check_ring
 from jaxspec.regions import DecodeRegion
 
 _Conv = Float[Array, "layers slots conv_ring channels"]
@@ -26,7 +30,19 @@ def mamba2_conv_replay(
 
     Operands, dtypes, padding and errors are those of the two. The convolution's ring, like the
     state's, holds the input of each token in the row of its position.
+
+    One kernel does both where `mamba2_replay` has a kernel, if the heads are those of the pools,
+    and `conv_update` has a kernel for the projection and the taps. Otherwise the two run.
     """
+    check_window(projected, params.conv, conv)
+    check_columns(projected, params)
+    check_ring(projected.shape[1], ring.window, ring.num_rows)
+    why = _why_not_kernel(projected, params, conv, states, ring)
+    if dispatch.runs_kernel("mamba2_conv_replay", why, by_choice=True):
+        from jaxspec.pallas.mamba2.replay_kernel import mamba2_conv_replay_kernel
+
+        on_device = dispatch.layer_index(states, layer)
+        return mamba2_conv_replay_kernel(projected, params, conv, states, ring, on_device, rows)
     tokens, conv = mamba2_inputs(projected, params, conv, layer, rows)
     out, states, ring = mamba2_replay(tokens, states, ring, layer, rows)
     return out, conv, states, ring
@@ -45,3 +61,13 @@ def mamba2_conv_replay_reference(
     tokens, conv = mamba2_inputs_reference(projected, params, conv, layer, rows)
     out, states, ring = mamba2_replay_reference(tokens, states, ring, layer, rows)
     return out, conv, states, ring
+
+
+def _why_not_kernel(projected, params, conv, states, ring):
+    """Why the kernel does not take these operands, or None."""
+    heads, head_dim, state_dim = states.shape[3:]
+    kept = Mamba2Heads(heads, head_dim, ring.b.shape[3], state_dim)
+    if params.heads != kept:
+        return f"{params.heads} on states of {kept}"
+    why = why_not_convolve(projected, params.conv, conv)
+    return why or replay_op.why_not_kernel(projected, states, ring)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import flax.struct
 from jaxtyping import Array, Float
 
+BLOCK_CHANNELS = 256  # of a kernel's block: two a thread, as in `conv_update`
+
 
 class Mamba2Heads(NamedTuple):
     """The heads of a layer, and the groups that share `B` and `C`.
@@ -50,3 +52,9 @@ class Mamba2Params:
     # without a copy.
     rates: Float[Array, "heads 3"]
     heads: Mamba2Heads = flax.struct.field(pytree_node=False)
+
+
+def key_block(heads: Mamba2Heads) -> int:
+    """Channels of B or of C in a block, which must not span both: one group alone has 128."""
+    keys = heads.groups * heads.state_dim
+    return BLOCK_CHANNELS if keys % BLOCK_CHANNELS == 0 else BLOCK_CHANNELS // 2

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.pallas.mamba2.heads import Mamba2Params
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2.heads import BLOCK_CHANNELS, Mamba2Params, key_block
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.conv_update import (
     check_window,
     conv_update,
     conv_update_reference,
+    why_not_convolve,
 )
 from jaxspec.regions import DecodeRegion
 
@@ -30,11 +32,23 @@ def mamba2_inputs(
     The gate z and the padding are not read. Dtypes, padding and errors of the convolution are those
     of `conv_update`.
 
+    One kernel reads the projection where it lies, if the channels of x are a multiple of 256, and
+    those of B, and of C, one of 128.
+
     Raises:
         ValueError: `projected` has too few columns, or the taps are not those of the heads.
     """
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
+    is_toy = params.heads.channels < 1536  # no published model is so small: no warning
+    if dispatch.runs_kernel(
+        "mamba2_inputs", _why_not_kernel(projected, params, conv), by_choice=is_toy
+    ):
+        from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
+
+        return mamba2_inputs_kernel(
+            projected, params, conv, dispatch.layer_index(conv, layer), rows
+        )
     y, conv = conv_update(
         projected[..., : params.heads.channels], params.conv, conv, layer, rows, bias=params.bias
     )
@@ -69,6 +83,15 @@ def check_columns(projected: Float[Array, "*tokens columns"], params: Mamba2Para
             f"{heads.heads} step sizes, {heads.columns} in all, but this one has {columns}. "
             "Pass the whole projection."
         )
+
+
+def _why_not_kernel(projected, params, conv):
+    """Why `mamba2_inputs_kernel` does not take these operands, or None."""
+    heads = params.heads
+    keys = heads.groups * heads.state_dim
+    if heads.features % BLOCK_CHANNELS or keys % key_block(heads):
+        return f"{heads.features} channels of x and {keys} of B, not multiples of 256 and 128"
+    return why_not_convolve(projected, params.conv, conv)
 
 
 def _steps(projected, params):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.mamba2 import step as step_op
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
-from jaxspec.pallas.mamba2.step import advance, why_not_kernel
+from jaxspec.pallas.mamba2.step import advance
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import check_ring, must_fold, rounded_to, sums_after
 from jaxspec.pallas.recurrent.state_select import state_select_reference
@@ -38,7 +39,7 @@ def mamba2_replay(
         ValueError: the ring is too small for steps of this width (`check_ring`).
     """
     check_ring(tokens.x.shape[1], ring.window, ring.num_rows)
-    if dispatch.runs_kernel("mamba2_replay", _why_not_kernel(tokens.x, states, ring)):
+    if dispatch.runs_kernel("mamba2_replay", why_not_kernel(tokens.x, states, ring)):
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
         padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)
@@ -66,7 +67,7 @@ def mamba2_replay_reference(
     # Written before the ring is read, where these rows do not count: XLA need not copy it then.
     x_ring, b_ring, dt_ring = append(ring.x, x), append(ring.b, b), append(ring.dt, dt)
     ring = dataclasses.replace(ring, x=x_ring, b=b_ring, dt=dt_ring)
-    start = _replayed_states(states, ring, a, layer, rows)
+    start = replayed_states(states, ring, a, layer, rows)
 
     state, outputs = start, []
     x_kept, b_kept = rounded_to(x, ring.x.dtype), rounded_to(b, ring.b.dtype)
@@ -80,7 +81,7 @@ def mamba2_replay_reference(
     return jnp.stack(outputs, axis=1)[..., :head_dim], states, ring
 
 
-def _replayed_states(
+def replayed_states(
     states: _States, ring: Mamba2Ring, a: Float[Array, " heads"], layer: int, rows: DecodeRegion
 ) -> Float[Array, "rows heads head_dim state_dim"]:
     """Each row's state before its step: its checkpoint, and the ring's tokens added, in float32."""
@@ -105,8 +106,10 @@ def _replayed_states(
     return decay * checkpoint.astype(jnp.float32) + added
 
 
-def _why_not_kernel(x, states, ring):
-    """Why the kernel does not take these operands, or None."""
+def why_not_kernel(
+    x: Float[Array, "rows width ..."], states: _States, ring: Mamba2Ring
+) -> str | None:
+    """Why a replay's kernel does not take these operands, or None; of `x` all but its heads."""
     if ring.window > 64:
         return f"a ring with a window of {ring.window} tokens, more than 64"
-    return why_not_kernel(x, states)
+    return step_op.why_not_kernel(x, states)

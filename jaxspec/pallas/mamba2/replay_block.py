@@ -1,7 +1,12 @@
-"""A block of `mamba2_replay` from top to bottom: one head of one row, a warpgroup's work."""
+"""A block of `mamba2_replay` from top to bottom: one head of one row, a warpgroup's work.
+
+This step's tokens are loaded (`LoadedTokens`) or made of a projection (`ConvTokens`).
+"""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +30,56 @@ class Mamba2Launch:
 
     sizes: ReplaySizes
     block_heads: int  # heads of a block, a warpgroup each
+    conv_rows: int  # rows of the convolution's ring; 1: there is none, and 0 the only remainder
+    tokens: Any  # LoadedTokens or ConvTokens
+
+
+class LoadedTokens:
+    """This step's tokens where they are operands of the kernel: `Mamba2Tokens`."""
+
+    def __init__(self, launch: Mamba2Launch, ring: RingBlock, smem: Any, warpgroup: Any):
+        """Nothing is loaded yet but the head's numbers."""
+        self.width, self.gmem, self.smem = launch.sizes.width, ring.gmem, smem
+        self.ring, self.warpgroup = ring, warpgroup
+        self.rate, self.skip = ring.gmem.a[ring.head], ring.gmem.d[ring.head]
+
+    def begin_copies(self) -> None:
+        """Begin to copy C to shared memory."""
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            c = self.gmem.c.at[self.ring.table.row, :, self.ring.key_head]
+            target = self.smem.c.at[pl.ds(0, self.width)]
+            plgpu.copy_gmem_to_smem(c, target, self.smem.c_produced)
+
+    def finish(self, find_ring_decay: Callable) -> None:
+        """Wait until all threads see B as the ring will hold it, C, and the ring's decay."""
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            for t in range(self.width):
+                b = self.gmem.b.at[self.ring.table.row, t, self.ring.key_head]
+                keep_b(self.ring, t, load(b, self.ring.by_key))
+
+        find_ring_decay()
+        self.ring.sync()
+        plgpu.barrier_wait(self.smem.c_produced)
+
+    def values(self) -> tuple[list[Any], list[Any]]:
+        """`x` in registers, and `dt`, of each token."""
+        row, head, tokens = self.ring.table.row, self.ring.head, range(self.width)
+        x = [load(self.gmem.x.at[row, t, head], self.ring.by_value) for t in tokens]
+        return x, [self.gmem.dt[row, t, head] for t in tokens]
+
+
+def keep_b(ring: RingBlock, t: int, b: Any) -> None:
+    """Store B of token `t` as the ring will hold it, and if the head leads its group, there."""
+    b = b.astype(ring.sizes.dtype)
+    store(ring.tiles.keys.at[t], b)
+
+    @pl.when(ring.leads_group() & (t < ring.table.num_tokens))
+    def _():
+        store(ring.gmem.ring_b.at[ring.key_index(ring.row_of_new(t))], b)
 
 
 class Mamba2ReplayBlock:
@@ -32,7 +87,7 @@ class Mamba2ReplayBlock:
 
     def __init__(self, launch: Mamba2Launch, gmem: Any, smem: Any):
         """`gmem`, `smem`: references to operands, pools and output, and to scratch, by name."""
-        self.sizes, self.block_heads = launch.sizes, launch.block_heads
+        self.launch, self.sizes, self.block_heads = launch, launch.sizes, launch.block_heads
         self.gmem, self.smem = gmem, smem
         row, block, self.warpgroup = (lax.axis_index(x) for x in ("row", "heads", "warpgroup"))
         head = block * launch.block_heads + self.warpgroup
@@ -57,46 +112,38 @@ class Mamba2ReplayBlock:
 
     def _step(self):
         """A live row's step."""
-        ring, gmem, smem, wait = self.ring, self.gmem, self.smem, plgpu.barrier_wait
-        head, row, width = ring.head, ring.table.row, self.sizes.width
-        log_decay = gmem.a[head] * math.log2(math.e)  # a power of 2 costs half of one of e
-        self._begin_copies()
-        self._append_b()
-        self._find_ring_decay(log_decay)
-        ring.sync()
-        wait(smem.c_produced)
+        ring, smem, wait = self.ring, self.smem, plgpu.barrier_wait
+        tokens = self.launch.tokens(self.launch, ring, smem, self.warpgroup)
+        log_decay = tokens.rate * math.log2(math.e)  # a power of 2 costs half of one of e
+        self._begin_copies(tokens)
+        tokens.finish(functools.partial(self._find_ring_decay, log_decay))
         lax.fori_loop(0, ring.num_groups, lambda i, _: wait(smem.ring_produced.at[i]), None)
         ring.multiply_keys(smem.c, self.warpgroup, self.block_heads)
         wait(smem.state_produced.at[self.warpgroup])
         decay = jnp.where(ring.table.ring_length > 0, self.decay_before[0], 1.0)
         self._multiply_state(jnp.where(ring.folds, decay, 1.0))
-        x = [load(gmem.x.at[row, t, head], ring.by_value) for t in range(width)]
-        dt = [gmem.dt[row, t, head] for t in range(width)]
+        x, dt = tokens.values()
         ring.sync()
         sums = load(self.state_products, ring.by_product)
         decay = jnp.where(ring.folds, 1.0, decay)
         # All that this head's threads exchange is in its own warpgroup: no barrier is needed.
         products, layout, sync = self.state_products, ring.by_product, plgpu.commit_smem
         reads = ring.replay(decay, sums, products, layout, sync)
-        self._store_outputs(log_decay, reads, x, dt)
+        self._store_outputs(tokens, log_decay, reads, x, dt)
         self._append(x, dt)
 
         @pl.when(ring.folds)
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _begin_copies(self):
+    def _begin_copies(self, tokens):
         """Begin all copies to shared memory: C, the ring's tokens that count, the checkpoint.
 
         The checkpoint comes last: what is needed before it would wait for its bytes.
         """
         ring, gmem, smem, copy = self.ring, self.gmem, self.smem, plgpu.copy_gmem_to_smem
         tiles, width = ring.tiles, self.sizes.width
-
-        @pl.when(self.warpgroup == 0)
-        def _():
-            c = gmem.c.at[ring.table.row, :, ring.key_head]
-            copy(c, smem.c.at[pl.ds(0, width)], smem.c_produced)
+        tokens.begin_copies()
 
         @plgpu.warp_map
         def _(warp):
@@ -128,29 +175,15 @@ class Mamba2ReplayBlock:
         """The head's checkpoint in the pool."""
         return self.gmem.states.at[self.ring.pool_index * self.sizes.heads + self.ring.head]
 
-    def _append_b(self):
-        """Round this step's B as the ring will hold it; the group's first head stores it there."""
-        ring, gmem = self.ring, self.gmem
-
-        @pl.when(self.warpgroup == 0)
-        def _():
-            for t in range(self.sizes.width):
-                b = load(gmem.b.at[ring.table.row, t, ring.key_head], ring.by_key)
-                b = b.astype(self.sizes.dtype)
-                store(ring.tiles.keys.at[t], b)
-
-                @pl.when(ring.leads_group() & (t < ring.table.num_tokens))
-                def _(t=t, b=b):
-                    store(gmem.ring_b.at[ring.key_index(ring.row_of_new(t))], b)
-
     def _find_ring_decay(self, log_decay):
         """Store what multiplies each of the ring's tokens: `dt`, and the decay since.
 
         `decay_before` also has the token's own decay, so that its first is the checkpoint's.
         """
         plgpu.commit_smem()
-        after, counts = self.ring.sums_after(self.dt)
-        dt = load(self.dt, self.ring.by_token.reduce(1))
+        steps = self.dt.at[pl.ds(0, self.sizes.square)]  # behind them may be this step's
+        after, counts = self.ring.sums_after(steps)
+        dt = load(steps, self.ring.by_token.reduce(1))
         weight = jnp.where(counts, jnp.exp2(log_decay * after) * dt, 0.0)
         store(self.ring.tiles.ring_decay, weight)
         store(self.decay_before, jnp.exp2(log_decay * (after + dt)))
@@ -193,12 +226,12 @@ class Mamba2ReplayBlock:
         """The output of token `t`, in the kernel's result."""
         return self.gmem.out.at[self.ring.table.row, t, self.ring.head]
 
-    def _store_outputs(self, log_decay, reads, x, dt):
+    def _store_outputs(self, tokens, log_decay, reads, x, dt):
         """Store what each token reads: of the state before this step, of this step, of itself."""
-        d, key_products = self.gmem.d[self.ring.head], self.ring.tiles.key_products
+        key_products = self.ring.tiles.key_products
         rounded = [x_t.astype(self.sizes.dtype).astype(jnp.float32) for x_t in x]
         for t, x_t in enumerate(x):
-            out, elapsed = d * x_t.astype(jnp.float32), jnp.float32(0)
+            out, elapsed = tokens.skip * x_t.astype(jnp.float32), jnp.float32(0)
             for s in range(t, -1, -1):
                 weight = jnp.exp2(log_decay * elapsed) * dt[s] * key_products[s, t]
                 out += weight * rounded[s]

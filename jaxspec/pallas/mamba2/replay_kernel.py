@@ -1,4 +1,4 @@
-"""`mamba2_replay` on a Hopper GPU (Pallas, Mosaic GPU).
+"""`mamba2_replay` and `mamba2_conv_replay` on a Hopper GPU (Pallas, Mosaic GPU).
 
 A block has one head of one row, or two that share B and C, a warpgroup each. With `S_0` the
 checkpoint, `x_j, B_j` the ring's tokens and `C` one of this step's, the state before this step
@@ -13,11 +13,12 @@ after `j`, because a difference would lose digits.
 What lies in shared memory, in the order of its use:
 
     keys             this step's B, rounded, then the ring's (`ring_produced`), by age
-    dt               the ring's
+    dt               the ring's; behind it this step's, if the block makes its tokens
     ring_decay       of each of the ring's tokens: its `dt` as it has decayed since, 0 for none
     decay_before     the decay since each of the ring's tokens, and its own; the first is that of
                      the checkpoint
-    c                this step's C (`c_produced`)
+    c                this step's C (`c_produced`, or the block makes it)
+    x                this step's, if the block makes its tokens
     key_products     B times C, a row for each token as in `keys`
     state            the checkpoint; a copy writes it (`state_produced`), a fold stores it back
     state_products   the checkpoint's, a column for each C; then with the ring's
@@ -30,7 +31,7 @@ one head, or a copy reads, `commit_smem` stands instead.
 
 import functools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import tensor_cores
 from jaxspec.pallas.gpu.device import MULTIPROCESSORS
-from jaxspec.pallas.mamba2.replay_block import Mamba2Launch, Mamba2ReplayBlock
+from jaxspec.pallas.mamba2.conv_replay_block import ConvTokens, Projection
+from jaxspec.pallas.mamba2.heads import Mamba2Params
+from jaxspec.pallas.mamba2.replay_block import LoadedTokens, Mamba2Launch, Mamba2ReplayBlock
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
 from jaxspec.pallas.recurrent.replay import row_table
@@ -50,7 +53,16 @@ from jaxspec.pallas.recurrent.replay_block import (
 )
 from jaxspec.regions import DecodeRegion
 
-_POOL_NAMES = "states", "ring_x", "ring_b", "ring_dt"
+
+class _Pools(NamedTuple):
+    """What the kernel writes in place."""
+
+    states: jax.Array
+    ring: Mamba2Ring
+    conv: jax.Array | None  # [layers, slots, conv_ring, 1, channels]
+
+
+_POOL_NAMES = "states", "ring_x", "ring_b", "ring_dt", "conv"  # the arrays of `_Pools`
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "block_heads"))
@@ -69,19 +81,50 @@ def mamba2_replay_kernel(
     `interpret`: parameters of Mosaic's interpreter. `block_heads`: heads of a block, 1 or 2; None:
     the faster.
     """
-    num_rows, heads, num_slots = tokens.x.shape[0], states.shape[3], states.shape[1]
-    launch = _plan(tokens, states, ring, block_heads)
+    pools = _Pools(states, ring, None)
+    out, pools = _launch("mamba2_replay", tokens, pools, layer, rows, block_heads, interpret)
+    return out, pools.states, pools.ring
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "block_heads"))
+def mamba2_conv_replay_kernel(
+    projected: jax.Array,
+    params: Mamba2Params,
+    conv: jax.Array,
+    states: jax.Array,
+    ring: Mamba2Ring,
+    layer: jax.Array,
+    rows: DecodeRegion,
+    *,
+    interpret: Any = None,
+    block_heads: int | None = None,
+):
+    """`mamba2_conv_replay` with `layer` on the device; the options are `mamba2_replay_kernel`'s."""
+    tokens = Projection(projected, params.conv, params.rates, params.bias)
+    # With one axis more, the convolution's ring has the axes of checkpoints and the state's ring.
+    pools = _Pools(states, ring, conv[..., None, :])
+    out, pools = _launch("mamba2_conv_replay", tokens, pools, layer, rows, block_heads, interpret)
+    return out, pools.conv.reshape(conv.shape), pools.states, pools.ring
+
+
+def _launch(name, tokens, pools, layer, rows, block_heads, interpret):
+    """The outputs of a kernel over `Mamba2Tokens` or a `Projection`, and the pools."""
+    (num_rows, width), ring = tokens.x.shape[:2], pools.ring
+    _, num_slots, _, heads, head_dim, _ = pools.states.shape
+    launch = _plan(tokens, pools, block_heads)
     block_heads = launch.block_heads
     table = row_table(
         rows,
         num_slots,
-        launch.sizes.width,
+        width,
         ring.window,
         ring.num_rows,
         in_one_wave=num_rows * heads // block_heads <= 2 * MULTIPROCESSORS,
+        conv_rows=launch.conv_rows,
     )
     operands = {**tokens._asdict(), "layer": layer[None], "row_table": table}
-    names = *operands, *_POOL_NAMES, "out"
+    operands = {name: x for name, x in operands.items() if x is not None}
+    names = *operands, *_POOL_NAMES[: len(jax.tree.leaves(pools))], "out"
 
     def body(*refs, **scratch):
         gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
@@ -89,9 +132,9 @@ def mamba2_replay_kernel(
 
     kernel = plgpu.kernel(
         body,
-        kernel_name="mamba2_replay",
-        out_type=jax.ShapeDtypeStruct(tokens.x.shape, jnp.float32),
-        scratch_types=_scratch(launch, tokens.c.dtype),
+        kernel_name=name,
+        out_type=jax.ShapeDtypeStruct((num_rows, width, heads, head_dim), jnp.float32),
+        scratch_types=_scratch(launch, tokens.x.dtype),
         grid=(num_rows, heads // block_heads),
         grid_names=("row", "heads"),
         num_threads=block_heads,
@@ -99,14 +142,13 @@ def mamba2_replay_kernel(
         compiler_params=COMPILER_PARAMS,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out, (states, ring) = in_place(kernel, operands.values(), (states, ring))
-    return out, states, ring
+    return in_place(kernel, operands.values(), pools)
 
 
-def _plan(tokens, states, ring, block_heads):
+def _plan(tokens, pools, block_heads):
     """The `Mamba2Launch` for these operands."""
-    _, num_slots, _, heads, head_dim, state_dim = states.shape
-    num_rows, width, groups, _ = tokens.b.shape
+    _, num_slots, _, heads, head_dim, state_dim = pools.states.shape
+    (num_rows, width), ring = tokens.x.shape[:2], pools.ring
     sizes = ReplaySizes(
         values=head_dim,
         key_dim=state_dim,
@@ -115,13 +157,18 @@ def _plan(tokens, states, ring, block_heads):
         window=ring.window,
         ring_rows=ring.num_rows,
         heads=heads,
-        key_heads=groups,
+        key_heads=ring.b.shape[3],
         slots=num_slots,
-        dtype=states.dtype,
+        dtype=pools.states.dtype,
     )
-    state_bytes = head_dim * state_dim * states.dtype.itemsize
+    state_bytes = head_dim * state_dim * sizes.dtype.itemsize
     default = _block_heads(num_rows * heads, sizes.group, ring.window, state_bytes)
-    return Mamba2Launch(sizes, block_heads or default)
+    return Mamba2Launch(
+        sizes,
+        block_heads or default,
+        conv_rows=1 if pools.conv is None else pools.conv.shape[2],
+        tokens=LoadedTokens if pools.conv is None else ConvTokens,
+    )
 
 
 def _block_heads(heads, group, window, state_bytes):
@@ -136,23 +183,26 @@ def _block_heads(heads, group, window, state_bytes):
 
 
 def _scratch(launch, dtype):
-    """Shared memory and barriers of a block; C has this dtype."""
+    """Shared memory and barriers of a block; x and C have this dtype."""
     sizes, heads = launch.sizes, launch.block_heads
-    return {
+    is_loaded = launch.tokens is LoadedTokens
+    scratch = {
         "state": tensor_cores.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "c": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
         "keys": plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype),
         "updates": plgpu.SMEM((heads, sizes.copied_tokens, sizes.values), sizes.dtype),
-        "dt": plgpu.SMEM((heads, sizes.square), jnp.float32),
+        "dt": plgpu.SMEM((heads, sizes.square + (not is_loaded) * sizes.width), jnp.float32),
         "ring_decay": plgpu.SMEM((heads, sizes.square), jnp.float32),
         "decay_before": plgpu.SMEM((heads, sizes.square), jnp.float32),
         "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),
         "state_products": plgpu.SMEM((heads, sizes.values, sizes.columns), jnp.float32),
         "barrier": plgpu.Barrier(num_arrivals=heads),
         "state_produced": plgpu.Barrier(num_barriers=heads),
-        "c_produced": plgpu.Barrier(),
         "ring_produced": plgpu.Barrier(
             num_arrivals=(heads + 1) * RING_GROUP,
             num_barriers=sizes.copied_tokens // RING_GROUP,
         ),
     }
+    if is_loaded:
+        return scratch | {"c_produced": plgpu.Barrier()}
+    return scratch | {"x": plgpu.SMEM((heads, sizes.width, sizes.values), dtype)}

@@ -75,8 +75,8 @@ def advance(
     return state, jnp.einsum("rhpn,rhn->rhp", state, c, precision="highest")
 
 
-def why_not_kernel(x: _Outputs, states: _States) -> str | None:
-    """Why the kernels of this op and of `mamba2_replay` do not take these operands, or None."""
+def why_not_kernel(x: Float[Array, "rows width ..."], states: _States) -> str | None:
+    """Why the kernels of this op and of the replays do not take these operands, or None."""
     head_dim, state_dim = states.shape[4:]
     if x.shape[1] > 8:
         return f"{x.shape[1]} tokens a row, more than 8"

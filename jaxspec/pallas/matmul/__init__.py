@@ -3,6 +3,7 @@
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_forward
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
+from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 
@@ -12,6 +13,7 @@ __all__ = [
     "gated_matmul",
     "gated_norm_matmul",
     "matmul_silu",
+    "matmul_squared_relu",
     "norm_matmul",
     "split_matmul",
     "squared_relu_feed_forward",

@@ -1,9 +1,10 @@
 """Products of 16 to 256 rows: which of them are kernels, and how those are tiled.
 
-There are three kernels. One is the product of `norm_matmul`. `split_matmul` puts out partial sums
-where that gives every multiprocessor a block, and `matmul_silu` gates its product. The memory
-bounds the products of up to 64 rows. With more rows in wide models tensor cores and shared memory
-bound them, so those have the largest blocks that still run in one wave (`OneWave`).
+There are four kernels. One is the product of `norm_matmul`. `split_matmul` puts out partial sums
+where that gives every multiprocessor a block. `matmul_silu` gates its product, and
+`matmul_squared_relu` squares it. The memory bounds the products of up to 64 rows. With more rows in
+wide models tensor cores and shared memory bound them, so those have the largest blocks that still
+run in one wave (`OneWave`).
 
 The bounds below were measured on an H200, against XLA's products:
 `benchmarks/results/kernels_h200.json`, ops norm_matmul, split_matmul, matmul_silu.

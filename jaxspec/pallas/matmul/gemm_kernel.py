@@ -118,11 +118,18 @@ def gemm_kernel(x, weight, wave=None, *, interpret=None):
     """
     if wave is not None:
         return one_wave_kernel("gemm", x, weight, wave, _cast, interpret=interpret)
-    columns, (_, row_blocks) = weight.shape[1], split_rows(x.shape[0])
-    pieces = 1 if row_blocks * pl.cdiv(columns, BLOCK_N) <= device.MULTIPROCESSORS else 2
-    starts, step = [BLOCK_N * piece for piece in range(pieces)], BLOCK_N * pieces
-    y = jax.ShapeDtypeStruct((1, x.shape[0], columns), x.dtype)
-    (y,) = _launch("gemm", x, weight, starts, step, _cast, y, interpret)
+    (y,) = _launch("gemm", x, weight, *_neighbours(x, weight), _cast, _whole(x, weight), interpret)
+    return y
+
+
+@functools.partial(jax.jit, static_argnames=("wave", "interpret"))
+def matmul_squared_relu_kernel(x, weight, wave=None, *, interpret=None):
+    """`matmul_squared_relu`."""
+    finish, y = _squared_relu, _whole(x, weight)
+    if wave is not None:
+        return one_wave_kernel("matmul_squared_relu", x, weight, wave, finish, interpret=interpret)
+    pieces = _neighbours(x, weight)
+    (y,) = _launch("matmul_squared_relu", x, weight, *pieces, finish, y, interpret)
     return y
 
 
@@ -151,6 +158,21 @@ def matmul_silu_kernel(x, weight, wave=None, *, interpret=None):
     return y
 
 
+def _whole(x, weight):
+    """The shape of a product that is not split, as one part."""
+    return jax.ShapeDtypeStruct((1, x.shape[0], weight.shape[1]), x.dtype)
+
+
+def _neighbours(x, weight):
+    """Where the pieces of the first block begin, and how far it is to the next: side by side.
+
+    There are two in a block where blocks of one are more than multiprocessors.
+    """
+    blocks = split_rows(x.shape[0])[1] * pl.cdiv(weight.shape[1], BLOCK_N)
+    pieces = 1 if blocks <= device.MULTIPROCESSORS else 2
+    return [BLOCK_N * piece for piece in range(pieces)], BLOCK_N * pieces
+
+
 def _cast(sums, dtype):
     return [sum_.astype(dtype) for sum_ in sums]
 
@@ -159,6 +181,12 @@ def _swiglu(sums, dtype):
     """`silu(gate) * up`, where both are rounded first, as if they had been put out."""
     rounded = [sum_.astype(dtype).astype(jnp.float32) for sum_ in sums]
     return [Activation.SWIGLU.of_pieces(rounded).astype(dtype)]
+
+
+def _squared_relu(sums, dtype):
+    """`relu(up) ** 2`, where the product is rounded first, as if it had been put out."""
+    rounded = [sum_.astype(dtype).astype(jnp.float32) for sum_ in sums]
+    return [Activation.SQUARED_RELU.of_pieces([up]).astype(dtype) for up in rounded]
 
 
 def _launch(name, x, weight, starts, step, finish, y, interpret):

@@ -22,20 +22,18 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         token = lax.axis_index("token")
         is_live = live[token] > 0
         logits = access.load(scores.at[token, :count], layout)
-        if rule.score == "softmax":
-            powers = jnp.exp(logits - jnp.max(logits))
-            score = powers / jnp.sum(powers)
-        else:
-            score = 1.0 / (1.0 + jnp.exp(-logits))
+        score_of = _scores(logits, rule)
+        score = score_of(logits)
         compared = score + access.load(bias[0], layout) if bias else score
         total = jnp.sum(compared)  # NaN if one of them is
         place = plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
         chosen, values = [], []
         for part in range(rule.num_chosen):
             best, index = _best(compared, place, part)
-            is_chosen = place == index
-            values.append(jnp.sum(jnp.where(is_chosen, score, 0.0)) if bias else best)
-            compared = jnp.where(is_chosen, -jnp.inf, compared)
+            # The score of the chosen without its bias is made again: 22 sums over 512 experts would
+            # take more registers than there are.
+            values.append(score_of(scores[token, index]) if bias else best)
+            compared = jnp.where(place == index, -jnp.inf, compared)
             chosen.append(index)
         scale = jnp.float32(rule.scale)
         if rule.renormalise:
@@ -67,6 +65,15 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(*operands)
+
+
+def _scores(logits, rule):
+    """What makes scores of some or all of a token's `logits`."""
+    if rule.score == "sigmoid":
+        return lambda some: 1.0 / (1.0 + jnp.exp(-some))
+    largest = jnp.max(logits)
+    total = jnp.sum(jnp.exp(logits - largest))
+    return lambda some: jnp.exp(some - largest) / total
 
 
 def _best(compared, place, part):

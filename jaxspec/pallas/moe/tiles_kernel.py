@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access, device
+from jaxspec.pallas.gpu import access, layouts
 
 _COPY = 256  # elements of a copy's last axis, at most
 
@@ -77,8 +77,7 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
     Padding gets zeros; `work`, `choices` and `none` are those of `to_tiles_kernel`.
     """
     features, (tokens, parts) = tiled.shape[-1], choices.experts.shape
-    vector = gcd(features // device.THREADS, 16 // tiled.dtype.itemsize)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    pieces = layouts.row_pieces(features, tiled.dtype.itemsize)
 
     def body(tiled, place, experts, y):
         token = lax.axis_index("token")
@@ -87,15 +86,21 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
         @pl.when(is_live)
         def _():
             # Every load comes before the first use, so the block waits for the memory once.
-            rows = [access.load(tiled.at[place[token, part]], layout) for part in range(parts)]
-            total = jnp.zeros((features,), jnp.float32)
-            for row in rows:
-                total = total + row.astype(jnp.float32)
-            access.store(y.at[token], total.astype(y.dtype))
+            places = [place[token, part] for part in range(parts)]
+            loaded = [
+                [access.load(tiled.at[at, piece.columns], piece.layout) for at in places]
+                for piece in pieces
+            ]
+            for piece, rows in zip(pieces, loaded, strict=True):
+                total = jnp.zeros((piece.size,), jnp.float32)
+                for row in rows:
+                    total = total + row.astype(jnp.float32)
+                access.store(y.at[token, piece.columns], total.astype(y.dtype))
 
         @pl.when(~is_live)
         def _():
-            access.store(y.at[token], jnp.zeros((features,), y.dtype))
+            for piece in pieces:
+                access.store(y.at[token, piece.columns], jnp.zeros((piece.size,), y.dtype))
 
     kernel = plgpu.kernel(
         body,

@@ -20,7 +20,7 @@ def add_norm(stream: Stream, pending: Pending, norm: Norm) -> tuple[Stream, Stre
     are independent, so padding and NaN stay in their own row.
 
     The kernel takes a stream and a norm's weight in float32, bfloat16 or float16 (they may differ),
-    and 512 to 8192 features in steps of 512.
+    and 512 to 8192 features in steps of 128.
     """
     if pending is None:
         return stream, norm(stream)
@@ -44,6 +44,7 @@ def why_not_kernel(stream, pending, norm):
     known = stream.dtype in _DTYPES and norm.weight.dtype in _DTYPES
     if pending.dtype != expected or not known:
         return f"{stream.dtype} and {pending.dtype} with a weight in {norm.weight.dtype}"
-    if stream.shape[1] % (4 * device.THREADS) or stream.shape[1] > _MAX_FEATURES:
-        return f"{stream.shape[1]} features"
+    features = stream.shape[1]
+    if features % device.THREADS or not _SMALL <= features <= _MAX_FEATURES:
+        return f"{features} features"
     return None

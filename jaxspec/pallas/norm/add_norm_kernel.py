@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access, device
+from jaxspec.pallas.gpu import access, layouts
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -18,28 +18,37 @@ def add_norm_kernel(stream, pending, norm, *, interpret=None):
     `interpret`: parameters of Mosaic's interpreter.
     """
     tokens, features = stream.shape
-    vector = 16 // stream.dtype.itemsize
-    if features % (device.THREADS * vector):
-        vector = 4  # accesses of 8 bytes: Qwen3.5-4B has 2560 features in 16 bits
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    pieces = layouts.row_pieces(features, stream.dtype.itemsize)
 
     def body(stream, pending, weight, total, normed):
-        row, load = lax.axis_index("row"), functools.partial(access.load, layout=layout)
+        row, dtype = lax.axis_index("row"), stream.dtype
         is_tokens = len(pending.shape) == 2
         indices = [(row,)] if is_tokens else [(part, row) for part in range(pending.shape[0])]
-        # Every load comes before the first use, so the block waits for the memory once.
-        old = load(stream.at[row])
-        parts = [load(pending.at[index]) for index in indices]
-        scale = load(weight)
-        new = functools.reduce(operator.add, parts).astype(stream.dtype)
-        rounded = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(stream.dtype)
-        wide = rounded.astype(jnp.float32)
-        access.store(total.at[row], rounded)
-        root = lax.rsqrt(jnp.sum(wide * wide) * (1 / features) + norm.eps)
-        scale = scale.astype(jnp.float32)
-        if norm.zero_centred:
-            scale = scale + 1.0
-        access.store(normed.at[row], (wide * root * scale).astype(stream.dtype))
+
+        def load(piece):
+            """What is added, and the norm's weight."""
+            """Everything of a piece, and nothing is used before all of it is under way."""
+            of_piece = functools.partial(access.load, layout=piece.layout)
+            parts = [of_piece(pending.at[*index, piece.columns]) for index in indices]
+            return (
+                of_piece(stream.at[row, piece.columns]),
+                parts,
+                of_piece(weight.at[piece.columns]),
+            )
+
+        loaded, wide = [load(piece) for piece in pieces], []
+        for piece, (old, parts, _) in zip(pieces, loaded, strict=True):
+            new = functools.reduce(operator.add, parts).astype(dtype)
+            rounded = (old.astype(jnp.float32) + new.astype(jnp.float32)).astype(dtype)
+            access.store(total.at[row, piece.columns], rounded)
+            wide.append(rounded.astype(jnp.float32))
+        square = functools.reduce(operator.add, [jnp.sum(x * x) for x in wide])
+        root = lax.rsqrt(square * (1 / features) + norm.eps)
+        for piece, x, (_, _, scale) in zip(pieces, wide, loaded, strict=True):
+            scale = scale.astype(jnp.float32)
+            if norm.zero_centred:
+                scale = scale + 1.0
+            access.store(normed.at[row, piece.columns], (x * root * scale).astype(dtype))
 
     out = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
     kernel = plgpu.kernel(

@@ -8,6 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu import device
+
+_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
+_MAX_GROUP = 8192  # a thread keeps 64 features of each of three arrays in registers
+
 
 @flax.struct.dataclass
 class GatedGroupNorm:
@@ -24,6 +30,8 @@ class GatedGroupNorm:
 
     `gates` is the whole projection. The gates are its columns from `first` on; the other columns
     are not read.
+
+    One kernel does all of it for groups of 512 to 8192 features in steps of 512.
     """
 
     gates: Float[Array, "tokens columns"]
@@ -77,19 +85,44 @@ class GatedGroupNorm:
         tokens, number, dim = heads.shape
         features = number * dim
         self.check(tokens, features)
-        y = heads.reshape(tokens, features)
-        z = self.gates[:, self.first : self.first + features].astype(jnp.float32)
-        gate = jax.nn.silu(z)
-        if self.weight is None:
-            y = y * gate
-        elif self.gate_first:
-            y = self._norm(y * gate)
-        else:
-            y = self._norm(y) * gate
-        return y.astype(self.gates.dtype)
+        y, is_gate = heads.reshape(tokens, features), self.weight is None
+        if dispatch.runs_kernel("gated_group_norm", _why_not_kernel(self, y), by_choice=is_gate):
+            from jaxspec.pallas.norm.gated_group_norm_kernel import gated_group_norm_kernel
 
-    def _norm(self, y):
-        """`rms` of the groups, times the weight."""
-        parts = y.reshape(y.shape[0], self.groups, -1)
-        root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + self.eps)
-        return (parts * root).reshape(y.shape) * jnp.broadcast_to(self.weight, y.shape)
+            return gated_group_norm_kernel(self, y)
+        return gated_group_norm_reference(self, y)
+
+
+def gated_group_norm_reference(
+    norm: GatedGroupNorm, y: Float[Array, "tokens features"]
+) -> Float[Array, "tokens features"]:
+    """The specification of a `GatedGroupNorm`, of float32 features."""
+    z = norm.gates[:, norm.first : norm.first + y.shape[1]].astype(jnp.float32)
+    gate, weight = jax.nn.silu(z), norm.weight
+    if weight is None:
+        y = y * gate
+    elif norm.gate_first:
+        y = _normed(y * gate, weight, norm)
+    else:
+        y = _normed(y, weight, norm) * gate
+    return y.astype(norm.gates.dtype)
+
+
+def _normed(y, weight, norm):
+    """`rms` of the groups, times the weight."""
+    parts = y.reshape(y.shape[0], norm.groups, -1)
+    root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)
+    return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
+
+
+def _why_not_kernel(norm, y):
+    """Why `gated_group_norm_kernel` does not take these operands, or None."""
+    if norm.weight is None:
+        return "there is no weight, and XLA makes a gate alone one kernel"
+    dtypes = y.dtype, norm.weight.dtype
+    if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
+        return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"
+    size = y.shape[1] // norm.groups
+    if size % (4 * device.THREADS) or size > _MAX_GROUP:
+        return f"groups of {size} features, no multiple of 512 up to {_MAX_GROUP}"
+    return None

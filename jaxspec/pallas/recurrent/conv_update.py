@@ -1,5 +1,7 @@
 """Causal depthwise convolution over a ring of inputs that survives between steps."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -106,7 +108,7 @@ def conv_update_reference(
     return _activated(y, bias, activation).astype(x.dtype), conv
 
 
-def _activated(y, bias, activation):
+def _activated(y: Any, bias: _Bias, activation: Activation) -> Any:
     """A convolution's float32 sums with their bias, and through the activation."""
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)

@@ -33,7 +33,9 @@ class ConvOperands(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
-def conv_update_kernel(x, taps, pool, layer, rows, bias=None, *, activation="silu", interpret=None):
+def conv_update_kernel(
+    x, taps, pool, layer, rows, bias=None, *, activation: Activation = "silu", interpret=None
+):
     """`conv_update` on a Hopper GPU, with `layer` on the device.
 
     A block computes a stretch of one row's channels, and each thread its own. Padding rows are

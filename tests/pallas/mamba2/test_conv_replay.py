@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 from mamba2 import heads_of, projection
 from regions import decode_region
+from sm90 import array, assert_lean, compile_for
 
-from benchmarks.measure.shapes import Mamba2Shape
+from benchmarks.measure.shapes import MAMBA2, Mamba2Shape
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay, mamba2_conv_replay_reference
+from jaxspec.pallas.mamba2.heads import Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs_reference
 from jaxspec.pallas.mamba2.replay import mamba2_replay_reference
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.recurrent.conv_ring import past_rows
+from jaxspec.pallas.recurrent.replay import default_window
+from jaxspec.regions import DecodeRegion
+
+OPTIMIZED = True  # as for a user: one test looks at what the compiler makes
 
 LAYERS, SLOTS, WINDOW = 2, 7, 12
 TINY = Mamba2Shape(4, 2, head_dim=5, state_dim=8)
@@ -126,3 +133,142 @@ def test_errors_are_those_of_its_parts():
         run(projected[..., :52], conv, ring)
     with pytest.raises(ValueError, match="Build it with at least 15"):
         run(projected, conv, jax.tree.map(lambda pool: pool[:, :, :14], ring))
+
+
+def by_kernel(**options):
+    from jaxspec.pallas.mamba2.replay_kernel import mamba2_conv_replay_kernel
+
+    def run(*operands):
+        *operands, layer, rows = operands
+        return mamba2_conv_replay_kernel(*operands, jnp.int32(layer), rows, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("block_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "x_dtype", "dtype", "width", "kernel", "spare"),
+    [
+        (Mamba2Shape(4, 2), jnp.bfloat16, jnp.float32, 4, 4, 0),
+        (Mamba2Shape(4, 1), jnp.float32, jnp.float32, 1, 4, 3),
+        (Mamba2Shape(2, 1, 64, 64), jnp.bfloat16, jnp.float16, 3, 3, 1),
+        (Mamba2Shape(2, 1, 128, 64), jnp.float16, jnp.bfloat16, 8, 2, 0),
+    ],
+    ids=str,
+)
+def test_the_kernel_equals_its_reference_without_races(
+    interpreter, shape, x_dtype, dtype, width, kernel, spare, block_heads
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    run = by_kernel(interpret=interpreter, block_heads=block_heads)
+    check(run, *case(shape, x_dtype, dtype, width, kernel=kernel, spare=spare))
+    assert not get_races().races_found
+
+
+@pytest.mark.mosaic
+def test_the_kernel_needs_no_bias():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    projected, params, *pools = case(Mamba2Shape(2, 1, 64, 64), jnp.float32, jnp.float32, 2)
+    run = by_kernel(interpret=plgpu.InterpretGPUParams())
+    check(run, projected, params.replace(bias=None), *pools)
+
+
+COMPILED_CASES = [  # shape, dtype of states, width, rows
+    *(
+        (MAMBA2["nemotron-3-nano"], jnp.float32, width, rows)
+        for width in (1, 4, 8)
+        for rows in (1, 64)
+    ),
+    (MAMBA2["nemotron-3-nano"], jnp.float16, 4, 64),
+    (MAMBA2["nemotron-h-8b"], jnp.float32, 4, 1),
+    (MAMBA2["mamba2-2.7b"], jnp.float32, 1, 1),
+    (MAMBA2["mamba2-2.7b"], jnp.float16, 1, 8),
+    (Mamba2Shape(48, 1), jnp.float32, 4, 8),
+    (Mamba2Shape(4, 2, 128, 64), jnp.float32, 8, 4),
+]
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("shape", "dtype", "width", "rows"), COMPILED_CASES, ids=str)
+def test_it_compiles_for_an_h200(h200, monkeypatch, capfd, shape, dtype, width, rows, x_dtype):
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
+
+    def step(projected, params, conv, states, ring, region):
+        outs = []
+        for layer in range(2):
+            out, conv, states, ring = mamba2_conv_replay(
+                projected, params, conv, states, ring, layer, region
+            )
+            outs.append(out)
+        return outs, (conv, states, ring)
+
+    window, slots = default_window(jnp.dtype(dtype).itemsize), 33
+    in_ring, channels = (2, slots, window + width), shape.conv_dim
+    ring = Mamba2Ring(
+        x=array(*in_ring, shape.heads, shape.head_dim, dtype=dtype),
+        b=array(*in_ring, shape.groups, shape.state_dim, dtype=dtype),
+        dt=array(*in_ring, shape.heads),
+        window=window,
+    )
+    pools = (
+        array(2, slots, 3 + width, channels, dtype=x_dtype),
+        array(2, slots, 1, shape.heads, shape.head_dim, shape.state_dim, dtype=dtype),
+        ring,
+    )
+    taps, bias = array(4, channels, dtype=x_dtype), array(channels, dtype=x_dtype)
+    params = Mamba2Params(taps, bias, array(shape.heads, 3), heads_of(shape))
+    projected = array(rows, width, shape.projected, dtype=x_dtype)
+    region = DecodeRegion(*[array(rows, dtype=jnp.int32)] * 5)
+    operands = projected, params, *pools, region
+    program = compile_for(h200, monkeypatch, step, operands, donated=(2, 3, 4))
+    assert_lean(program, capfd.readouterr().out, pools)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(4, 2, 128, 64)], ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.clear()
+    for x_dtype in (jnp.bfloat16, jnp.float32):
+        check(compiled(mamba2_conv_replay), *case(shape, x_dtype, dtype, width))
+    assert dispatch.implementations() == {"mamba2_conv_replay": ("kernel",)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_heads", [1, 2])
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("shape", [MAMBA2["nemotron-3-nano"], MAMBA2["mamba2-2.7b"]], ids=str)
+def test_on_a_gpu_one_head_a_block_and_two_equal_the_reference(shape, width, block_heads):
+    operands = case(shape, jnp.bfloat16, jnp.float32, width)
+    check(by_kernel(block_heads=block_heads), *operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_heads", [1, 2])
+@pytest.mark.parametrize("width", [1, 4])
+def test_on_a_gpu_a_step_is_the_same_however_often(width, block_heads):
+    """To the bit: the interpreter does not see races among the warps of a block."""
+    operands = case(MAMBA2["nemotron-3-nano"], jnp.bfloat16, jnp.float32, width)
+    run = by_kernel(block_heads=block_heads)
+    live = np.asarray(sorted(set(REAL) - {1}))
+
+    def outcome():
+        out, *pools = run(*operands, 1, ROWS)
+        return [np.asarray(y) for y in (out[live, :1], *jax.tree.leaves(pools))]
+
+    first = outcome()
+    for _ in range(100):
+        for mine, theirs in zip(outcome(), first, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_heads_that_pools_pad_are_seen_to_run_the_two_ops():
+    dispatch._chosen.clear()
+    shape = Mamba2Shape(16, 2, head_dim=80)
+    check(compiled(mamba2_conv_replay), *case(shape, jnp.bfloat16, jnp.float32, 2, pad=48))
+    assert dispatch.implementations()["mamba2_replay"] == ("kernel",)
+    assert dispatch.implementations()["mamba2_inputs"] == ("kernel",)

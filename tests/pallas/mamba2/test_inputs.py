@@ -7,9 +7,11 @@ import pytest
 from convolution import REAL, ROWS, operands
 from mamba2 import heads_of, projection
 
-from benchmarks.measure.shapes import Mamba2Shape
+from benchmarks.measure.shapes import MAMBA2, Mamba2Shape
+from jaxspec.pallas import dispatch
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference, split_tokens
+from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
 
 TINY = Mamba2Shape(4, 2, head_dim=5, state_dim=8)
 
@@ -100,3 +102,44 @@ def test_taps_of_other_channels_are_refused():
     wrong = params.replace(conv=params.conv[:, :-1])
     with pytest.raises(ValueError, match="has 52 channels, but the taps are for 51"):
         mamba2_inputs(projected, wrong, conv, 1, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "width", "spare", "bias"),
+    [
+        (Mamba2Shape(8, 2), jnp.bfloat16, 4, 0, True),
+        (Mamba2Shape(16, 1, head_dim=80), jnp.bfloat16, 1, 3, True),  # B and C in blocks of 128
+        (Mamba2Shape(8, 1, state_dim=256), jnp.float16, 2, 1, False),
+        (Mamba2Shape(48, 1), jnp.float32, 9, 0, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_equals_its_reference_without_races(
+    interpreter, shape, dtype, width, spare, bias
+):
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    def run(projected, params, conv, layer, rows):
+        on_device = jnp.int32(layer)
+        return mamba2_inputs_kernel(projected, params, conv, on_device, rows, interpret=interpreter)
+
+    check(*case(shape, dtype, width, spare=spare, bias=bias), run)
+    assert not get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [*MAMBA2.values(), Mamba2Shape(128, 8, head_dim=80)], ids=str)
+def test_on_a_gpu_the_op_is_its_kernel_and_equals_its_reference(shape, dtype, width):
+    dispatch._chosen.pop("mamba2_inputs", None)
+    check(*case(shape, dtype, width), mamba2_inputs)
+    assert dispatch.implementations()["mamba2_inputs"] == ("kernel",)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_channels_no_kernel_takes_are_seen_to_run_the_reference():
+    dispatch._chosen.pop("mamba2_inputs", None)
+    check(*case(TINY, jnp.float32, 2), mamba2_inputs)
+    (implementation,) = dispatch.implementations()["mamba2_inputs"]
+    assert implementation == "XLA: 20 channels of x and 16 of B, not multiples of 256 and 128"

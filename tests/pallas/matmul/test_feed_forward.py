@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.pallas.matmul.feed_forward import feed_forward
+from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_forward
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense
@@ -51,12 +51,32 @@ def test_the_layer_is_its_equations(rows, shape, zero_centred):
     np.testing.assert_allclose(sum_parts(added, stream.dtype), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [None, (), (3,)], ids=["nothing", "tokens", "parts"])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_without_a_gate_the_layer_is_its_equations(rows, shape):
+    stream, norm, gate_up, down = operands(rows, 32, 48, jnp.float32, zero_centred=False)
+    up, pending = Dense(gate_up.array[:, :48]), None
+    if shape is not None:
+        sums = np.random.default_rng(1).normal(size=(*shape, rows, 32))
+        pending = jnp.asarray(sums, jnp.float32)
+    layer = jax.jit(squared_relu_feed_forward)
+    total, added = layer(stream, pending, norm, up, down)
+    expected_total, _ = oracle(stream, pending, norm, gate_up, down)
+    root = np.sqrt((expected_total**2).mean(axis=1, keepdims=True) + EPS)
+    normed = expected_total / root * np.asarray(norm.weight, np.float64)
+    hidden = np.maximum(normed @ np.asarray(up.array, np.float64), 0) ** 2
+    expected = hidden @ np.asarray(down.array, np.float64)
+    np.testing.assert_allclose(total, expected_total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(sum_parts(added, stream.dtype), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [1, 9])
 def test_a_row_of_nan_stays_alone(rows):
     stream = jnp.ones((rows + 1, 32)).at[rows, 3].set(jnp.nan)
-    norm, gate_up, down = Norm(jnp.ones(32), EPS), jnp.ones((32, 96)), jnp.ones((48, 32))
-    _, added = feed_forward(stream, jnp.ones_like(stream), norm, Dense(gate_up), Dense(down))
-    assert np.isnan(added).all(axis=1).tolist() == [False] * rows + [True]
+    norm, gate_up, down = Norm(jnp.ones(32), EPS), jnp.ones((32, 96)), Dense(jnp.ones((48, 32)))
+    for layer, first in (feed_forward, gate_up), (squared_relu_feed_forward, gate_up[:, :48]):
+        _, added = layer(stream, jnp.ones_like(stream), norm, Dense(first), down)
+        assert np.isnan(added).all(axis=1).tolist() == [False] * rows + [True]
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.gemm import MAX_PARTS, choose
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
+from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
 from jaxspec.pallas.norm.gated_norm import GatedNorm
@@ -121,6 +122,36 @@ def test_one_wave_gemm(h200, monkeypatch, capfd, model, product, columns, tokens
 
     compiled = compile_for(h200, monkeypatch, step, (x, weight))
     assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 128, 256])
+@pytest.mark.parametrize(("features", "inner"), [(3136, 12544), (4480, 15680)])
+def test_matmul_squared_relu(h200, monkeypatch, capfd, features, inner, tokens):
+    """Of Nemotron-3-Nano-4B and of Nemotron-Nano-9B-v2."""
+    x, weight = (
+        array(*dims, dtype=jnp.bfloat16) for dims in ((tokens, features), (features, inner))
+    )
+
+    def step(x, weight):
+        return matmul_squared_relu(x, Dense(weight))
+
+    compiled = compile_for(h200, monkeypatch, step, (x, weight))
+    assert_lean(compiled, capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_the_products_of_2688_features(h200, monkeypatch, capfd, tokens):
+    """Nemotron-3-Nano's projections of attention, and the one that ends a layer."""
+    features, attended = 2688, 32 * 128
+
+    def step(stream, scale, qkv, heads, out):
+        stream, projected = norm_matmul(stream, stream, Norm(scale, EPS), Dense(qkv))
+        return stream, projected, split_matmul(heads, Dense(out))
+
+    dims = (tokens, features), (features,), (features, 36 * 128), (tokens, attended)
+    operands = [array(*each, dtype=jnp.bfloat16) for each in (*dims, (attended, features))]
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out, between=3 * tokens * features)
 
 
 @pytest.mark.parametrize("num_forbidden", [0, ROW_STOP_IDS])

@@ -11,6 +11,7 @@ from races import assert_no_races
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
+from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import (
     MAX_SCATTERED,
     Experts,
@@ -24,11 +25,14 @@ from jaxspec.pallas.moe.work_list import work_list
 from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.weight import DenseExperts
 
+GATED = Activation.SWIGLU
 
+
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 8, 40])
-def test_the_op_is_what_the_experts_put_out(tokens, dtype):
-    operands = drawn(tokens, 3, 5, 32, 24, dtype)
+def test_the_op_is_what_the_experts_put_out(tokens, dtype, activation):
+    operands = drawn(tokens, 3, 5, 32, 24, dtype, activation)
     check(jax.jit(moe_experts)(*operands), *operands)
 
 
@@ -64,12 +68,20 @@ def listed(x, experts, choices, rows, interpreter):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parts", "inner", "dtype"),
-    [(1, 3, 64, jnp.bfloat16), (3, 2, 128, jnp.float16), (8, 3, 64, jnp.bfloat16)],
+    ("tokens", "parts", "inner", "dtype", "activation"),
+    [
+        (1, 3, 64, jnp.bfloat16, GATED),
+        (3, 2, 128, jnp.float16, GATED),
+        (8, 3, 64, jnp.bfloat16, GATED),
+        (1, 3, 128, jnp.bfloat16, Activation.SQUARED_RELU),
+        (8, 3, 64, jnp.float16, Activation.SQUARED_RELU),
+    ],
 )
-def test_one_tile_for_each_expert_is_the_op_without_races(interpreter, tokens, parts, inner, dtype):
+def test_one_tile_for_each_expert_is_the_op_without_races(
+    interpreter, tokens, parts, inner, dtype, activation
+):
     """Of four experts, so tokens share them."""
-    operands = drawn(tokens, parts, 4, 256, inner, dtype)
+    operands = drawn(tokens, parts, 4, 256, inner, dtype, activation)
     check(direct(*operands, interpreter), *operands)
     assert_no_races()
 
@@ -116,26 +128,30 @@ def test_one_token_of_padding_gets_zeros(interpreter):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "features", "inner", "dtype"),
+    ("tokens", "rows", "features", "inner", "dtype", "activation"),
     [
-        (9, 8, 256, 64, jnp.bfloat16),
-        (12, 16, 128, 128, jnp.float16),
-        (24, 32, 256, 64, jnp.float16),
-        (12, 128, 128, 64, jnp.bfloat16),
+        (9, 8, 256, 64, jnp.bfloat16, GATED),
+        (12, 16, 128, 128, jnp.float16, GATED),
+        (24, 32, 256, 64, jnp.float16, GATED),
+        (12, 128, 128, 64, jnp.bfloat16, GATED),
+        (9, 8, 384, 64, jnp.bfloat16, Activation.SQUARED_RELU),
+        (24, 32, 640, 128, jnp.bfloat16, Activation.SQUARED_RELU),
+        (12, 128, 128, 192, jnp.float16, Activation.SQUARED_RELU),
     ],
 )
 def test_tiles_of_any_number_of_rows_are_the_op_without_races(
-    interpreter, tokens, rows, features, inner, dtype
+    interpreter, tokens, rows, features, inner, dtype, activation
 ):
-    operands = drawn(tokens, 2, 3, features, inner, dtype)
+    operands = drawn(tokens, 2, 3, features, inner, dtype, activation)
     check(listed(*operands, rows, interpreter), *operands)
     assert_no_races()
 
 
-def test_rings_that_are_refilled_give_the_same_without_races(monkeypatch, interpreter):
+@pytest.mark.parametrize("activation", Activation)
+def test_rings_that_are_refilled_give_the_same_without_races(monkeypatch, interpreter, activation):
     """They hold two chunks of each product, of four and three, or of eight in a tile of 64."""
     monkeypatch.setattr(device, "room", lambda blocks: 0)
-    operands = drawn(4, 1, 2, 512, 192, jnp.bfloat16)
+    operands = drawn(4, 1, 2, 512, 192, jnp.bfloat16, activation)
     check(direct(*operands, interpreter), *operands)
     check(listed(*operands, 64, interpreter), *operands)
     assert_no_races()
@@ -188,24 +204,35 @@ HELD = 33  # experts; of the tokens below some are one tile, and others have til
 
 
 @functools.cache
-def on_the_gpu(features, inner, dtype):
+def on_the_gpu(features, inner, dtype, activation=GATED):
     """The weights of `HELD` experts."""
-    shapes = (HELD, 2 * inner, features), (HELD, features, inner)
+    shapes = (HELD, activation.pieces * inner, features), (HELD, features, inner)
     keys = jax.random.split(jax.random.key(0))
     drawn = (jax.random.normal(key, dims) for key, dims in zip(keys, shapes, strict=True))
-    return Experts(*(DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn))
+    stacks = (DenseExperts((a * a.shape[2] ** -0.5).astype(dtype)) for a in drawn)
+    return Experts(*stacks, activation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 33, 64, 256, 1024])
 @pytest.mark.parametrize(
-    ("parts", "inner", "dtype"),
-    [(9, 512, jnp.bfloat16), (11, 512, jnp.float16), (8, 768, jnp.bfloat16), (3, 64, jnp.bfloat16)],
+    ("parts", "features", "inner", "dtype", "activation"),
+    [
+        (9, 2048, 512, jnp.bfloat16, GATED),
+        (11, 2048, 512, jnp.float16, GATED),
+        (8, 2048, 768, jnp.bfloat16, GATED),
+        (3, 2048, 64, jnp.bfloat16, GATED),
+        (12, 4096, 768, jnp.bfloat16, GATED),
+        (8, 2688, 1856, jnp.bfloat16, Activation.SQUARED_RELU),
+        (22, 1024, 2688, jnp.bfloat16, Activation.SQUARED_RELU),
+    ],
 )
-def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(parts, inner, dtype, tokens):
+def test_on_a_gpu_the_op_is_its_kernels_and_the_reference(
+    parts, features, inner, dtype, activation, tokens
+):
     dispatch._chosen.pop("moe_experts", None)
-    experts = on_the_gpu(2048, inner, dtype)
-    x, choices = drawn_tokens(tokens, parts, HELD, 2048, dtype)
+    experts = on_the_gpu(features, inner, dtype, activation)
+    x, choices = drawn_tokens(tokens, parts, HELD, features, dtype)
     first, again = (jax.jit(moe_experts)(x, experts, choices) for _ in range(2))
     assert dispatch.implementations()["moe_experts"] == ("kernel",)
     # As float32, because NumPy does not take two bfloat16 NaN for equal.

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import pytest
 from sm90 import array, assert_lean, compile_for
 
-from benchmarks.measure.model_shapes import SHAPES
-from jaxspec.models import parse_config
-from jaxspec.models.layers.moe import MoEConfig
+from benchmarks.measure.mixtures import mixture
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.experts import MAX_DIRECT, Experts, tile_rows
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
@@ -46,25 +44,33 @@ def places(rule, tokens):
         ("qwen3-next-80b", 1, ONE),
         ("qwen3-next-80b", 8, FEW),
         ("qwen3-30b-a3b", 1, ONE),
+        *(("nemotron-3-nano", tokens, FEW) for tokens in (2, 8)),
+        *(("nemotron-3-nano", tokens, MORE) for tokens in (16, 64)),
+        *(("nemotron-3-nano", tokens, MANY) for tokens in (256, 512, 2048, 4096)),
+        ("nemotron-3-nano", 1, ONE),
+        ("granite-4-small", 1, ONE),
+        ("granite-4-small", 8, FEW),
+        ("granite-4-small", 16, MORE),
+        ("granite-4-small", 64, MANY),
+        ("granite-4-small", 2048, MANY),
     ],
 )
 def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kernels):
     """No weight is copied: they hand on the tokens in tiles, and what is between up and down."""
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
-    config = parse_config(SHAPES[model].config())
-    sizes, features = config.part(MoEConfig), config.hidden_size
-    rule, width = sizes.rule, sizes.intermediate_size
+    features, sizes = mixture(model)
+    rule, width, activation = sizes.rule, sizes.intermediate_size, sizes.activation
 
-    def step(stream, pending, scale, router, gate_up, down, live):
-        router = Router(Dense(router), None, rule)
-        experts = Experts(DenseExperts(gate_up), DenseExperts(down))
+    def step(stream, pending, scale, router, up, down, live, correction):
+        router = Router(Dense(router), correction if sizes.has_correction else None, rule)
+        experts = Experts(DenseExperts(up), DenseExperts(down), activation)
         return moe_feed_forward(stream, pending, Norm(scale, 1e-6), router, experts, live)
 
     columns = -(-rule.num_columns // BLOCK_N) * BLOCK_N
     layer = (tokens, features), (tokens, features), (features,), (features, columns)
-    experts = (rule.none, 2 * width, features), (rule.none, features, width)
+    experts = (rule.none, activation.pieces * width, features), (rule.none, features, width)
     operands = [array(*dims, dtype=jnp.bfloat16) for dims in (*layer, *experts)]
-    operands.append(array(tokens, dtype=jnp.bool_))
+    operands += [array(tokens, dtype=jnp.bool_), array(rule.num_experts)]
     compiled = compile_for(h200, monkeypatch, step, operands)
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
     found = re.findall(names, compiled.as_text())

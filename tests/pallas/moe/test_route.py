@@ -19,7 +19,10 @@ KERNEL_RULES = {
     "gated": Routing(32, 8, num_shared=1, gated_shared=True),
     "not renormalised": Routing(40, 3, renormalise=False, scale=1.5),
     "corrected": Routing(32, 4, "sigmoid", eps=0.25, scale=2.5, num_shared=2),
+    "corrected softmax": Routing(16, 3),
+    "many": Routing(512, 22, "sigmoid", eps=1e-20, scale=5.0),
 }
+CORRECTED = "corrected", "corrected softmax", "many"
 route = jax.jit(moe_route, static_argnames="rule")
 
 
@@ -154,13 +157,14 @@ def test_the_shared_experts_stand_behind_the_chosen_with_the_gate_as_weight():
     np.testing.assert_allclose(choices.weights[:, :3].sum(axis=1), 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", KERNEL_RULES.values(), ids=KERNEL_RULES)
-def test_the_kernel_is_the_definition_without_races(interpreter, rule):
+@pytest.mark.parametrize("name", KERNEL_RULES)
+def test_the_kernel_is_the_definition_without_races(interpreter, name):
     """Some tokens have equal scores, or the last experts as their best, and padding has NaN."""
     from jaxspec.pallas.moe.route_kernel import moe_route_kernel
 
+    rule = KERNEL_RULES[name]
     scores, bias, live = operands(rule)
-    bias = bias if rule.score == "sigmoid" else None
+    bias = bias if name in CORRECTED else None
     scores[0], scores[1], live[:3] = 0.0, np.round(scores[1]), True
     scores[2, : rule.num_experts] = np.arange(rule.num_experts) / 4
     scores[~live] = np.nan
@@ -172,14 +176,15 @@ def test_the_kernel_is_the_definition_without_races(interpreter, rule):
     assert_no_races()
 
 
-@pytest.mark.parametrize("rule", KERNEL_RULES.values(), ids=KERNEL_RULES)
-def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(interpreter, rule):
+@pytest.mark.parametrize("name", KERNEL_RULES)
+def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(interpreter, name):
     """All scores are NaN, the first is, or the last: other rows do not change."""
     from jaxspec.pallas.moe.route_kernel import moe_route_kernel
 
+    rule = KERNEL_RULES[name]
     scores, bias, _ = operands(rule)
     scores, live = scores[:4], np.ones(4, bool)
-    bias = bias if rule.score == "sigmoid" else None
+    bias = bias if name in CORRECTED else None
     scores[0], scores[1, 0], scores[2, rule.num_experts - 1] = np.nan, np.nan, np.nan
     experts, weights = moe_route_kernel(scores, bias, live, rule, interpret=interpreter)
     for chosen, weight in zip(experts[:3, : rule.num_chosen], weights[:3], strict=True):
@@ -213,6 +218,9 @@ def test_the_kernel_declines_groups_and_experts_that_are_no_multiple_of_8(rule, 
         Routing(512, 10, num_shared=1, gated_shared=True),
         Routing(128, 8),
         Routing(256, 8, "sigmoid", eps=1e-20, scale=2.5, num_shared=1),
+        Routing(128, 6, "sigmoid", eps=1e-20, scale=2.5, num_shared=2),
+        Routing(512, 22, "sigmoid", eps=1e-20, scale=5.0),
+        Routing(72, 10, num_shared=2),
     ],
     ids=str,
 )

@@ -84,6 +84,7 @@ def test_parts_are_summed_and_rounded_first(parts):
     [
         (3, 1024, jnp.bfloat16, None, 0),
         (1, 2560, jnp.bfloat16, None, 0),  # accesses of 8 bytes
+        (2, 2688, jnp.bfloat16, None, 3),  # those, and some of 2 bytes
         (2, 512, jnp.float32, None, 0),
         (2, 2048, jnp.float16, jnp.float32, 0),
         (3, 1024, jnp.bfloat16, None, 4),
@@ -109,7 +110,7 @@ def test_the_kernel_equals_the_oracle_without_races(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 64, 256, 8192])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("features", HIDDEN.values())
+@pytest.mark.parametrize("features", [2688, *HIDDEN.values()])
 def test_on_a_gpu_the_op_is_its_kernel_and_equals_the_oracle(features, dtype, tokens):
     dispatch._chosen.pop("add_norm", None)
     stream, pending, norm = operands(tokens, features, dtype)

@@ -23,14 +23,14 @@ def step(stream, pending, weight):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("features", [512, *HIDDEN.values(), 8192])
+@pytest.mark.parametrize("features", [512, 2688, 4480, *HIDDEN.values(), 8192])
 def test_tokens_are_added_at_every_model_s_width(h200, monkeypatch, capfd, features, dtype):
     tokens, weight = array(4, features, dtype=dtype), array(features, dtype=dtype)
     compiled = compile_for(h200, monkeypatch, step, (tokens, tokens, weight))
     assert_lean(compiled, capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("features", [1024, 5120])
+@pytest.mark.parametrize("features", [1024, 2688, 5120])
 def test_parts_are_added(h200, monkeypatch, capfd, features):
     stream, weight = (array(*dims, features, dtype=jnp.bfloat16) for dims in ((4,), ()))
     compiled = compile_for(h200, monkeypatch, step, (stream, array(8, 4, features), weight))

@@ -1,0 +1,160 @@
+"""Granite 4 hybrid: Mamba2 and attention, each with a feed-forward layer or experts."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jaxspec.checks import shown
+from jaxspec.models.base import Model
+from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2, SPARSE, ModelConfig
+from jaxspec.models.fields import Fields
+from jaxspec.models.kinds import MAX_LAYERS, SIZE, number, whole, words
+from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.parameters import Placement
+from jaxspec.pallas.moe.route import Routing
+
+# Options that change the output, and their values that the layers compute.
+_OPTIONS = {
+    "mamba_proj_bias": (False,),
+    "normalization_function": ("rmsnorm",),
+    "position_embedding_type": ("nope", "rope"),
+}
+# What a layer is: published words, and those of transformers 5.
+_MIXERS = {
+    "mamba": MAMBA2,
+    "linear_attention": MAMBA2,
+    "attention": FULL_ATTENTION,
+    "full_attention": FULL_ATTENTION,
+}
+_FACTOR = number(1e-6, 1e6)
+_LAYER = re.compile(r"(model\.layers\.\d{1,4}\.)(shared_mlp|block_sparse_moe)\.(.+)")
+_SHARED = {"input_linear.weight": "gate_up_proj.weight", "output_linear.weight": "down_proj.weight"}
+_EXPERTS = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "gate.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """What Granite multiplies activations with: a part of a `ModelConfig`.
+
+    Each of them meets a matrix or a norm's weight before anything else, so these are multiplied
+    with it as they are read, in float32.
+    """
+
+    embedding: float
+    residual: float
+    attention: float  # of scores, in place of one over the root of a head's channels
+    logits: float  # they are divided by it
+
+    @classmethod
+    def read(cls, fields: Fields) -> "Multipliers":
+        """The fields of config.json; one that is absent is 1, as in transformers.
+
+        Raises:
+            ValueError: a field is malformed.
+        """
+        names = "embedding_multiplier", "residual_multiplier", "attention_multiplier"
+        found = [fields.find(name, _FACTOR) for name in (*names, "logits_scaling")]
+        return cls(*(1.0 if factor is None else float(factor) for factor in found))
+
+    def of_tensor(self, name: str, head_dim: int, *, tied: bool) -> float:
+        """The factor of a tensor, by its canonical name."""
+        if name == "model.embed_tokens.weight":
+            return self.embedding
+        if name == "model.norm.weight":
+            # With a tied embedding the output head has its factor, too.
+            return 1 / (self.logits * self.embedding if tied else self.logits)
+        if name.endswith("self_attn.q_proj.weight"):
+            return self.attention * math.sqrt(head_dim)
+        ends = ("o_proj.weight", "mamba.out_proj.weight", "down_proj.weight", "down_proj")
+        return self.residual if name.endswith(ends) else 1.0
+
+
+class Granite(Model):
+    """A Granite 4 checkpoint: with experts beside a layer that every token has, or without."""
+
+    @staticmethod
+    def parse_config(fields: Fields) -> ModelConfig:
+        """The common fields, and the sizes of Mamba2 and of the experts.
+
+        Raises:
+            ValueError: a field is missing, malformed or not implemented.
+        """
+        fields.refuse_all_but(_OPTIONS)
+        mixers = _mixers(fields)
+        num_experts = fields.find("num_local_experts", whole(0, 4096)) or 0
+        rotates = fields.entries.get("position_embedding_type") == "rope"
+        config = fields.common(
+            mixers,
+            (SPARSE if num_experts else DENSE,) * len(mixers),
+            has_rotation=rotates,
+            intermediate_size="shared_intermediate_size",
+        )
+        parts: tuple[Any, ...] = (Multipliers.read(fields),)
+        if MAMBA2 in mixers:
+            parts += (_mamba2(fields),)
+        if num_experts:
+            parts += (_experts(fields, num_experts),)
+        return dataclasses.replace(config, normed_heads=False, parts=parts)
+
+    @staticmethod
+    def canonical_name(name: str, config: ModelConfig) -> str | None:
+        """A published tensor's name in Qwen's spelling; without experts `shared_mlp` is the MLP."""
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return name
+        layer, part, rest = found.groups()
+        if part == "block_sparse_moe":
+            return f"{layer}mlp.{_EXPERTS.get(rest, rest)}"
+        shared = "shared_expert." if SPARSE in config.feed_forward_types else ""
+        return f"{layer}mlp.{shared}{_SHARED.get(rest, rest)}"
+
+    def checkpoint(self) -> Iterator[Placement]:
+        """The published tensors, with the multipliers as factors of their values."""
+        multipliers, head_dim = self.config.part(Multipliers), self.config.head_dim
+        tied = self.trunk.embedding is None
+        for placement in super().checkpoint():
+            yield placement.scaled(multipliers.of_tensor(placement.name, head_dim, tied=tied))
+
+
+def _mixers(fields: Fields) -> tuple[str, ...]:
+    """The mixer of each layer; ValueError where config.json does not say."""
+    count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
+    listed = fields.need("layer_types", words(MAX_LAYERS))
+    unknown = sorted(set(listed) - _MIXERS.keys())
+    if unknown or len(listed) != count:
+        raise ValueError(
+            f"config.json: `layer_types` must name 'mamba' or 'attention' for each of {count} "
+            f"layers; it has {len(listed)} entries"
+            + (f" and the unknown kinds {shown(unknown)}." if unknown else ".")
+        )
+    return tuple(_MIXERS[word] for word in listed)
+
+
+def _mamba2(fields: Fields) -> Mamba2Config:
+    return Mamba2Config.read(
+        fields,
+        heads="mamba_n_heads",
+        head_dim="mamba_d_head",
+        groups="mamba_n_groups",
+        state_dim="mamba_d_state",
+        conv_kernel="mamba_d_conv",
+        conv_bias="mamba_conv_bias",
+        norm_by_group=False,
+    )
+
+
+def _experts(fields: Fields, num_experts: int) -> MoEConfig:
+    """The experts' sizes. Softmax over the chosen is softmax over all, renormalised."""
+    width = fields.need("intermediate_size", SIZE)
+    return MoEConfig(
+        Routing(num_experts, fields.need("num_experts_per_tok", whole(1, num_experts))),
+        width,
+        shared_size=fields.need("shared_intermediate_size", whole(1, 64 * width)),
+    )

@@ -1,0 +1,227 @@
+"""Law 9 for Nemotron-H: trunk, draft head and latent experts; and its config.json."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from oracle import Oracle
+
+from jaxspec.models import load_model, parse_config
+from jaxspec.models.config import FULL_ATTENTION, LATENT_SPARSE, MAMBA2, NO_MIXER, SPARSE
+from jaxspec.pallas import dispatch
+
+FIXTURES = ["nemotron_h", "nemotron_h_latent", "nemotron_h_wide"]
+PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+# The fields that jaxspec reads of Nemotron-3-Nano-30B-A3B's, and some that it does not.
+PUBLISHED = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "eos_token_id": [2, 11],
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": PATTERN,
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+
+def assert_close(actual, expected, tolerance):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def assert_near(logits, expected):
+    """As near as bfloat16 comes."""
+    assert np.abs(logits - expected).mean() <= 0.15
+    assert (logits.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
+
+
+@pytest.fixture(scope="module", params=FIXTURES)
+def loaded(request, fixture_folder, reference):
+    return load_model(fixture_folder(request.param), jnp.float32), reference(request.param)
+
+
+def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
+    model, expected = loaded
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    # What is wide is slow, and gets no single tokens here.
+    chunks = (1, 7, 64, len(ids)) if model.config.hidden_size < 128 else (7, len(ids))
+    for chunk in chunks:
+        hidden, logits = single_request(model).prefill(ids, chunk)
+        assert_close(logits, expected["logits_full"], 5e-4)
+        assert_close(hidden, expected["hidden_final"], 5e-4)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_decoding_and_verification_reproduce_the_reference_logits(loaded, single_request, count):
+    model, expected = loaded
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    logits = single_request(model).decode(prompt, greedy, count)
+    assert_close(logits, expected["logits_decode"], 2e-4)
+    np.testing.assert_array_equal(logits.argmax(-1), greedy)
+
+
+def test_the_draft_head_reproduces_the_reference_logits(loaded, single_request):
+    """Its two published layers, attention and experts, are one layer of two halves here."""
+    model, expected = loaded
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    request = single_request(model)
+    out, logits = request.draft(ids[1:], expected["hidden_final"][:-1], 0, prefill=True)
+    assert_close(out, expected["mtp_hidden_tf"], 1e-4)
+    assert_close(logits, expected["mtp_logits_tf"], 1e-4)
+
+
+def test_the_draft_head_recurses_to_the_reference_drafts(loaded, single_request):
+    model, expected = loaded
+    prompt, drafts = expected["prompt_ids"], expected["mtp_draft_ids"]
+    request = single_request(model)
+    hidden, _ = request.prefill(prompt)
+    next_tokens = np.append(prompt[1:], expected["greedy_ids"][0])
+    out, logits = request.draft(next_tokens, hidden, 0, prefill=True)
+    for step, draft in enumerate(drafts):
+        assert_close(logits[-1], expected["mtp_draft_logits"][step], 1e-4)
+        assert logits[-1].argmax() == draft
+        out, logits = request.draft([draft], out[-1:], len(prompt) + step, prefill=False)
+
+
+def test_step_sizes_are_not_clamped(fixture_folder, reference, single_request):
+    """transformers clamps them where it computes whole prompts, and not where it decodes."""
+    model = load_model(fixture_folder("nemotron_h_dtclamp"), jnp.float32)
+    expected = reference("nemotron_h_dtclamp")
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    run = Oracle(fixture_folder("nemotron_h_dtclamp")).start()
+    ids = np.concatenate([prompt, greedy])
+    plain = np.stack([run.feed(int(token)) for token in ids])
+    _, logits = single_request(model).prefill(ids)
+    assert_close(logits, plain, 5e-4)
+    assert np.abs(plain - expected["logits_full"]).max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_wide"])
+def test_bfloat16_weights_stay_near_the_reference(name, fixture_folder, reference, single_request):
+    """Not those of the latent one: which half of its experts competes is often a near tie."""
+    model, expected = load_model(fixture_folder(name), jnp.bfloat16), reference(name)
+    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
+    _, logits = single_request(model).prefill(ids)
+    assert_near(logits, expected["logits_full"])
+
+
+@pytest.mark.gpu
+def test_kernels_stay_near_the_reference(fixture_folder, reference, single_request):
+    """In bfloat16, on sizes that they take: a prompt, verification of it, and the draft head."""
+    model = load_model(fixture_folder("nemotron_h_wide"), jnp.bfloat16)
+    expected, dtype = reference("nemotron_h_wide"), jnp.dtype("bfloat16")
+    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
+    ids = np.concatenate([prompt, greedy])
+    with dispatch.choices() as chosen:
+        hidden, logits = single_request(model, dtype).prefill(ids)
+        assert_near(logits, expected["logits_full"])
+        for count in (1, 4):
+            logits = single_request(model, dtype).decode(prompt, greedy, count)
+            assert_near(logits, expected["logits_decode"])
+        head = single_request(model, dtype)
+        _, logits = head.draft(ids[1:], hidden[:-1], 0, prefill=True)
+        assert_near(logits, expected["mtp_logits_tf"])
+    names = "moe_route", "moe_experts", "attention_inputs", "paged_attention"
+    for name in names:
+        assert {how for op, how, _ in chosen if op == name} == {"kernel"}, name
+
+
+def test_the_published_spelling_of_the_configuration_means_the_same(
+    fixture_folder, tmp_path, reference
+):
+    folder = shutil.copytree(fixture_folder("nemotron_h_latent"), tmp_path / "model")
+    published = fixture_folder("nemotron_h_latent_raw") / "config.json"
+    one = load_model(folder, jnp.float32)
+    shutil.copy(published, folder / "config.json")
+    other = load_model(folder, jnp.float32)
+    assert one.config == other.config and other.has_draft_head
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_published_configuration_is_read():
+    config = parse_config(PUBLISHED)
+    assert [config.layer_types.count(kind) for kind in (MAMBA2, FULL_ATTENTION)] == [23, 6]
+    assert config.feed_forward_types.count(SPARSE) == config.layer_types.count(NO_MIXER) == 23
+    assert config.rope is None and config.num_draft_layers == 0 and config.intermediate_size == 0
+    mamba2, experts = config.parts
+    assert mamba2.heads.channels == 6144 and mamba2.norm_groups == 8
+    assert experts.rule.num_shared == 2 and experts.routing.scale == 2.5
+
+
+def test_a_latent_mixture_is_another_layer():
+    config = parse_config(PUBLISHED | {"moe_latent_size": 1024})
+    assert config.feed_forward_types[1] == config.draft_feed_forward_type == LATENT_SPARSE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "M" * 51}, "each of 52 layers, 1 to 1,000, got 51"),
+        ({"hybrid_override_pattern": "MX" * 26}, "letters of 'M\\*-E', .*got \\['X'\\]"),
+        ({"hybrid_override_pattern": None}, "must give `hybrid_override_pattern`"),
+        ({"mlp_hidden_act": "silu"}, "`mlp_hidden_act` must be 'relu2', got 'silu'"),
+        ({"n_shared_experts": 2}, "`n_shared_experts` must be 1, got 2"),
+        ({"use_bias": True}, "`use_bias` must be False, got True"),
+        ({"mamba_proj_bias": True}, "`mamba_proj_bias` must be False, got True"),
+        ({"sliding_window": 512}, "`sliding_window` must be absent, got 512"),
+        ({"time_step_limit": [0.001, 0.1]}, "does not clamp step sizes"),
+        ({"mamba_num_heads": 60}, "mamba_num_heads, n_groups: 60 is not a multiple of 8"),
+        ({"num_experts_per_tok": 200}, "`num_experts_per_tok` must be an integer from 1 to 128"),
+        ({"n_group": 7}, "n_routed_experts, n_group: 128 is not a multiple of 7"),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "ME"},
+            "`mtp_hybrid_override_pattern` must be '\\*E'",
+        ),
+        ({"num_nextn_predict_layers": 2}, "`num_nextn_predict_layers` must be .* from 0 to 1"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(PUBLISHED | changes)
+
+
+def test_a_head_is_found_by_its_tensors(fixture_folder, tmp_path):
+    """Some re-exports promise one in config.json, and have none."""
+    folder = shutil.copytree(fixture_folder("nemotron_h"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    assert load_model(folder, jnp.float32).has_draft_head
