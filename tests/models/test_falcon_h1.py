@@ -16,6 +16,7 @@ from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import PARALLEL
 from jaxspec.models.falcon_h1 import Multipliers
 from jaxspec.models.layers.mamba2 import Mamba2Config
+from jaxspec.pallas.mamba2.step import why_not_kernel
 
 NAME = "falcon_h1"
 # The fields that jaxspec reads of a config.json of Falcon-H1-1.5B's form, and some that it does
@@ -188,6 +189,12 @@ def test_what_the_configuration_does_not_say_is_as_transformers_has_it():
     sizes, factors = (parse_config(silent).part(part) for part in (Mamba2Config, Multipliers))
     assert sizes.multipliers == (1.0,) * 5 and set(factors.of_tensors(tied=True).values()) == {1.0}
     assert not sizes.gate_first and sizes.norm_groups == 0
+
+
+def test_no_kernel_takes_states_of_256():
+    """As 1.5B and larger have them: XLA computes these, on a GPU too."""
+    states, x = jnp.zeros((1, 1, 1, 1, 64, 256)), jnp.zeros((1, 1, 1, 64))
+    assert "64 x 256" in why_not_kernel(x, states)
 
 
 @pytest.mark.parametrize(
