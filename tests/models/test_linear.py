@@ -39,8 +39,8 @@ def test_outputs_lie_side_by_side_before_the_padding():
         np.testing.assert_allclose(part, x @ weight[:, columns], rtol=1e-5)
     placements = {p.name: (p.shape, p.index) for p in layer.checkpoint("m.")}
     assert placements == {
-        "m.a.weight": ((3, 8), (..., slice(0, 3))),
-        "m.b.weight": ((2, 8), (..., slice(3, 5))),
+        "m.a.weight": ((3, 8), (slice(0, 8), slice(0, 3))),
+        "m.b.weight": ((2, 8), (slice(0, 8), slice(3, 5))),
     }
 
 

@@ -47,13 +47,25 @@ class Linear(nnx.Module):
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
         self.joined_name = joined_name
-        columns = -(-sum(outputs.values()) // multiple) * multiple
-        self.weight = declare((in_features, columns), dtype)
+        self.columns = -(-sum(outputs.values()) // multiple) * multiple  # padding included
+        self.weight = declare((in_features, self.columns), dtype)
+        self.origin = (0, 0)  # row and column of `weight` where the matrix begins
+
+    def become_part(self, whole: "Linear", row: int, column: int) -> None:
+        """Let the matrix be the part of another's weight that begins there (`layers.joined`)."""
+        self.weight, self.origin = whole.weight, (row, column)
+
+    def index(self, start: int, end: int) -> tuple[slice, slice]:
+        """Where in `weight` the columns `start:end` of the matrix are."""
+        row, column = self.origin
+        return slice(row, row + self.in_features), slice(column + start, column + end)
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it."""
-        return Dense(self.weight[...])
+        """The weight as ops take it, copied where it is part of another."""
+        weight = self.weight[...]
+        is_whole = weight.shape == (self.in_features, self.columns)
+        return Dense(weight if is_whole else weight[self.index(0, self.columns)])
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
@@ -88,8 +100,8 @@ class Linear(nnx.Module):
         """The published tensors."""
         for name, start, end in self._spans():
             shape = (end - start, self.in_features)
-            columns = ..., slice(start, end)
-            place = Placement(f"{prefix}{name}.weight", shape, self.weight, True, columns)
+            index = self.index(start, end)
+            place = Placement(f"{prefix}{name}.weight", shape, self.weight, True, index)
             yield (
                 place
                 if self.joined_name is None

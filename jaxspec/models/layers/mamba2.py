@@ -232,7 +232,7 @@ class Mamba2(nnx.Module):
                 (heads.columns, weight.shape[0]),
                 weight,
                 transpose=True,
-                index=(..., slice(column, column + size)),
+                index=self.in_proj.index(column, column + size),
                 part=slice(row, row + size),
                 scale=scale,
             )
