@@ -353,6 +353,26 @@ def test_a_layer_of_experts_counts_the_bytes_of_those_that_tokens_chose(monkeypa
     chex.assert_trees_all_close(*outputs, atol=0.05)  # of bfloat16, fused or not
 
 
+def test_a_latent_layer_counts_its_projections_and_the_shared_layer_besides(monkeypatch):
+    """16 latent features, experts of 32, a shared layer of 48, and no gates."""
+    moe = importlib.import_module("benchmarks.kernels.cases.moe")
+    monkeypatch.setattr(moe, "_LATENT_TOKENS", {"tiny-latent": (1, 64)})
+    one, many = list(moe.latent_moe_feed_forward_cases())
+    assert [case.about["experts_read"] for case in (one, many)] == [2.0, 8.0]
+    others = 64 * 8 + 64 * (2 * 16 + 2 * 48)
+    assert one.total_bytes == 2 * (2 * 2 * 16 * 32 + others + 4 * 64)
+    outputs = [run((), 3, *many.operands)[0] for run in (many.run, many.reference)]
+    chex.assert_trees_all_close(*outputs, atol=0.2)  # of bfloat16 up to 11, fused or not
+
+
+def test_experts_without_a_gate_have_two_matrices_each(monkeypatch):
+    moe = importlib.import_module("benchmarks.kernels.cases.moe")
+    monkeypatch.setattr(moe, "_TOKENS", {"tiny-nemotron": (1,)})
+    (one,) = moe.moe_feed_forward_cases()
+    assert one.about["experts_read"] == 4.0  # two slices of the shared expert among them
+    assert one.total_bytes == 2 * (4 * 2 * 64 * 32 + 64 * 8 + 4 * 64)
+
+
 def test_a_draft_head_counts_a_byte_for_each_weight(monkeypatch):
     matmul = importlib.import_module("benchmarks.kernels.cases.matmul")
     monkeypatch.setattr(matmul, "_WEIGHTS", 1)

@@ -12,6 +12,10 @@ from benchmarks.measure.shapes import GDN, HIDDEN, INTERMEDIATE
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul, argmax_matmul_reference
 from jaxspec.pallas.matmul.gemm import MAX_PARTS
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu, matmul_silu_reference
+from jaxspec.pallas.matmul.matmul_squared_relu import (
+    matmul_squared_relu,
+    matmul_squared_relu_reference,
+)
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.scores import NO_TOKEN
@@ -38,6 +42,10 @@ _MORE_ROWS = {  # than 8
     "qwen3.5-0.8b": (16, 64, 256),
     "qwen3.5-2b": (16, 64),
     "qwen3.5-9b": (16, 64, 128, 256),
+}
+_SQUARED_RELU = {  # features, and columns of a layer without a gate
+    "nemotron-3-nano-4b": (3136, 12544),
+    "nemotron-nano-9b-v2": (4480, 15680),
 }
 
 
@@ -93,6 +101,11 @@ def split_matmul_cases() -> Iterator[Case]:
             yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
     for tokens in (128, 256):
         yield _plain_case("split_matmul", ops, ("qwen3.5-9b", "o_proj", tokens), 4096, 4096)
+    for tokens in (16, 64):
+        yield _plain_case("split_matmul", ops, ("nemotron-3-nano", "o_proj", tokens), 4096, 2688)
+    for tokens in (16, 64, 256):
+        about = "nemotron-3-super", "latent and shared", tokens
+        yield _plain_case("split_matmul", ops, about, 1024 + 5376, 4096)
 
 
 def gated_matmul_cases() -> Iterator[Case]:
@@ -113,6 +126,14 @@ def matmul_silu_cases() -> Iterator[Case]:
             yield _plain_case(
                 "matmul_silu", ops, (model, "gate_up", tokens), HIDDEN[model], columns
             )
+
+
+def matmul_squared_relu_cases() -> Iterator[Case]:
+    """The same without a gate, of the dense Nemotron models."""
+    ops = matmul_squared_relu, matmul_squared_relu_reference
+    for model, sizes in _SQUARED_RELU.items():
+        for tokens in (16, 64, 128, 256):
+            yield _plain_case("matmul_squared_relu", ops, (model, "up", tokens), *sizes)
 
 
 def argmax_matmul_cases() -> Iterator[Case]:

@@ -9,25 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import INPUTS, Case
-from benchmarks.measure.model_shapes import SHAPES
-from jaxspec.models import parse_config
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers.moe import MoEConfig
+from benchmarks.measure.mixtures import Mixture, mixture
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts_reference
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
+from jaxspec.pallas.moe.latent import latent_moe_feed_forward
 from jaxspec.pallas.moe.route import moe_route_reference
 from jaxspec.pallas.norm.add_norm import add_norm_reference
+from jaxspec.pallas.norm.residual import sum_parts
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.weight import Dense, DenseExperts
 
 _DTYPE = jnp.bfloat16
-_LAYERS = 4  # with weights of their own, 1.2 to 3.2 GB each
+_LAYERS = 4  # with weights of their own, 1.2 to 5.6 GB each
 _TOKENS = {
     "qwen3.5-35b-a3b": (1, 4, 8, 64, 256, 2048, 4096),
     "qwen3-next-80b": (1, 64),
     "qwen3-30b-a3b": (1, 64),
+    "nemotron-3-nano-30b-a3b": (1, 4, 8, 64, 256, 2048, 4096),
+    "granite-4-small": (1, 8, 64, 256, 2048),
 }
+_LATENT_TOKENS = {"nemotron-3-super-120b-a12b": (1, 4, 8, 64, 256, 2048, 4096)}
 _MOST_BY_REFERENCE = 64  # tokens: it goes from tile to tile, which takes some 10 ms
 _POOLS = 2**30  # bytes: `run.py` goes on with another layer until it has touched as many
 
@@ -35,22 +37,42 @@ _POOLS = 2**30  # bytes: `run.py` goes on with another layer until it has touche
 def moe_feed_forward_cases() -> Iterator[Case]:
     """A layer from the addition before its norm to its output, which is pending."""
     for model, sizes in _TOKENS.items():
-        config = parse_config(SHAPES[model].config())
-        weights = tuple(_weights(config, layer) for layer in range(_LAYERS))
-        for tokens in sizes:
-            yield _case(model, config, weights, tokens)
+        yield from _cases(model, sizes, moe_feed_forward, _reference)
 
 
-def _weights(config: ModelConfig, layer: int) -> tuple[jax.Array, ...]:
-    """Those of the norm, the router, and gate, up and down of the experts."""
-    sizes, features = config.part(MoEConfig), config.hidden_size
-    rule, width = sizes.rule, sizes.intermediate_size
-    columns = -(-rule.num_columns // BLOCK_N) * BLOCK_N
-    shapes = (features, columns), (rule.none, 2 * width, features), (rule.none, features, width)
-    inner = features, features, width
-    keys = jax.random.split(jax.random.key(layer), len(shapes))
+def latent_moe_feed_forward_cases() -> Iterator[Case]:
+    """The same of experts that read fewer features than the stream has."""
+    for model, sizes in _LATENT_TOKENS.items():
+        yield from _cases(model, sizes, latent_moe_feed_forward, _latent_reference)
+
+
+def _cases(model, counts, op, reference) -> Iterator[Case]:
+    layer = mixture(model)
+    weights = tuple(_weights(layer, number) for number in range(_LAYERS))
+    for tokens in counts:
+        yield _case(model, layer, weights, tokens, (op, reference))
+
+
+def _shapes(layer: Mixture) -> tuple[tuple[int, ...], ...]:
+    """The weights of the router, of up and down of the experts, and of what ends a latent layer."""
+    features, sizes = layer
+    rule, width, pieces = sizes.rule, sizes.intermediate_size, sizes.activation.pieces
+    latent, columns = sizes.latent_size, rule.num_columns
+    if latent is not None:
+        columns += latent + pieces * sizes.shared_size
+    read, columns = latent or features, -(-columns // BLOCK_N) * BLOCK_N
+    shapes = (features, columns), (rule.none, pieces * width, read), (rule.none, read, width)
+    return shapes if latent is None else (*shapes, (latent + sizes.shared_size, features))
+
+
+def _weights(layer: Mixture, number: int) -> tuple[jax.Array, ...]:
+    """Those of the norm, and then of `_shapes`."""
+    shapes = _shapes(layer)
+    # A stack's product sums over its last axis, and another weight's over its first.
+    inner = [dims[2] if len(dims) == 3 else dims[0] for dims in shapes]
+    keys = jax.random.split(jax.random.key(number), len(shapes))
     drawn = (_draw(*each) for each in zip(keys, shapes, inner, strict=True))
-    return jnp.zeros(features, _DTYPE), *drawn
+    return jnp.zeros(layer.features, _DTYPE), *drawn
 
 
 def _draw(key, dims, inner):
@@ -58,74 +80,92 @@ def _draw(key, dims, inner):
     return jax.random.normal(key, dims, _DTYPE) * jnp.asarray(inner**-0.5, _DTYPE)
 
 
-def _case(model, config, weights, tokens):
+def _case(model, layer, weights, tokens, ops):
     """A case without a pool: each call has other tokens than the one before, and other weights."""
-    sizes, features = config.part(MoEConfig), config.hidden_size
-    rule, width = sizes.rule, sizes.intermediate_size
+    features, sizes = layer
     keys = jax.random.split(jax.random.key(tokens), 2 * INPUTS)
     drawn = [_draw(key, (tokens, features), 1) for key in keys]
     inputs = tuple(zip(drawn[:INPUTS], drawn[INPUTS:], strict=True))
-    live = jnp.ones(tokens, bool)
-
-    def layer_of(call, weights, inputs, live):
-        """The layer's operands in one of `INPUTS` calls."""
-        scale, router, *experts = weights[call % _LAYERS]
-        norm = Norm(scale, config.rms_norm_eps, zero_centred=True)
-        router = Router(Dense(router), None, rule)
-        return *inputs[call], norm, router, Experts(*map(DenseExperts, experts)), live
 
     def run(op, pool, call, *operands):
-        return op(*layer_of(call, *operands)), pool
+        return op(*_operands(sizes, call, *operands)), pool
 
-    operands = weights, inputs, live
-    read = [_experts_read(layer_of(call, *operands)) for call in range(INPUTS)]
-    experts = sum(read) / INPUTS
-    total = jnp.dtype(_DTYPE).itemsize * round(
-        3 * experts * features * width  # gate, up and down
-        + features * rule.num_columns
-        + 4 * tokens * features  # the stream and what is pending, as they come and as they go
-    )
-    has_reference = tokens <= _MOST_BY_REFERENCE
+    operands = weights, inputs, jnp.ones(tokens, bool)
+    read = sum(_experts_read(_operands(sizes, call, *operands)) for call in range(INPUTS)) / INPUTS
     return Case(
-        op="moe_feed_forward",
+        op=ops[0].__name__,
         about={
             "model": model,
-            "experts": rule.num_experts,
-            "chosen": rule.num_chosen,
-            "shared": rule.num_shared,
+            "experts": sizes.rule.num_experts,
+            "chosen": sizes.rule.num_chosen,
+            "shared": sizes.rule.num_shared,
             "features": features,
-            "expert_width": width,
+            "expert_width": sizes.intermediate_size,
             "dtype": jnp.dtype(_DTYPE).name,
             "rows": tokens,
-            "experts_read": round(experts, 1),
+            "experts_read": round(read, 1),
         },
-        run=functools.partial(run, moe_feed_forward),
-        reference=functools.partial(run, _reference) if has_reference else None,
+        run=functools.partial(run, ops[0]),
+        reference=functools.partial(run, ops[1]) if tokens <= _MOST_BY_REFERENCE else None,
         pool=lambda layers: (),
         layer_bytes=_POOLS // INPUTS,
         operands=operands,
-        total_bytes=total,
+        total_bytes=_bytes(layer, tokens, read),
         calls=INPUTS,
         writes=False,
     )
 
 
+def _operands(sizes, call, weights, inputs, live):
+    """The layer's operands in one of `INPUTS` calls."""
+    scale, router, up, down, *last = weights[call % _LAYERS]
+    bias = jnp.zeros(sizes.rule.num_experts) if sizes.has_correction else None
+    experts = Experts(DenseExperts(up), DenseExperts(down), sizes.activation)
+    held = Norm(scale, 1e-6, zero_centred=True), Router(Dense(router), bias, sizes.rule), experts
+    return *inputs[call], *held, *map(Dense, last), live
+
+
+def _bytes(layer: Mixture, tokens: int, experts_read: float) -> int:
+    """What a call must move: the experts that its tokens chose, the other weights, the stream."""
+    features, sizes = layer
+    pieces, read = sizes.activation.pieces, sizes.latent_size or features
+    numbers = (pieces + 1) * experts_read * read * sizes.intermediate_size
+    numbers += features * sizes.rule.num_columns
+    if sizes.latent_size is not None:
+        numbers += features * (2 * read + (pieces + 1) * sizes.shared_size)
+    # The stream and what is pending, as they come and as they go.
+    return jnp.dtype(_DTYPE).itemsize * round(numbers + 4 * tokens * features)
+
+
 def _reference(stream, pending, norm, router, experts, live):
     """`moe_feed_forward` by the references of what it consists of."""
-    choices, stream, normed = _choices(stream, pending, norm, router, live)
+    choices, stream, normed, _ = _choices(stream, pending, norm, router, live)
     return stream, moe_experts_reference(normed, experts, choices)
 
 
+def _latent_reference(stream, pending, norm, router, experts, output, live):
+    """`latent_moe_feed_forward` in the same way."""
+    choices, stream, _, product = _choices(stream, pending, norm, router, live)
+    first, latent = router.rule.num_columns, experts.down.outer
+    columns = experts.activation.pieces * (output.inner - latent)
+    ends = first + latent, first + latent + columns
+    small, wide = (product[:, a:b].astype(stream.dtype) for a, b in ((first, ends[0]), ends))
+    routed = sum_parts(moe_experts_reference(small, experts, choices), stream.dtype)
+    both = jnp.concatenate([routed, experts.activation(wide)], axis=1)
+    return stream, matmul(both, output)
+
+
 @jax.jit
-def _choices(stream, pending, norm, router, live) -> tuple[Any, Any, Any]:
-    """The tokens' experts, the sum that is normed, and the norm."""
+def _choices(stream, pending, norm, router, live) -> tuple[Any, Any, Any, Any]:
+    """The tokens' experts, the sum that is normed, the norm, and its product with the router."""
     stream, normed = add_norm_reference(stream, pending, norm)
-    scores = matmul(normed, router.weight, jnp.float32)
-    return moe_route_reference(scores, router.bias, live, router.rule), stream, normed
+    product = matmul(normed, router.weight, jnp.float32)
+    choices = moe_route_reference(product, router.bias, live, router.rule)
+    return choices, stream, normed, product
 
 
-def _experts_read(layer) -> int:
+def _experts_read(operands) -> int:
     """How many experts the tokens have, each counted once."""
-    stream, pending, norm, router, _, live = layer
+    stream, pending, norm, router, *_, live = operands
     choices, *_ = _choices(stream, pending, norm, router, live)
     return len(np.unique(choices.experts))

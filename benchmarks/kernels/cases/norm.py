@@ -20,6 +20,8 @@ def add_norm_cases() -> Iterator[Case]:
             if model == "qwen3.5-9b" or tokens == 256:
                 yield _case(model, features, tokens, jnp.dtype("bfloat16"))
     yield _case("qwen3.5-9b", HIDDEN["qwen3.5-9b"], 256, jnp.dtype("float32"))
+    for tokens in (1, 64, 256):
+        yield _case("nemotron-3-nano", 2688, tokens, jnp.dtype("bfloat16"))
 
 
 def _case(model, features, tokens, dtype):

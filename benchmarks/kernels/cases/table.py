@@ -19,10 +19,11 @@ from benchmarks.kernels.cases.matmul import (
     gated_matmul_cases,
     gated_norm_matmul_cases,
     matmul_silu_cases,
+    matmul_squared_relu_cases,
     norm_matmul_cases,
     split_matmul_cases,
 )
-from benchmarks.kernels.cases.moe import moe_feed_forward_cases
+from benchmarks.kernels.cases.moe import latent_moe_feed_forward_cases, moe_feed_forward_cases
 from benchmarks.kernels.cases.norm import add_norm_cases, gated_group_norm_cases
 from benchmarks.kernels.cases.prefill import gdn_prefill_cases, mamba2_prefill_cases
 from benchmarks.kernels.cases.replay import (
@@ -53,8 +54,10 @@ OPS = {
     "gated_matmul": gated_matmul_cases,
     "gated_norm_matmul": gated_norm_matmul_cases,
     "matmul_silu": matmul_silu_cases,
+    "matmul_squared_relu": matmul_squared_relu_cases,
     "argmax_matmul": argmax_matmul_cases,
     "moe_feed_forward": moe_feed_forward_cases,
+    "latent_moe_feed_forward": latent_moe_feed_forward_cases,
     "state_select": state_select_cases,
     "slot_mapping": slot_mapping_cases,
     "paged_attention": paged_attention_cases,

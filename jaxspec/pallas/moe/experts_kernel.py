@@ -249,34 +249,39 @@ def up_kernel(x, up, arrays, activation, *, work, interpret=None):
     The weights come in here, before the values are rounded, so that what follows need not know
     them. `x` is `[tokens, features]` for `Direct`, else `[tiles, rows, features]`; `arrays` are
     those of `work`. `interpret` has parameters of Mosaic's interpreter, here and below.
+
+    A block has two pieces of the matrix: of gate and up, or of up alone two neighbours. Where the
+    number of pieces is odd, the last block's second arrives as zeros and its output is dropped.
     """
     inner = up.shape[1] // activation.pieces
-    columns = inner // BLOCK_N
+    neighbours = 2 // activation.pieces  # columns of the output that a block has, in pieces
+    starts = [BLOCK_N * i + inner * j for i in range(neighbours) for j in range(activation.pieces)]
+    columns = pl.cdiv(inner, BLOCK_N * neighbours)
     is_alone = work.rows > 64 or work.tiles * columns <= device.MULTIPROCESSORS
-    product = _Product.of(work.rows, activation.pieces, up, blocks=1 if is_alone else 2)
+    product = _Product.of(work.rows, len(starts), up, blocks=1 if is_alone else 2)
 
     def body(x, up, *rest, out, **ring):
         *arrays, hidden = rest
-        index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N
+        index, column = lax.axis_index("tile"), lax.axis_index("column") * BLOCK_N * neighbours
         tile = work.tile(arrays, index)
 
         @pl.when(tile.is_asked & (tile.expert < work.none))
         def _():
             # A traced 0: jax 0.12 refuses rows where it can see that the array lacks them.
             rows = x.at[pl.ds(index * 0, work.rows)] if len(x.shape) == 2 else x.at[index]
-            columns = [column + piece * inner for piece in range(activation.pieces)]
-            fetch = product.fetch(rows, up.at[tile.expert], columns, **ring)
+            fetch = product.fetch(
+                rows, up.at[tile.expert], [column + start for start in starts], **ring
+            )
             product.start(fetch)
             weights = tile.weights((BLOCK_N, work.rows))
             # The product is rounded first, as if it had been put out.
             rounded = [
                 sum_.astype(out.dtype).astype(jnp.float32) for sum_ in product.run(fetch, **ring)
             ]
-            activated = (activation.of_pieces(rounded) * weights).astype(out.dtype)
-            out.T[...] = plgpu.layout_cast(activated, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, hidden.at[index, :, pl.ds(column, BLOCK_N)])
-            plgpu.wait_smem_to_gmem(0)
+            size = activation.pieces
+            of_each = [rounded[i : i + size] for i in range(0, len(rounded), size)]
+            activated = [activation.of_pieces(pieces) * weights for pieces in of_each]
+            _put_tiles(activated, out, hidden.at[index], column)
 
     kernel = plgpu.kernel(
         body,
@@ -400,6 +405,19 @@ def one_token_down_kernel(hidden, down, experts, *, parts, interpret=None):
     return kernel(hidden, down, experts)
 
 
+def _put_tiles(pieces, out, rows, column):
+    """Write transposed pieces through `out` to `rows`, from a column on, side by side."""
+    for i, piece in enumerate(pieces):
+        if i:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # by all warps
+        values = piece.astype(out.dtype)
+        out.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, rows.at[:, pl.ds(column + i * BLOCK_N, BLOCK_N)])
+    plgpu.wait_smem_to_gmem(0)
+
+
 @functools.partial(jax.jit, static_argnames=("work", "interpret"))
 def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
     """The rows of all tiles, `[tiles, rows, features]` in the dtype of `hidden`."""
@@ -418,15 +436,7 @@ def tiled_down_kernel(hidden, down, arrays, *, work, interpret=None):
             columns = [column + piece * BLOCK_N for piece in range(pieces)]
             fetch = product.fetch(hidden.at[index], down.at[tile.expert], columns, **ring)
             product.start(fetch)
-            for piece, sum_ in enumerate(product.run(fetch, **ring)):
-                if piece:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.commit_smem()  # by all warps
-                row = sum_.astype(out.dtype)
-                out.T[...] = plgpu.layout_cast(row, plgpu.Layout.WGMMA_TRANSPOSED)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, y.at[index, :, pl.ds(columns[piece], BLOCK_N)])
-            plgpu.wait_smem_to_gmem(0)
+            _put_tiles(product.run(fetch, **ring), out, y.at[index], column)
 
     kernel = plgpu.kernel(
         body,

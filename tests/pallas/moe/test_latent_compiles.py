@@ -34,7 +34,7 @@ FEW, MANY = ["down"], ["to_tiles", "tiled_down", "from_tiles"]
 def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, tokens, kernels):
     """Nemotron-3 Super's; no weight is copied."""
     monkeypatch.setattr("jaxspec.device.default_device", lambda: h200)
-    features, sizes = mixture("nemotron-3-super")
+    features, sizes = mixture("nemotron-3-super-120b-a12b")
     rule, width, latent = sizes.rule, sizes.intermediate_size, sizes.latent_size
 
     def step(stream, pending, scale, router, up, down, output, live, correction):
