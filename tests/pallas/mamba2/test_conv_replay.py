@@ -91,7 +91,9 @@ def check(run, *operands):
     # On a GPU XLA would drop the casts to 16 bits and back that the specification has.
     host = jax.devices("cpu")[0]
     with jax.default_device(host):
-        want, kept, folded, appended = reference(*jax.device_put(operands, host), 1, jax.device_put(ROWS, host))
+        want, kept, folded, appended = reference(
+            *jax.device_put(operands, host), 1, jax.device_put(ROWS, host)
+        )
     np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (conv, kept)))
     eps = max(float(jnp.finfo(y.dtype).eps) for y in (operands[0], states))
     # The convolution may round to a neighbour, and what follows from it.
