@@ -88,20 +88,16 @@ def deepest(args: argparse.Namespace) -> int:
 
 
 def tensors_of(config: Figures, one_by_one: bool = False) -> list[Tensor]:
-    """A model's tensors in the order of its layers; with the experts of a layer `one_by_one`.
-
-    Gate and up are apart, as Qwen's are published.
-    """
-
-    def pieces(placement: Placement) -> Iterable[Placement]:
-        is_cut = one_by_one or ".experts." not in placement.name
-        return placement.instead() if placement.instead and is_cut else (placement,)
-
+    """A model's tensors in the order of its layers; with the experts of a layer `one_by_one`."""
     module, _, name = MODELS[config["architectures"][0]].partition(":")
     family = getattr(importlib.import_module(module), name)
     model = nnx.eval_shape(lambda: family(parse_config(config), jnp.bfloat16))
     placements: Iterator[Placement] = model.checkpoint()
-    chosen = (each for placement in placements for each in pieces(placement))
+    chosen = (
+        each
+        for placement in placements
+        for each in (placement.instead() if one_by_one and placement.instead else (placement,))
+    )
     return [Tensor(n, shape) for n, shape in {each.name: each.shape for each in chosen}.items()]
 
 

@@ -178,7 +178,7 @@ def kernels(figures: Figures) -> str:
         op, model = f"`{case['op']}`", MODEL
         if "product" in case:
             op, model, shown = f"{op} ({case['product']} of the 0.8B)", SMALL, True
-        if case["op"].startswith("mamba2"):
+        if case["op"].startswith(("mamba2", "gated_group_norm")):
             model = MAMBA2
         if case["op"].startswith("moe"):
             model, shown = MIXTURE, True

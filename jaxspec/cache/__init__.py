@@ -5,6 +5,7 @@ from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
+from jaxspec.cache.short_conv import ShortConv
 from jaxspec.cache.specs import (
     CacheOptions,
     CacheSpec,
@@ -22,6 +23,7 @@ from jaxspec.cache.token_history import History, TokenHistory
 HOLDERS: dict[str, Holder] = {
     **PagedKV.labels,
     **Recurrent.labels,
+    **ShortConv.labels,
     **TokenHistory.labels,
     **HiddenStates.labels,
 }  # every kind's, for people
@@ -43,6 +45,7 @@ __all__ = [
     "RecurrentPool",
     "Replay",
     "Ring",
+    "ShortConv",
     "Snapshot",
     "StatePolicy",
     "TokenHistory",

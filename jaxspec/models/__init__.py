@@ -34,8 +34,14 @@ __all__ = [
 
 # `architectures` of config.json, or `model_type` where that is absent -> module:class.
 MODELS = {
+    "FalconH1ForCausalLM": "jaxspec.models.falcon_h1:FalconH1",
+    "falcon_h1": "jaxspec.models.falcon_h1:FalconH1",
     "GraniteMoeHybridForCausalLM": "jaxspec.models.granite:Granite",
     "granitemoehybrid": "jaxspec.models.granite:Granite",
+    "Lfm2ForCausalLM": "jaxspec.models.lfm2:LFM2",
+    "lfm2": "jaxspec.models.lfm2:LFM2",
+    "Lfm2MoeForCausalLM": "jaxspec.models.lfm2:LFM2Moe",
+    "lfm2_moe": "jaxspec.models.lfm2:LFM2Moe",
     "LlamaForCausalLM": "jaxspec.models.llama:Llama",
     "llama": "jaxspec.models.llama:Llama",
     "Mamba2ForCausalLM": "jaxspec.models.mamba2:Mamba2",

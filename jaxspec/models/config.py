@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
 MAMBA2 = "mamba2"
+PARALLEL = "parallel"  # attention and Mamba2 side by side
+SHORT_CONV = "short_conv"
 NO_MIXER = "no_mixer"  # the layer is a feed-forward layer alone
 DENSE = "dense"
 SQUARED_RELU = "squared_relu"  # dense, without a gate
@@ -92,7 +94,7 @@ class ModelConfig:
     @property
     def num_full_attention_layers(self) -> int:
         """Layers of the trunk that keep keys and values."""
-        return self.layer_types.count(FULL_ATTENTION)
+        return sum(kind in (FULL_ATTENTION, PARALLEL) for kind in self.layer_types)
 
     def is_tied(self, tensors: Collection[str]) -> bool:
         """Whether the embedding serves as output head: the checkpoint has no `lm_head.weight`.

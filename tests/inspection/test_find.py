@@ -12,6 +12,7 @@ import jaxspec
 from jaxspec.inspection.find import find
 from jaxspec.models import load_model
 from jaxspec.models.layers import experts
+from jaxspec.models.layers.parameters import Placement
 from jaxspec.options import EngineConfig
 
 FLOAT32 = jnp.dtype("float32")
@@ -42,7 +43,12 @@ def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_
 ):
     """12 million here: no placement of a single expert is made."""
     made = []
-    monkeypatch.setattr(experts, "Placement", lambda name, *_, **__: made.append(name))
+
+    def make(name, *args, **kwargs):
+        made.append(name)
+        return Placement(name, *args, **kwargs)
+
+    monkeypatch.setattr(experts, "Placement", make)
     config = {"num_hidden_layers": 1000, "layer_types": None, "num_experts": 4096}
     path = copy("qwen3_5_moe", **config) / "config.json"
     found = found_in(path)

@@ -39,21 +39,21 @@ def test_outputs_lie_side_by_side_before_the_padding():
         np.testing.assert_allclose(part, x @ weight[:, columns], rtol=1e-5)
     placements = {p.name: (p.shape, p.index) for p in layer.checkpoint("m.")}
     assert placements == {
-        "m.a.weight": ((3, 8), (..., slice(0, 3))),
-        "m.b.weight": ((2, 8), (..., slice(3, 5))),
+        "m.a.weight": ((3, 8), (slice(0, 8), slice(0, 3))),
+        "m.b.weight": ((2, 8), (slice(0, 8), slice(3, 5))),
     }
 
 
 def test_outputs_may_be_published_as_one_tensor():
     layer = Linear(8, {"a": 3, "b": 2}, FLOAT32, joined_name="ab")
-    (joined,) = layer.checkpoint("m.")
-    assert (joined.name, joined.shape) == ("m.ab.weight", (5, 8))
-    assert joined.index == (..., slice(0, 5))
-    apart = [(p.name, p.shape, p.index) for p in joined.instead()]
-    assert apart == [
-        ("m.a.weight", (3, 8), (..., slice(0, 3))),
-        ("m.b.weight", (2, 8), (..., slice(3, 5))),
+    apart = list(layer.checkpoint("m."))
+    assert [place.name for place in apart] == ["m.a.weight", "m.b.weight"]
+    joined = [other for place in apart for other in place.instead()]
+    assert [(p.name, p.shape, p.part) for p in joined] == [
+        ("m.ab.weight", (5, 8), slice(0, 3)),
+        ("m.ab.weight", (5, 8), slice(3, 5)),
     ]
+    assert [p.index for p in joined] == [p.index for p in apart]
 
 
 def test_two_inputs_side_by_side_have_their_matrices_one_below_the_other():

@@ -171,7 +171,12 @@ def models_are_built_once():
 @pytest.fixture
 def corpus(tmp_path, fixture_folder, request):
     name = getattr(request, "param", "qwen3_5")
-    return Corpus(fixture_folder(name), tmp_path / "model")
+    source = fixture_folder(name)
+    if not (source / WEIGHTS).exists():  # config.json alone, in another spelling
+        spelled, weights_of = source / "config.json", name.removesuffix("_raw")
+        source = shutil.copytree(fixture_folder(weights_of), tmp_path / "source")
+        shutil.copy(spelled, source)
+    return Corpus(source, tmp_path / "model")
 
 
 ALL = pytest.mark.parametrize("corpus", ["qwen3_5", "qwen3_5_vl", "qwen3"], indirect=True)
@@ -456,10 +461,60 @@ LLAMA_FIELDS = {
     "rope_scaling.high_freq_factor": NONE,
     "rope_scaling.original_max_position_embeddings": NONE,
 }
+# The same of attention beside Mamba2, beside those above.
+FALCON_FIELDS = {
+    "mamba_n_heads": [],
+    "mamba_d_head": [],
+    "mamba_d_ssm": NONE,  # the product of the two
+    "mamba_d_state": [],
+    "mamba_n_groups": [],
+    "mamba_d_conv": [],
+    "mamba_conv_bias": [*NONE, True],
+    "mamba_rms_norm": [True],
+    "mamba_norm_before_gate": [False],
+    "mamba_proj_bias": [*NONE, False],
+    "mamba_use_mlp": [*NONE, True],
+    "projectors_bias": [*NONE, False],
+    "attn_layer_indices": NONE,
+    "sliding_window": NONE,
+    "time_step_limit": NONE,
+    "attention_in_multiplier": NONE,  # 1, as it is
+    "attention_out_multiplier": [],
+    "embedding_multiplier": [],
+    "key_multiplier": [],
+    "lm_head_multiplier": [],
+    "mlp_multipliers": [],
+    "ssm_in_multiplier": [],
+    "ssm_multipliers": [],
+    "ssm_out_multiplier": [],
+}
+# The same of short convolutions.
+LFM2_FIELDS = {
+    "norm_eps": [],
+    "layer_types": [],
+    "conv_L_cache": [],
+    "conv_bias": [*NONE, False],
+    "use_pos_enc": [*NONE, True],
+    "block_use_swiglu": [*NONE, True],
+    "block_ff_dim": NONE,
+    "block_auto_adjust_ff_dim": [False],
+    "tie_embedding": [*NONE, True, False],  # the tensors tell
+}
+# The same in the older spelling.
+LFM2_RAW_FIELDS = {
+    "full_attn_idxs": [],
+    "block_ff_dim": [],
+    "block_auto_adjust_ff_dim": [True],
+    "block_ffn_dim_multiplier": NONE,  # 1, as it is
+    "block_multiple_of": [],
+    "tie_embedding": [*NONE, True, False],
+    "rope_theta": NONE,  # a million, as it is
+}
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
 NOT_WRONG |= {"norm_topk_prob": [False]}
+NOT_WRONG |= {"full_attn_idxs": [[], [1]]}  # lists of layers, but not those of the tensors
 NOT_WRONG_OF_LLAMA = {
     "rope_parameters": [*NONE, {}, {"x": 1}],  # as Llama 2's: its base, and no scaling
     "rope_parameters.rope_type": NONE,  # another field is named, see test_rope_fields.py
@@ -467,8 +522,21 @@ NOT_WRONG_OF_LLAMA = {
     "rope_parameters.low_freq_factor": [1.5],
     "rope_parameters.high_freq_factor": [1.5],
 }
+# Falcon-H1's factors are right or wrong by their values alone, and where there is none it is 1.
+NOT_WRONG_OF_FALCON = {
+    name: NONE if name.endswith("multipliers") else [*NONE, 1.5]
+    for name in FALCON_FIELDS
+    if "_multiplier" in name
+}
+NOT_WRONG_OF_FALCON |= {"mamba_norm_before_gate": [*NONE, True]}  # transformers' default
 # Where another name than the field's tells what is wrong.
 CULPRITS = {
+    "mamba_conv_bias": "mamba.conv1d.bias",
+    "mamba_rms_norm": "mamba.norm.weight",
+    "layer_types": "full_attn_idxs",  # the other field that lists layers
+    "block_ff_dim": "intermediate_size",  # its other name
+    "block_auto_adjust_ff_dim": ".feed_forward.",  # then the layers have another width
+    "block_ffn_dim_multiplier": ".feed_forward.",
     "head_dim": "self_attn",  # by default the heads share the hidden channels
     "mlp_only_layers": "model.layers.1.mlp",  # else that layer would have experts
     "architectures": "config.json asks for the model 'word'",
@@ -500,9 +568,12 @@ def with_field(config, path, value):
         ("qwen3_5", FIELDS, NOT_WRONG),
         ("qwen3_next", EXPERT_FIELDS, NOT_WRONG),
         ("llama", LLAMA_FIELDS, NOT_WRONG_OF_LLAMA),
+        ("falcon_h1", FALCON_FIELDS, NOT_WRONG_OF_FALCON),
+        ("lfm2", LFM2_FIELDS, NOT_WRONG),
+        ("lfm2_raw", LFM2_RAW_FIELDS, NOT_WRONG),
     ],
     indirect=["corpus"],
-    ids=["dense", "experts", "llama"],
+    ids=["dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     for path, harmless in fields.items():
@@ -518,7 +589,9 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
 
 
 @pytest.mark.parametrize(
-    "corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", "llama", *EXPERTS], indirect=True
+    "corpus",
+    ["qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw", *EXPERTS],
+    indirect=True,
 )
 def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     seen, find, refuse = set(), Block.find, Block.refuse_all_but
@@ -534,7 +607,9 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     monkeypatch.setattr(Block, "find", noted_find)
     monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
     corpus.check("as it is", SAME)
-    assert len(seen) > 20 and seen <= (FIELDS | EXPERT_FIELDS | LLAMA_FIELDS).keys()
+    tables = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
+    tables |= LFM2_RAW_FIELDS
+    assert len(seen) > 20 and seen <= tables.keys()
 
 
 @pytest.mark.parametrize(

@@ -283,16 +283,13 @@ def test_gate_and_up_in_both_spellings_are_there_twice(folder):
     up = load_file(folder / WEIGHTS)[MLP + "up_proj.weight"]
     edit(folder, join_gate_and_up)
     edit(folder, lambda held: held.update({MLP + "up_proj.weight": up}))
-    said = rf"Twice \(1\): {MLP}up_proj.weight \(gate_up_proj has it, too\)"
+    said = rf"Twice \(1\): {MLP}gate_up_proj.weight \(up_proj has it, too\)"
     with pytest.raises(ValueError, match=said):
         load_model(folder, jnp.float32)
 
 
-def test_a_missing_gate_is_missed_and_where_both_are_the_message_says_how_they_may_come(folder):
+def test_a_missing_gate_may_come_with_up(folder):
     edit(folder, lambda held: held.pop(MLP + "gate_proj.weight"))
-    with pytest.raises(ValueError, match=rf"Missing \(1\): {MLP}gate_proj.weight. Check"):
-        load_model(folder, jnp.float32)
-    edit(folder, lambda held: held.pop(MLP + "up_proj.weight"))
-    said = f"{MLP}gate_up_proj.weight may also come as {MLP}gate_proj.weight and 1 more"
+    said = rf"Missing \(1\): {MLP}gate_proj.weight. .* may also come as {MLP}gate_up_proj.weight"
     with pytest.raises(ValueError, match=said):
         load_model(folder, jnp.float32)

@@ -11,7 +11,7 @@ class MambaRun(Run):
         """`sizes`: heads, channels of a head, groups, channels of a state."""
         weights, (heads, dim, groups, state_dim) = self.oracle.weights, sizes
         inner, shared = heads * dim, groups * state_dim
-        z, mix, dt = np.split(self._w(prefix + "in_proj") @ x, [inner, 2 * inner + 2 * shared])
+        z, mix, dt = np.split(self._in_proj(x, prefix, sizes), [inner, 2 * (inner + shared)])
         taps = self._w(prefix + "conv1d")[:, 0]
         window = memory.setdefault("window", [np.zeros_like(mix)] * taps.shape[1])
         window.append(mix)
@@ -27,9 +27,15 @@ class MambaRun(Run):
         state = state + (dt[:, None] * inputs)[:, :, None] * b[:, None, :]
         memory["state"] = state
         out = np.einsum("hpn,hn->hp", state, c) + weights[prefix + "D"][:, None] * inputs
-        gated = (out.ravel() * _silu(z)).reshape(norm_groups, -1)
-        normed = self._rms(gated).ravel() * self._w(prefix + "norm")
-        return self._w(prefix + "out_proj") @ normed
+        return self._w(prefix + "out_proj") @ self._gated(out.ravel(), z, prefix, norm_groups)
+
+    def _in_proj(self, x, prefix, sizes):
+        """Side by side z, x, B, C and dt."""
+        return self._w(prefix + "in_proj") @ x
+
+    def _gated(self, out, z, prefix, norm_groups):
+        normed = self._rms((out * _silu(z)).reshape(norm_groups, -1)).ravel()
+        return normed * self._w(prefix + "norm")
 
 
 class PureMamba2Run(MambaRun):

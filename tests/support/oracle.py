@@ -59,15 +59,18 @@ class Oracle:
         config = json.loads((folder / "config.json").read_text())
         self.config = config.get("text_config", config)
         self.is_hybrid = self.config["model_type"].startswith(("qwen3_5", "qwen3_next"))
-        self.eps = self.config.get("rms_norm_eps", self.config.get("layer_norm_epsilon"))
+        names = "rms_norm_eps", "layer_norm_epsilon", "norm_eps"
+        self.eps = next(self.config[name] for name in names if name in self.config)
         names = "model.embed_tokens.weight", "model.embeddings.weight"
         self.embedding = next(self.weights[name] for name in names if name in self.weights)
         self.head = self.weights.get("lm_head.weight", self.embedding)
 
     def start(self) -> "Run":
-        from mamba_oracle import RUNS
+        import hybrid_oracle
+        import mamba_oracle
 
-        return RUNS.get(self.config["model_type"], Run)(self)
+        runs = hybrid_oracle.RUNS | mamba_oracle.RUNS
+        return runs.get(self.config["model_type"], Run)(self)
 
 
 class Run:

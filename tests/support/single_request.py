@@ -123,6 +123,19 @@ class SingleRequest:
             logits.append(self.step(greedy[at : at + count], prefill=False)[1])
         return np.concatenate(logits)[: len(greedy)]
 
+    def verify(self, prompt, greedy):
+        """Scores of `greedy` from its second token on, by rows of which some drafts are wrong."""
+        rng, vocab_size = np.random.default_rng(0), nnx.merge(self.graph, self.params).vocab_size
+        self.prefill(prompt)
+        logits, at = [], 0
+        while at < len(greedy) - WIDTH:
+            accepted = int(rng.integers(0, WIDTH))
+            tokens = greedy[at : at + WIDTH].copy()
+            tokens[1 + accepted :] = (tokens[1 + accepted :] + 7) % vocab_size
+            logits.append(self.step(tokens, prefill=False, accepted=accepted)[1][: 1 + accepted])
+            at += 1 + accepted
+        return np.concatenate(logits)
+
     def draft(self, next_tokens, hidden, position, *, prefill, only_last=False):
         """The draft head's hidden states and logits for tokens from `position` on, or the last."""
         count, selection = len(next_tokens), None

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.case import INPUTS, Case, filled, live_region
-from benchmarks.measure.shapes import GDN
+from benchmarks.kernels.case import INPUTS, Case, about, filled, live_region
+from benchmarks.measure.shapes import GDN, MAMBA2, Mamba2Shape
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, gdn_inputs_reference
+from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
+from jaxspec.pallas.mamba2.inputs import mamba2_inputs, mamba2_inputs_reference
 from jaxspec.pallas.recurrent.conv_update import conv_update, conv_update_reference
 
 
@@ -23,6 +25,61 @@ def gdn_inputs_cases() -> Iterator[Case]:
     """The sizes of `conv_update`; it moves the same bytes, outputs in float32, and the gates."""
     for model, shape, *sizes in _sizes():
         yield _case("gdn_inputs", model, shape, *sizes)
+
+
+def mamba2_inputs_cases() -> Iterator[Case]:
+    """From a projection with its bias on: Nemotron-3-Nano, and other models at few sizes."""
+    for model, rows, widths in MAMBA2_SIZES:
+        for width in widths:
+            yield _mamba2_case(model, rows, width)
+
+
+# Models, rows and widths at which ops that take a projection of Mamba2 are measured.
+MAMBA2_SIZES = [
+    *(("nemotron-3-nano", rows, (4, 1)) for rows in (64, 8, 1)),
+    ("nemotron-h-8b", 64, (4,)),
+    *(("mamba2-2.7b", rows, (1,)) for rows in (64, 1)),
+]
+
+
+def mamba2_params(shape: Mamba2Shape, kernel: int = 4) -> Mamba2Params:
+    """Parameters of a layer in bfloat16, whose steps decay as fast as a model's."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    return Mamba2Params(
+        conv=jax.random.normal(keys[0], (kernel, shape.conv_dim)).astype(jnp.bfloat16),
+        bias=jax.random.normal(keys[1], (shape.conv_dim,)).astype(jnp.bfloat16),
+        rates=jnp.broadcast_to(jnp.asarray([1.0, -3.0, 1.0]), (shape.heads, 3)) + jnp.zeros(()),
+        heads=Mamba2Heads(shape.heads, shape.head_dim, shape.groups, shape.state_dim),
+    )
+
+
+def mamba2_projections(shape: Mamba2Shape, rows: int, width: int) -> tuple[jax.Array, ...]:
+    """Several projections, so that none is found in the cache."""
+    keys, size = jax.random.split(jax.random.key(1), INPUTS), (rows, width, shape.projected)
+    return tuple(jax.random.normal(key, size).astype(jnp.bfloat16) for key in keys)
+
+
+def _mamba2_case(model, rows, width, kernel=4):
+    shape, window, dtype = MAMBA2[model], kernel - 1 + width, jnp.dtype("bfloat16")
+    channels, tokens = shape.conv_dim, rows * width
+    params, xs = mamba2_params(shape, kernel), mamba2_projections(shape, rows, width)
+
+    def run(op, pool, layer, xs, params, region):
+        return op(xs[layer % INPUTS], params, pool, layer, region)
+
+    return Case(
+        op="mamba2_inputs",
+        about=about(model, shape, dtype, channels=channels, rows=rows, width=width),
+        run=functools.partial(run, mamba2_inputs),
+        reference=functools.partial(run, mamba2_inputs_reference),
+        pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),
+        layer_bytes=rows * window * channels * dtype.itemsize,
+        operands=(xs, params, live_region(rows, width)),
+        total_bytes=2 * tokens * channels * dtype.itemsize  # read, and put out
+        + tokens * shape.heads * (dtype.itemsize + 4)
+        + sum(x.nbytes for x in jax.tree.leaves(params))
+        + rows * window * channels * dtype.itemsize,  # read, and written
+    )
 
 
 def _sizes():
@@ -60,10 +117,10 @@ def _case(op, model, shape, dtype, rows, width, kernel=4):
         run = functools.partial(run_conv, conv_update)
         reference = functools.partial(run_conv, conv_update_reference)
     output_bytes = 4 if is_inputs else dtype.itemsize
-    about = {"model": model, "channels": channels, "dtype": dtype.name}
+    of_model = {"model": model, "channels": channels, "dtype": dtype.name}
     return Case(
         op=op,
-        about={**about, "rows": rows, "width": width},
+        about={**of_model, "rows": rows, "width": width},
         run=run,
         reference=reference,
         pool=lambda layers: filled(layers, rows, window, channels, dtype=dtype),

@@ -10,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import INPUTS, Case, about, filled
+from benchmarks.kernels.cases.conv import MAMBA2_SIZES, mamba2_params, mamba2_projections
 from benchmarks.kernels.cases.prefill import mamba2_tokens
 from benchmarks.measure.shapes import GDN, MAMBA2
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay, gdn_conv_replay_reference
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.replay import gdn_replay, gdn_replay_reference
 from jaxspec.pallas.gated_delta.ring import GdnRing
+from jaxspec.pallas.mamba2.conv_replay import (
+    mamba2_conv_replay,
+    mamba2_conv_replay_reference,
+)
 from jaxspec.pallas.mamba2.replay import mamba2_replay, mamba2_replay_reference
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.tokens import Mamba2Tokens
@@ -191,4 +196,40 @@ def _mamba2_replay_case(model, dtype, rows, width, window):
         layer_bytes=rows * state_bytes + ring_bytes,
         operands=(tokens, jax.tree.map(jnp.asarray, region)),
         total_bytes=(rows + folds) * state_bytes + ring_bytes + _nbytes(tokens) + 4 * tokens.x.size,
+    )
+
+
+def mamba2_conv_replay_cases() -> Iterator[Case]:
+    """As for `mamba2_replay`, from a projection on, whose gate is not read."""
+    for model, rows, widths in MAMBA2_SIZES:
+        for width in widths:
+            yield _mamba2_conv_replay_case(model, jnp.dtype("float32"), rows, width)
+    for width in (4, 1):
+        yield _mamba2_conv_replay_case("nemotron-3-nano", jnp.dtype("float16"), 64, width)
+
+
+def _mamba2_conv_replay_case(model, dtype, rows, width, kernel=4):
+    case, x_dtype = _mamba2_replay_case(model, dtype, rows, width, None), jnp.dtype("bfloat16")
+    shape, (tokens, region) = MAMBA2[model], case.operands
+    params, xs = mamba2_params(shape, kernel), mamba2_projections(shape, rows, width)
+    conv_rows = kernel - 1 + width  # read, and written
+
+    def run(op, pools, layer, xs, params, region):
+        out, *pools = op(xs[layer % INPUTS], params, *pools, layer, region)
+        return out, tuple(pools)
+
+    def pool(layers):
+        return filled(layers, rows, conv_rows, shape.conv_dim, dtype=x_dtype), *case.pool(layers)
+
+    conv_bytes = rows * conv_rows * shape.conv_dim * x_dtype.itemsize
+    x_bytes = rows * width * (shape.conv_dim + shape.heads) * x_dtype.itemsize
+    return dataclasses.replace(
+        case,
+        op="mamba2_conv_replay",
+        run=functools.partial(run, mamba2_conv_replay),
+        reference=functools.partial(run, mamba2_conv_replay_reference),
+        pool=pool,
+        layer_bytes=case.layer_bytes + conv_bytes,
+        operands=(xs, params, region),
+        total_bytes=case.total_bytes - _nbytes(tokens) + x_bytes + _nbytes((params,)) + conv_bytes,
     )

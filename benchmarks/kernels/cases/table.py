@@ -9,7 +9,11 @@ from benchmarks.kernels.cases.attention import (
     prefill_attention_cases,
     slot_mapping_cases,
 )
-from benchmarks.kernels.cases.conv import conv_update_cases, gdn_inputs_cases
+from benchmarks.kernels.cases.conv import (
+    conv_update_cases,
+    gdn_inputs_cases,
+    mamba2_inputs_cases,
+)
 from benchmarks.kernels.cases.matmul import (
     argmax_matmul_cases,
     gated_matmul_cases,
@@ -20,11 +24,12 @@ from benchmarks.kernels.cases.matmul import (
     split_matmul_cases,
 )
 from benchmarks.kernels.cases.moe import latent_moe_feed_forward_cases, moe_feed_forward_cases
-from benchmarks.kernels.cases.norm import add_norm_cases
+from benchmarks.kernels.cases.norm import add_norm_cases, gated_group_norm_cases
 from benchmarks.kernels.cases.prefill import gdn_prefill_cases, mamba2_prefill_cases
 from benchmarks.kernels.cases.replay import (
     gdn_conv_replay_cases,
     gdn_replay_cases,
+    mamba2_conv_replay_cases,
     mamba2_replay_cases,
 )
 from benchmarks.kernels.cases.step import gdn_step_cases, mamba2_step_cases, state_select_cases
@@ -36,10 +41,13 @@ OPS = {
     "gdn_conv_replay": gdn_conv_replay_cases,
     "mamba2_step": mamba2_step_cases,
     "mamba2_replay": mamba2_replay_cases,
+    "mamba2_inputs": mamba2_inputs_cases,
+    "mamba2_conv_replay": mamba2_conv_replay_cases,
     "mamba2_prefill": mamba2_prefill_cases,
     "conv_update": conv_update_cases,
     "gdn_inputs": gdn_inputs_cases,
     "add_norm": add_norm_cases,
+    "gated_group_norm": gated_group_norm_cases,
     "attention_inputs": attention_inputs_cases,
     "norm_matmul": norm_matmul_cases,
     "split_matmul": split_matmul_cases,

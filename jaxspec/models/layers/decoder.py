@@ -17,6 +17,8 @@ from jaxspec.models.config import (
     MAMBA2,
     NO_FEED_FORWARD,
     NO_MIXER,
+    PARALLEL,
+    SHORT_CONV,
     SPARSE,
     SQUARED_RELU,
     ModelConfig,
@@ -29,7 +31,9 @@ from jaxspec.models.layers.mixer import FeedForward, LayerInputs, Mixer, Stream
 from jaxspec.models.layers.mlp import GatedMLP
 from jaxspec.models.layers.moe import MoE
 from jaxspec.models.layers.norm import RMSNorm
+from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.layers.squared_relu_mlp import SquaredReluMLP
 from jaxspec.models.model_inputs import ModelInputs, Selection
 from jaxspec.pallas.norm.residual import Pending
@@ -39,6 +43,8 @@ MIXERS: dict[str, Callable[[ModelConfig, jnp.dtype], Mixer[Any]]] = {
     FULL_ATTENTION: Attention,
     LINEAR_ATTENTION: GatedDeltaNet,
     MAMBA2: Mamba2,
+    PARALLEL: Parallel,
+    SHORT_CONV: ShortConv,
 }
 
 # An entry of a config's `feed_forward_types` -> the feed-forward layer of that layer.

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxspec.models.layers.parameters import Placement, declare
@@ -81,41 +80,25 @@ class ExpertStacks(nnx.Module):
     def _shared(self, prefix: str) -> Iterator[Placement]:
         """The slices of the shared expert: rows of its first matrices, columns of its down."""
         (features, width), size = self.down.shape[1:], self.shared_width
+        pieces = self._pieces
         for number, start in enumerate(range(0, size, width)):
+            expert = self.competing + number
             part = slice(start, min(start + width, size))
-            yield from self._first_of_slice(prefix, self.competing + number, part)
-            yield Placement(
-                f"{prefix}down_proj.weight",
-                (features, size),
-                self.down,
-                index=(self.competing + number, ..., slice(part.stop - start)),
-                part=(..., part),
-            )
-
-    def _first_of_slice(self, prefix: str, expert: int, part: slice) -> Iterator[Placement]:
-        """Rows of up, and of the gate if there is one: both may come in one tensor."""
-        (features, width), size = self.down.shape[1:], self.shared_width
-        held, pieces = part.stop - part.start, self._pieces
-
-        def apart() -> Iterator[Placement]:
+            held = part.stop - start
             for place, name in enumerate(pieces):
-                yield Placement(
+                piece = Placement(
                     f"{prefix}{name}.weight",
                     (size, features),
                     self.up,
                     index=(expert, slice(place * width, place * width + held)),
                     part=part,
                 )
-
-        if len(pieces) == 1:
-            yield from apart()
-            return
-        gate = np.arange(held)
-        yield Placement(
-            f"{prefix}gate_up_proj.weight",
-            (2 * size, features),
-            self.up,
-            index=(expert, np.concatenate([gate, width + gate])),
-            part=np.concatenate([part.start + gate, size + part.start + gate]),
-            instead=apart,
-        )
+                joined = f"{prefix}gate_up_proj.weight", len(pieces) * size, place * size
+                yield piece.or_part_of(*joined) if len(pieces) > 1 else piece
+            yield Placement(
+                f"{prefix}down_proj.weight",
+                (features, size),
+                self.down,
+                index=(expert, ..., slice(held)),
+                part=(..., part),
+            )

@@ -42,18 +42,30 @@ class Linear(nnx.Module):
         """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
         Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
-        A checkpoint may have all outputs in one tensor, `joined_name`, in their order.
+        A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
         self.joined_name = joined_name
-        columns = -(-sum(outputs.values()) // multiple) * multiple
-        self.weight = declare((in_features, columns), dtype)
+        self.columns = -(-sum(outputs.values()) // multiple) * multiple  # padding included
+        self.weight = declare((in_features, self.columns), dtype)
+        self.origin = (0, 0)  # row and column of `weight` where the matrix begins
+
+    def become_part(self, whole: "Linear", row: int, column: int) -> None:
+        """Let the matrix be the part of another's weight that begins there (`layers.joined`)."""
+        self.weight, self.origin = whole.weight, (row, column)
+
+    def index(self, start: int, end: int) -> tuple[slice, slice]:
+        """Where in `weight` the columns `start:end` of the matrix are."""
+        row, column = self.origin
+        return slice(row, row + self.in_features), slice(column + start, column + end)
 
     @property
     def operand(self) -> Weight:
-        """The weight as ops take it."""
-        return Dense(self.weight[...])
+        """The weight as ops take it, copied where it is part of another."""
+        weight = self.weight[...]
+        is_whole = weight.shape == (self.in_features, self.columns)
+        return Dense(weight if is_whole else weight[self.index(0, self.columns)])
 
     def __call__(self, x: Float[Array, "tokens features"]) -> tuple[Float[Array, "tokens _"], ...]:
         """One array for each entry of `outputs`, in their order."""
@@ -86,24 +98,17 @@ class Linear(nnx.Module):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
-
-        def apart() -> Iterator[Placement]:
-            for name, start, end in self._spans():
-                shape, columns = (end - start, self.in_features), (..., slice(start, end))
-                yield Placement(f"{prefix}{name}.weight", shape, self.weight, True, columns)
-
-        if self.joined_name is None:
-            yield from apart()
-            return
-        rows = sum(size for _, size in self.outputs)
-        yield Placement(
-            f"{prefix}{self.joined_name}.weight",
-            (rows, self.in_features),
-            self.weight,
-            transpose=True,
-            index=(..., slice(0, rows)),
-            instead=apart,
-        )
+        for name, start, end in self._spans():
+            shape = (end - start, self.in_features)
+            index = self.index(start, end)
+            place = Placement(f"{prefix}{name}.weight", shape, self.weight, True, index)
+            yield (
+                place
+                if self.joined_name is None
+                else place.or_part_of(
+                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), start
+                )
+            )
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         end = 0

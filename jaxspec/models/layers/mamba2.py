@@ -27,7 +27,6 @@ from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
-from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill
@@ -36,6 +35,9 @@ from jaxspec.regions import DecodeRegion
 _Projected = Float[Array, "tokens columns"]
 _Heads = Float[Array, "tokens heads head_dim"]
 _Finished = Float[Array, "tokens features"]
+# A kernel's operand must begin at a multiple of 256 bytes, and a region begins with any row of the
+# projection.
+_COLUMNS = 128
 _NO_LIMIT = 1e30  # and above: configurations write infinity so, too
 
 
@@ -100,7 +102,7 @@ class Mamba2(nnx.Module):
         self.eps, heads = config.rms_norm_eps, sizes.heads
         # In the order that `Mamba2Heads` gives; published as z, x, B, C, dt.
         outputs = {"xBC": heads.channels, "z": heads.features, "dt": heads.heads}
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=BLOCK_N)
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=_COLUMNS)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((sizes.conv_kernel, heads.channels), dtype)
         zeros = jax.nn.initializers.zeros
@@ -230,7 +232,7 @@ class Mamba2(nnx.Module):
                 (heads.columns, weight.shape[0]),
                 weight,
                 transpose=True,
-                index=(..., slice(column, column + size)),
+                index=self.in_proj.index(column, column + size),
                 part=slice(row, row + size),
                 scale=scale,
             )

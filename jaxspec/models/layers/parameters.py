@@ -37,6 +37,23 @@ class Placement:
         others = None if instead is None else lambda: (each.scaled(factor) for each in instead())
         return dataclasses.replace(self, scale=scale, instead=others)
 
+    def or_part_of(self, name: str, rows: int, first: int) -> "Placement":
+        """The same, which may also come as some rows of the tensor `name`, from `first` on.
+
+        That tensor has so many `rows`, and this one goes to one place as it is, or a part of it.
+        """
+        own = self.part if self.part is not ... else slice(0, self.shape[0])
+
+        def joined() -> Iterator["Placement"]:
+            yield dataclasses.replace(
+                self,
+                name=name,
+                shape=(rows, *self.shape[1:]),
+                part=slice(first + own.start, first + own.stop),
+            )
+
+        return dataclasses.replace(self, instead=joined)
+
     @property
     def is_integer(self) -> bool:
         """Whether the tensor is one of integers, such as token ids, and not of weights."""

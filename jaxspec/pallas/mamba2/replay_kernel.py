@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import tensor_cores
@@ -186,12 +187,14 @@ def _scratch(launch, dtype):
     """Shared memory and barriers of a block; x and C have this dtype."""
     sizes, heads = launch.sizes, launch.block_heads
     is_loaded = launch.tokens is LoadedTokens
+    # Each head's steps begin where a vector of 16 bytes can be loaded.
+    own_steps = 0 if is_loaded else 4 * pl.cdiv(sizes.width, 4)
     scratch = {
         "state": tensor_cores.tile(heads, sizes.values, sizes.key_dim, dtype=sizes.dtype),
         "c": plgpu.SMEM((sizes.columns, sizes.key_dim), dtype),
         "keys": plgpu.SMEM((sizes.keys, sizes.key_dim), sizes.dtype),
         "updates": plgpu.SMEM((heads, sizes.copied_tokens, sizes.values), sizes.dtype),
-        "dt": plgpu.SMEM((heads, sizes.square + (not is_loaded) * sizes.width), jnp.float32),
+        "dt": plgpu.SMEM((heads, sizes.square + own_steps), jnp.float32),
         "ring_decay": plgpu.SMEM((heads, sizes.square), jnp.float32),
         "decay_before": plgpu.SMEM((heads, sizes.square), jnp.float32),
         "key_products": plgpu.SMEM((sizes.keys, sizes.columns), jnp.float32),

@@ -12,6 +12,7 @@ from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu import device
 
 _DTYPES = jnp.float32, jnp.bfloat16, jnp.float16
+_SMALL = 512  # features of no published model: XLA is as fast
 _MAX_GROUP = 8192  # a thread keeps 64 features of each of three arrays in registers
 
 
@@ -31,7 +32,7 @@ class GatedGroupNorm:
     `gates` is the whole projection. The gates are its columns from `first` on; the other columns
     are not read.
 
-    One kernel does all of it for groups of 512 to 8192 features in steps of 512.
+    One kernel does all of it for groups of 512 to 8192 features in steps of 512; XLA makes two.
     """
 
     gates: Float[Array, "tokens columns"]
@@ -85,8 +86,9 @@ class GatedGroupNorm:
         tokens, number, dim = heads.shape
         features = number * dim
         self.check(tokens, features)
-        y, is_gate = heads.reshape(tokens, features), self.weight is None
-        if dispatch.runs_kernel("gated_group_norm", _why_not_kernel(self, y), by_choice=is_gate):
+        y, why = heads.reshape(tokens, features), _why_not_kernel(self, heads)
+        is_small = self.weight is None or features < _SMALL
+        if dispatch.runs_kernel("gated_group_norm", why, by_choice=is_small):
             from jaxspec.pallas.norm.gated_group_norm_kernel import gated_group_norm_kernel
 
             return gated_group_norm_kernel(self, y)
@@ -115,14 +117,14 @@ def _normed(y, weight, norm):
     return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
 
 
-def _why_not_kernel(norm, y):
+def _why_not_kernel(norm, heads):
     """Why `gated_group_norm_kernel` does not take these operands, or None."""
     if norm.weight is None:
         return "there is no weight, and XLA makes a gate alone one kernel"
-    dtypes = y.dtype, norm.weight.dtype
+    dtypes = heads.dtype, norm.weight.dtype
     if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
         return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"
-    size = y.shape[1] // norm.groups
+    size = heads.shape[1] * heads.shape[2] // norm.groups
     if size % (4 * device.THREADS) or size > _MAX_GROUP:
         return f"groups of {size} features, no multiple of 512 up to {_MAX_GROUP}"
     return None

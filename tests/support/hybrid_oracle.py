@@ -1,0 +1,116 @@
+"""The oracle of `oracle.py` for Falcon-H1, LFM2 and LFM2-MoE: token by token, NumPy float64.
+
+Falcon-H1's multipliers stand where its paper has them, at the activations.
+"""
+
+import numpy as np
+from mamba_oracle import MambaRun
+from oracle import Run, _sigmoid, _silu
+
+
+class FalconH1Run(MambaRun):
+    """Attention and Mamba2 side by side in each layer."""
+
+    def feed(self, token):
+        oracle, config = self.oracle, self.oracle.config
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
+        sizes, (gate, down) = [config[name] for name in names], config["mlp_multipliers"]
+        x, self.streams = oracle.embedding[token] * config["embedding_multiplier"], []
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}."
+            self.streams.append(x)
+            h = self._norm(x, prefix + "input_layernorm")
+            mixed = self._mamba2(
+                h * config["ssm_in_multiplier"], prefix + "mamba.", memory, sizes, sizes[2]
+            )
+            attended = self._attention(
+                h * config["attention_in_multiplier"], prefix + "self_attn.", memory
+            )
+            x = x + config["ssm_out_multiplier"] * mixed
+            x = x + config["attention_out_multiplier"] * attended
+            h, mlp = self._norm(x, prefix + "pre_ff_layernorm"), prefix + "feed_forward."
+            inner = _silu(gate * (self._w(mlp + "gate_proj") @ h)) * (self._w(mlp + "up_proj") @ h)
+            x = x + down * (self._w(mlp + "down_proj") @ inner)
+        self.streams.append(x)
+        self.position += 1
+        hidden = self._norm(x, "model.final_layernorm")
+        return config["lm_head_multiplier"] * (oracle.head @ hidden)
+
+    def _head_norm(self, x, name):
+        """Keys are multiplied before they are rotated; nothing is normed."""
+        return x * self.oracle.config["key_multiplier"] if name.endswith("k_norm") else x
+
+    def _in_proj(self, x, prefix, sizes):
+        heads, dim, groups, state_dim = sizes
+        each = heads * dim, heads * dim, groups * state_dim, groups * state_dim, heads
+        return super()._in_proj(x, prefix, sizes) * np.repeat(
+            self.oracle.config["ssm_multipliers"], each
+        )
+
+    def _gated(self, out, z, prefix, norm_groups):
+        config = self.oracle.config
+        if not config["mamba_rms_norm"]:
+            return out * _silu(z)
+        if not config["mamba_norm_before_gate"]:
+            return super()._gated(out, z, prefix, norm_groups)
+        normed = self._rms(out.reshape(norm_groups, -1)).ravel()
+        return normed * self._w(prefix + "norm") * _silu(z)
+
+
+class LFM2Run(Run):
+    """Short convolutions, attention in some layers, experts where a layer has their tensors."""
+
+    def feed(self, token):
+        oracle = self.oracle
+        config = oracle.config
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        x, self.streams = oracle.embedding[token], []
+        for layer, memory in enumerate(self.memory):
+            prefix = f"model.layers.{layer}."
+            self.streams.append(x)
+            h = self._norm(x, prefix + "operator_norm")
+            if prefix + "conv.in_proj.weight" in oracle.weights:
+                x = x + self._short_conv(h, prefix + "conv.", memory)
+            else:
+                x = x + self._attention(h, prefix + "self_attn.", memory)
+            h, feed_forward = self._norm(x, prefix + "ffn_norm"), prefix + "feed_forward."
+            is_sparse = feed_forward + "gate.weight" in oracle.weights
+            x = x + (self._sparse if is_sparse else self._dense)(h, feed_forward)
+        self.streams.append(x)
+        self.position += 1
+        return oracle.head @ self._norm(x, "model.embedding_norm")
+
+    def _w(self, name):
+        return super()._w(name.replace("self_attn.o_proj", "self_attn.out_proj"))
+
+    def _head_norm(self, x, name):
+        return self._norm(x, name.replace("_norm", "_layernorm"))
+
+    def _short_conv(self, x, prefix, memory):
+        b, c, v = np.split(self._w(prefix + "in_proj") @ x, 3)
+        taps = self._w(prefix + "conv")[:, 0]
+        window = memory.setdefault("window", [np.zeros_like(v)] * taps.shape[1])
+        window.append(b * v)
+        del window[0]
+        mixed = sum(taps[:, i] * past for i, past in enumerate(window))
+        return self._w(prefix + "out_proj") @ (c * mixed)
+
+    def _dense(self, x, prefix):
+        inner = _silu(self._w(prefix + "w1") @ x) * (self._w(prefix + "w3") @ x)
+        return self._w(prefix + "w2") @ inner
+
+    def _sparse(self, x, prefix):
+        config = self.oracle.config
+        score = _sigmoid(self._w(prefix + "gate") @ x)
+        compared = score + self.oracle.weights.get(prefix + "expert_bias", 0.0)
+        chosen = np.argsort(-compared, kind="stable")[: config["num_experts_per_tok"]]
+        share = score[chosen] * config["routed_scaling_factor"]
+        if config["norm_topk_prob"]:
+            share = share / (score[chosen].sum() + 1e-6)
+        return sum(
+            part * self._dense(x, f"{prefix}experts.{expert}.")
+            for part, expert in zip(share, chosen, strict=True)
+        )
+
+
+RUNS = {"falcon_h1": FalconH1Run, "lfm2": LFM2Run, "lfm2_moe": LFM2Run}
