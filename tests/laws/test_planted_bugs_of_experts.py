@@ -64,6 +64,10 @@ def gate_and_up_swapped(self, x):
     return real_activation(self, jnp.roll(x, x.shape[-1] // 2, axis=-1))
 
 
+def relu_is_not_squared(self, x):
+    return jax.nn.relu(x) if self is Activation.SQUARED_RELU else real_activation(self, x)
+
+
 def experts_have_a_capacity(choices, num_experts, rows):
     """Of so many tiles in all: what is beyond them is dropped."""
     work = real_work_list(choices, num_experts, rows)
@@ -77,6 +81,7 @@ OPERATION = [
     (feed_forward, "moe_route", padding_is_routed),
     (feed_forward, "moe_route", every_group_may_be_chosen),
     (Activation, "__call__", gate_and_up_swapped),
+    (Activation, "__call__", relu_is_not_squared),
     (experts, "work_list", experts_have_a_capacity),
 ]
 
@@ -86,18 +91,20 @@ def bug_name(value):
 
 
 def assert_the_layer_is_its_equations():
-    """By softmax with a gate, and by sigmoid with correction and groups; experts that tie."""
-    for rule in (RULES["gated"], RULES["groups"]):
+    """By softmax with gates; by sigmoid with correction and groups and no gate; experts tie."""
+    for name, activation in (("gated", Activation.SWIGLU), ("groups", Activation.SQUARED_RELU)):
+        rule = RULES[name]
         rng = np.random.default_rng(0)
         scores = rng.normal(size=(16, rule.num_columns))
         scores[:, 1] = scores[:, 0]
-        shapes = (rule.none, 24, 16), (rule.none, 16, 12), (9, 16), (rule.num_experts,)
-        gate_up, down, x, bias = (jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for s in shapes)
+        first = rule.none, 12 * activation.pieces, 16
+        shapes = first, (rule.none, 16, 12), (9, 16), (rule.num_experts,)
+        up, down, x, bias = (jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for s in shapes)
         correction = None
         if rule.score == "sigmoid":
             correction = bias.at[1].set(bias[0])
         router = Router(Dense(jnp.asarray(scores, jnp.float32)), correction, rule)
-        live, both = jnp.arange(9) != 4, Experts(*map(DenseExperts, (gate_up, down)))
+        live, both = jnp.arange(9) != 4, Experts(DenseExperts(up), DenseExperts(down), activation)
         held = Norm(jnp.ones(16), 1e-6), router, both, live
         _, added = moe_feed_forward(x, None, *held)
         _, expected = layer(x, None, *held)
