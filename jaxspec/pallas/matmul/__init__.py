@@ -5,7 +5,12 @@ from jaxspec.pallas.matmul.feed_forward import feed_forward, squared_relu_feed_f
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
 from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
-from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
+from jaxspec.pallas.matmul.split_matmul import (
+    gated_matmul,
+    gated_norm_matmul,
+    split_matmul,
+    squared_relu_matmul,
+)
 
 __all__ = [
     "argmax_matmul",
@@ -17,4 +22,5 @@ __all__ = [
     "norm_matmul",
     "split_matmul",
     "squared_relu_feed_forward",
+    "squared_relu_matmul",
 ]

@@ -1,11 +1,10 @@
 """The feed-forward layers of a decoder, with the addition and the norm before them."""
 
-from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
 from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.skinny_gemm import MAX_ROWS
-from jaxspec.pallas.matmul.split_matmul import gated_matmul, split_matmul
+from jaxspec.pallas.matmul.split_matmul import gated_matmul, split_matmul, squared_relu_matmul
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -41,14 +40,11 @@ def squared_relu_feed_forward(
 ) -> tuple[Stream, Pending]:
     """As `feed_forward`, with the output `down(relu(up)**2)` (So et al. 2021, arXiv 2109.08668).
 
-    For up to 8 rows XLA squares the output of the first product: no published model of a width
-    that `skinny_gemm` takes has such a layer. For more rows the first product does so itself.
-
     Raises:
         ValueError: a weight is not for its features.
     """
     if stream.shape[0] <= MAX_ROWS:
         stream, product = norm_matmul(stream, pending, norm, up)
-        return stream, split_matmul(Activation.SQUARED_RELU(product), down)
+        return stream, squared_relu_matmul(product, down)
     stream, normed = add_norm(stream, pending, norm)
     return stream, split_matmul(matmul_squared_relu(normed, up), down)

@@ -7,7 +7,7 @@ its kernels take much of its time. Some kernels therefore do what comes before t
   all rows, so it is one kernel for one or two rows, and two kernels for more;
 * `split_matmul` is split-K: it puts out partial sums over parts of the features, which the addition
   to the residual stream sums up;
-* `gated_matmul` first gates the features of a feed-forward layer;
+* `gated_matmul` and `squared_relu_matmul` first activate the features of a feed-forward layer;
 * `gated_norm_matmul` first norms and gates the heads of Gated DeltaNet.
 
 Products of more rows are `gemm`'s, and all others XLA's (`products.matmul`). The bounds below were

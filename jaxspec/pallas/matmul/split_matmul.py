@@ -77,8 +77,30 @@ def gated_matmul_reference(x, weight):
     return matmul(Activation.SWIGLU(x), weight)
 
 
+def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
+    """`split_matmul` of `relu(x)**2` (So et al. 2021, "Primer", arXiv 2109.08668).
+
+    The square is rounded to the dtype of `x` before the product. It is one kernel where
+    `gated_matmul` is one. More rows should come squared, from `matmul_squared_relu`.
+
+    Raises:
+        ValueError: `weight` is not for the columns of `x`.
+    """
+    products.check_inner(x.shape[1], weight)
+    if dispatch.runs_kernel("squared_relu_matmul", why_not_gate(x, weight), by_choice=True):
+        from jaxspec.pallas.matmul.split_matmul_kernel import squared_relu_matmul_kernel
+
+        return squared_relu_matmul_kernel(x, weight.array)
+    return split_matmul(Activation.SQUARED_RELU(x), weight)
+
+
+def squared_relu_matmul_reference(x, weight):
+    """What the parts of `squared_relu_matmul` make when they are summed and rounded."""
+    return matmul(Activation.SQUARED_RELU(x), weight)
+
+
 def why_not_gate(x, weight):
-    """Why `gated_matmul_kernel` does not take these operands, or None."""
+    """Why no kernel activates these operands before the product, or None."""
     units, rest = divmod(weight.inner, skinny_gemm.GATE_UNIT)
     parts = skinny_gemm.num_parts(weight.inner, weight.outer, unit=skinny_gemm.GATE_UNIT)
     # A thread gates four neighbouring features at a time, and no more than three times.

@@ -1,4 +1,4 @@
-"""The kernels of `split_matmul`, `gated_matmul` and `gated_norm_matmul` for up to 8 rows.
+"""The kernels of the products of `split_matmul.py` for up to 8 rows.
 
 `matmul_kernel`, the product that is not split, is here too (Pallas, Mosaic GPU).
 """
@@ -50,14 +50,26 @@ def matmul_kernel(x, weight, *, interpret=None):
 @functools.partial(jax.jit, static_argnames="interpret")
 def gated_matmul_kernel(x, weight, *, interpret=None):
     """`gated_matmul`."""
+    launch, *parts = _activating(x, weight, Activation.SWIGLU, interpret)
+    return launch("gated_matmul", *parts)(weight, x)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def squared_relu_matmul_kernel(x, weight, *, interpret=None):
+    """`squared_relu_matmul`."""
+    launch, *parts = _activating(x, weight, Activation.SQUARED_RELU, interpret)
+    return launch("squared_relu_matmul", *parts)(weight, x)
+
+
+def _activating(x, weight, activation, interpret):
+    """`launch` of the product of what the activation makes of `x`, its body and its scratch."""
     parts = num_parts(*weight.shape, unit=GATE_UNIT)
     tiling, launch = _plan(x.shape[0], weight, parts, jnp.float32, interpret, copies=1)
 
     def body(weight, x, y, *, rows, **scratch):
-        _gate_and_multiply(tiling, x, rows, _Refs(weight, y, **scratch))
+        _activate_and_multiply(tiling, activation, x, rows, _Refs(weight, y, **scratch))
 
-    scratch = {"rows": plgpu.SMEM((MAX_ROWS, tiling.inner), weight.dtype)}
-    return launch("gated_matmul", body, scratch)(weight, x)
+    return launch, body, {"rows": plgpu.SMEM((MAX_ROWS, tiling.inner), weight.dtype)}
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -157,18 +169,19 @@ def _multiply_rows(tiling, x, loaded, refs):
     _multiply_tile(tiling, weights, refs)
 
 
-def _gate_and_multiply(tiling, x, rows, refs):
-    """Gate a block's features, while its weight is under way, and multiply them."""
+def _activate_and_multiply(tiling, activation, x, rows, refs):
+    """Activate a block's features, while its weight is under way, and multiply them."""
     weights = _weights(tiling, refs)
     tiling.start(weights)
     layout = plgpu.Layout.WG_STRIDED((tiling.inner,), vec_size=4)
     load = functools.partial(access.load, layout=layout)
-    starts = 0, refs.weight.shape[0]  # of gate and up among the columns of `x`
-    halves = [pl.ds(start + weights.first_row, tiling.inner) for start in starts]
-    loaded = [[load(x.at[token, half]) for half in halves] for token in range(x.shape[0])]
-    for token, both in enumerate(loaded):
-        gated = Activation.SWIGLU.of_pieces([a.astype(jnp.float32) for a in both])
-        access.store(rows.at[token], gated.astype(rows.dtype))
+    # Gate and up, or up alone, begin here among the columns of `x`.
+    starts = [piece * refs.weight.shape[0] for piece in range(activation.pieces)]
+    columns = [pl.ds(start + weights.first_row, tiling.inner) for start in starts]
+    loaded = [[load(x.at[token, some]) for some in columns] for token in range(x.shape[0])]
+    for token, pieces in enumerate(loaded):
+        activated = activation.of_pieces([a.astype(jnp.float32) for a in pieces])
+        access.store(rows.at[token], activated.astype(rows.dtype))
     _retile(tiling, rows, refs)
     _multiply_tile(tiling, weights, refs)
 

@@ -14,7 +14,12 @@ from jaxspec.pallas.matmul.gemm import MAX_PARTS, choose
 from jaxspec.pallas.matmul.matmul_silu import matmul_silu
 from jaxspec.pallas.matmul.matmul_squared_relu import matmul_squared_relu
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
-from jaxspec.pallas.matmul.split_matmul import gated_matmul, gated_norm_matmul, split_matmul
+from jaxspec.pallas.matmul.split_matmul import (
+    gated_matmul,
+    gated_norm_matmul,
+    split_matmul,
+    squared_relu_matmul,
+)
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
 from jaxspec.request import ROW_STOP_IDS
@@ -63,13 +68,15 @@ def test_split_matmul(h200, monkeypatch, capfd, model, tokens):
     """The last product of the feed-forward layer, of attention, and of Gated DeltaNet."""
     shape, outer = GDN[SMALL[0]], HIDDEN[model]
 
-    def step(gate_up, down, attended, out, heads, gates, scale):
+    def step(gate_up, down, attended, out, up, heads, gates, scale):
         norm = GatedNorm(gates, scale, first=shape.conv_dim, eps=EPS)
         mixed = gated_norm_matmul(heads, norm, Dense(out))
-        return gated_matmul(gate_up, Dense(down)), split_matmul(attended, Dense(out)), mixed
+        both = gated_matmul(gate_up, Dense(down)), squared_relu_matmul(up, Dense(down))
+        return *both, split_matmul(attended, Dense(out)), mixed
 
     sizes = (tokens, 2 * INTERMEDIATE[model]), (INTERMEDIATE[model], outer), (tokens, 2048)
-    products = [array(*dims, dtype=jnp.bfloat16) for dims in (*sizes, (2048, outer))]
+    sizes += (2048, outer), (tokens, INTERMEDIATE[model])
+    products = [array(*dims, dtype=jnp.bfloat16) for dims in sizes]
     heads, scale = array(tokens, shape.value_heads, shape.value_dim), array(shape.value_dim)
     operands = *products, heads, array(tokens, PROJECTED, dtype=jnp.bfloat16), scale
     compiled = compile_for(h200, monkeypatch, step, operands)

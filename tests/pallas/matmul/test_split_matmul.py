@@ -18,6 +18,8 @@ from jaxspec.pallas.matmul.split_matmul import (
     gated_norm_matmul_reference,
     split_matmul,
     split_matmul_reference,
+    squared_relu_matmul,
+    squared_relu_matmul_reference,
     why_not_gate,
     why_not_norm,
 )
@@ -48,6 +50,13 @@ def gated(x):
     return (gate / (1 + np.exp(-gate)) * up).astype(x.dtype).astype(np.float64)
 
 
+def squared(x):
+    """`relu(x) ** 2` in float64, rounded once; NaN stays NaN."""
+    x = np.asarray(x)
+    wide = x.astype(np.float64)
+    return (np.where(wide < 0, 0, wide) ** 2).astype(x.dtype).astype(np.float64)
+
+
 def assert_is_product(pending, x, weight):
     """`pending` is `x @ weight`, as tokens or in parts; `x` is float64."""
     dtype = weight.dtype
@@ -69,6 +78,13 @@ def test_the_op_is_the_product_of_what_is_gated(op, dtype):
     _, weight = operands(5, 48, 16, dtype)
     pending = jax.jit(op)(x, Dense(weight))  # without `jit` XLA rounds the gates, too
     assert_is_product(pending, gated(x), weight)
+
+
+@pytest.mark.parametrize("op", [squared_relu_matmul, squared_relu_matmul_reference])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_op_is_the_product_of_squares(op, dtype):
+    x, weight = operands(5, 48, 16, dtype)
+    assert_is_product(jax.jit(op)(x, Dense(weight)), squared(x), weight)
 
 
 @pytest.mark.parametrize("op", [gated_norm_matmul, gated_norm_matmul_reference])
@@ -138,18 +154,21 @@ def test_the_product_that_is_not_split_equals_the_oracle_without_races(
         (8, 1536, 2048, jnp.bfloat16),
     ],
 )
-def test_the_gating_kernel_equals_the_oracle_without_races(
+def test_the_activating_kernels_equal_the_oracle_without_races(
     interpreter, tokens, inner, outer, dtype
 ):
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-    from jaxspec.pallas.matmul.split_matmul_kernel import gated_matmul_kernel
+    from jaxspec.pallas.matmul import split_matmul_kernel as kernels
 
     x, _ = operands(tokens, 2 * inner, 64, dtype)
     _, weight = operands(tokens, inner, outer, dtype)
-    y = gated_matmul_kernel(x, weight, interpret=interpreter)
+    y = kernels.gated_matmul_kernel(x, weight, interpret=interpreter)
     assert y.ndim == 3 and y.shape[0] > 1
     assert_is_product(y, gated(x), weight)
+    up = x[:, :inner]
+    y = kernels.squared_relu_matmul_kernel(up, weight, interpret=interpreter)
+    assert_is_product(y, squared(up), weight)
     assert not get_races().races_found
 
 
@@ -179,7 +198,7 @@ def test_the_norming_kernel_equals_the_oracle_without_races(
 @pytest.mark.parametrize("tokens", range(1, 9))
 @pytest.mark.parametrize("model", ["qwen3.5-0.8b", "qwen3.5-2b"])
 def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
-    ops = "split_matmul", "gated_matmul", "gated_norm_matmul"
+    ops = "split_matmul", "gated_matmul", "squared_relu_matmul", "gated_norm_matmul"
     for op in ops:
         dispatch._chosen.pop(op, None)
     shape, outer = GDN["qwen3.5-0.8b"], HIDDEN[model]
@@ -188,6 +207,8 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
     x, _ = operands(tokens, 2 * INTERMEDIATE[model], 64, jnp.bfloat16)
     _, weight = operands(tokens, INTERMEDIATE[model], outer, jnp.bfloat16)
     assert_is_product(jax.jit(gated_matmul)(x, Dense(weight)), gated(x), weight)
+    up = x[:, : x.shape[1] // 2]
+    assert_is_product(jax.jit(squared_relu_matmul)(up, Dense(weight)), squared(up), weight)
     dims = shape.value_heads, shape.value_dim, outer
     heads, norm, weight = heads_of(tokens, *dims, jnp.bfloat16, first=shape.conv_dim)
     y = jax.jit(gated_norm_matmul)(heads, norm, Dense(weight))
