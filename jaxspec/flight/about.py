@@ -99,10 +99,12 @@ def _version(package: str) -> str | None:
 def digest_of(folder: Path) -> str:
     """What tells a checkpoint from others: config.json, and the sizes and heads of its weights.
 
+    `folder` may be a GGUF file, whose head has what config.json would say.
+
     Not all of the weights: reading them would take as long as loading them.
     """
     digest = hashlib.sha256()
-    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    files = [folder, folder / "config.json", *folder.glob("*.safetensors")]
     for path in sorted(path for path in files if path.is_file()):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
