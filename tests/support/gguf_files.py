@@ -15,29 +15,24 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.we
 ARCHITECTURES |= {"llama_draft": gguf.MODEL_ARCH.LLAMA, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE}
 
 
-def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, **entries):
-    """The fixture's model as the file at `path`, matrices in the type `kind`.
+def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, entries=None):
+    """The fixture's model as the file at `path`, its matrices in the type `kind`.
 
-    `change` edits the tensors, by GGUF's names, before they are written; `entries` are metadata,
-    whose names have __ for a dot and, as all others, follow those that the converter writes.
+    `change` edits the tensors, by GGUF's names, before they are written. `entries` are metadata, or
+    None where the file shall have none of that name.
     """
     config = json.loads((FIXTURES / fixture / "config.json").read_text())
     name = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[fixture]]
+    metadata = {f"{name}.{key}": value for key, value in _sizes(config).items()}
+    metadata |= (_tokens() if tokens else {}) | (entries or {})
     writer = gguf.GGUFWriter(path, name)
-    for key, value in _metadata(config).items():
-        _add(writer, f"{name}.{key}", value)
-    if tokens:
-        _add_tokens(writer)
-    for key, value in entries.items():
-        _add(writer, key.replace("__", "."), value)
+    for key, value in metadata.items():
+        add_entry(writer, key, value)
     tensors = converted(fixture, config)
     if change is not None:
         change(tensors)
     for key, values in tensors.items():
-        stored = kind if values.ndim > 1 else "F32"
-        if isinstance(values, tuple):
-            values, stored = values
-        quantised = GGMLQuantizationType[stored]
+        quantised = GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         content = gguf.quants.quantize(np.ascontiguousarray(values), quantised)
         writer.add_tensor(key, content, raw_dtype=quantised)
     writer.write_header_to_file()
@@ -45,6 +40,14 @@ def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, **entries
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_entry(writer, key, value):
+    """A metadata entry of the type that suits the value; None: nothing."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    if value is not None:
+        add[type(value)](key, value)
 
 
 def converted(fixture, config):
@@ -95,7 +98,7 @@ def llama3_factors(config):
     return np.array(factors, np.float32)
 
 
-def _metadata(config):
+def _sizes(config):
     found = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -117,12 +120,6 @@ def _metadata(config):
     return found
 
 
-def _add(writer, key, value):
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    add[type(value)](key, value)
-
-
 def byte_tokens():
     """The byte tokenizer's vocabulary, whose last token is "he" in place of padding; their types.
 
@@ -136,12 +133,14 @@ def byte_tokens():
     return tokens, kinds
 
 
-def _add_tokens(writer):
+def _tokens():
     tokens, kinds = byte_tokens()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(tokens.index("<|im_end|>"))
-    writer.add_chat_template((BYTES / "chat_template.jinja").read_text())
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+        "tokenizer.chat_template": (BYTES / "chat_template.jinja").read_text(),
+    }
