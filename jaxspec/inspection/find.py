@@ -17,7 +17,7 @@ from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
 from jaxspec.models.fields import Fields
-from jaxspec.models.source import open_checkpoint, read_fields
+from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options import EngineConfig
 
@@ -60,7 +60,9 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         source = place.path if place.path.is_file() else place.path / "config.json"
         family = family_of(fields.architecture, source)
         config, faults = parse(family, fields)
-        found.refused += faults
+        for fault in faults:
+            with found.noting(), naming(place.path):
+                raise ValueError(fault)
     checkpoint = names = None  # without names config.json tells whether there is a draft head
     with contextlib.ExitStack() as files:
         with found.noting():

@@ -116,7 +116,7 @@ def _why_not(error: Exception) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.HFValidationError):
-        return "is neither: there is no such folder. Check the path."
+        return "is none of these: there is no such folder or file. Check the path."
     if isinstance(error, errors.RevisionNotFoundError):
         return (
             "is no folder here, and the hub's model has no such revision. Look up its branches, "

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
 from harness import FIXTURES
 
 from jaxspec.flight.about import about, check_speculation, digest_of
@@ -35,6 +36,12 @@ def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     digests.add(digest_of(folder))
     assert len(digests) == 3
+
+
+def test_a_gguf_file_is_told_from_others(tmp_path):
+    one, other = (write_gguf("llama", tmp_path / f"{kind}.gguf", kind) for kind in ("F32", "F16"))
+    digests = {digest_of(one), digest_of(other), digest_of(FIXTURES / "llama")}
+    assert len(digests) == 3 and digest_of(one) in digests
 
 
 def test_a_drafters_checkpoint_must_lie_here(tmp_path):
