@@ -15,7 +15,7 @@ from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens
-_MOST_BYTES = 2**8  # of a token that SentencePiece made of two
+_MOST_CHARACTERS = 64  # of a token that is made of two; SentencePiece's have 16
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -105,7 +105,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """All ways to make a token of two others."""
     for token in ids:
-        for end in range(1, min(len(token), _MOST_BYTES)):
+        for end in range(1, min(len(token), _MOST_CHARACTERS)):
             if token[:end] in ids and token[end:] in ids:
                 yield token[:end], token[end:]
 

@@ -9,6 +9,8 @@ from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
 
 PREFIX = "tokenizer.ggml."
+MAX_TOKENS = 2**20
+"""The largest vocabulary that is read: some four times the largest published one."""
 _TEMPLATE = "tokenizer.chat_template"
 _WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list of texts"}
 _ROLES = {  # of special tokens, by their names in a tokenizer_config.json
@@ -27,11 +29,14 @@ class Vocabulary:
         """Take them from an open file.
 
         Raises:
-            ValueError: there are none, one is there twice, or not each has a type.
+            ValueError: there are none or too many, one is there twice, or not each has a type.
         """
         self.path: Path = file.path
         self._entries = file.metadata
         self.tokens: list[str] = self.need("tokens", list)
+        if len(self.tokens) > MAX_TOKENS:
+            held = f"{len(self.tokens):,}"
+            raise self.broken("tokens", f"must hold at most {MAX_TOKENS:,} tokens, and has {held}")
         if len(set(self.tokens)) < len(self.tokens):
             raise self.broken("tokens", "must hold each token once, and has one twice")
         types = self.for_each_token("token_type")

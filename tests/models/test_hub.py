@@ -247,7 +247,7 @@ def test_a_link_to_nothing_in_the_cache_is_named(cache):
 )
 def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name):
     with pytest.raises(
-        (FileNotFoundError, ValueError), match="^A model must be a folder or a"
+        (FileNotFoundError, ValueError), match="^A model must be a folder, a GGUF"
     ) as e:
         resolve_folder(name)
     assert len(str(e.value)) < 500
