@@ -237,4 +237,4 @@ def _padded(place: int, alignment: int) -> int:
 
 def _plain(number: np.generic) -> bool | int | float:
     """A number as Python has it; a float32 as the shortest decimal that means the same."""
-    return float(str(number)) if number.dtype == np.float32 else number.item()
+    return float(str(number)) if number.dtype == np.float32 else number.tolist()
