@@ -33,6 +33,11 @@ class Checkpoint(Protocol):
         """What there says which tensors a model has, in words, such as "config.json"."""
         ...
 
+    @property
+    def remedy(self) -> str:
+        """What to do where these are others, a sentence."""
+        ...
+
     def __enter__(self) -> "Checkpoint":
         """The checkpoint itself."""
         ...
@@ -77,6 +82,7 @@ class SafetensorsCheckpoint:
     """
 
     asked_by = "config.json"
+    remedy = "Check that config.json belongs to these weights, or download both again."
 
     def __init__(self, folder: Path):
         """Open every file and read its header.

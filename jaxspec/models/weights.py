@@ -208,6 +208,5 @@ def _other_spelling(missing: Iterable[Placement]) -> Iterator[str]:
 def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:
     return ValueError(
         f"The tensors in {checkpoint.path} must be exactly those its {checkpoint.asked_by} asks "
-        f"for. {found} Check that {checkpoint.asked_by} belongs to these weights, or download both "
-        "again."
+        f"for. {found} {checkpoint.remedy}"
     )

@@ -13,7 +13,8 @@ from jaxspec.gguf.file import GGUFFile
 from jaxspec.models.kinds import FLAG, SIZE, WORD, Block, whole
 
 _KEY = "general.architecture"
-_EXPERTS = whole(0, 4096)
+EXPERTS = whole(0, 4096)
+"""Experts of a layer; 0: there are none."""
 
 # Published names of tensors by those in GGUF, without the number of the block and ".weight".
 _ATTENTION = {
@@ -77,7 +78,7 @@ class Architecture:
 def _moe(metadata: Block, name: str) -> dict[str, Any]:
     """Qwen's fields of experts; llama.cpp always renormalises the chosen ones' weights."""
     return {
-        "num_experts": metadata.need(f"{name}.expert_count", SIZE),
+        "num_experts": metadata.need(f"{name}.expert_count", EXPERTS),
         "num_experts_per_tok": metadata.need(f"{name}.expert_used_count", SIZE),
         "moe_intermediate_size": metadata.need(f"{name}.expert_feed_forward_length", SIZE),
         "norm_topk_prob": metadata.find(f"{name}.expert_weights_norm", FLAG) is not False,

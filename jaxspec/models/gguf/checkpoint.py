@@ -12,8 +12,8 @@ import numpy as np
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.header import Tensor
 from jaxspec.models.gguf.architectures import (
+    EXPERTS,
     OUTSIDE_BLOCKS,
-    Architecture,
     architecture_of,
     metadata_of,
 )
@@ -21,7 +21,9 @@ from jaxspec.models.gguf.fields import ROPE_FACTORS
 from jaxspec.models.kinds import SIZE
 from jaxspec.models.safetensors_file import StoredTensor
 
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
+_LAYERS = "model.layers."
+_UNKNOWN = "gguf:"  # before the names of tensors that the architecture does not have
 _QUERIES, _KEYS = "attn_q", "attn_k"
 
 
@@ -41,6 +43,7 @@ class GGUFCheckpoint:
     """
 
     asked_by = "metadata"
+    remedy = "Download the file again, convert it anew, or use the folder of its safetensors."
 
     def __init__(self, path: Path):
         """Open the file and check its header.
@@ -69,7 +72,7 @@ class GGUFCheckpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor's published name; GGUF's where the architecture has no such tensor."""
+        """Every tensor's published name; gguf: and its own if the architecture has none such."""
         return frozenset(self._places)
 
     def files_of(self, name: str) -> list[str]:
@@ -126,41 +129,48 @@ def _by_halves(head: np.ndarray, place: _Place) -> np.ndarray:
 
 
 def _places(file: GGUFFile) -> Iterator[tuple[str, _Place]]:
-    """The published tensors and where they lie."""
-    name, architecture = architecture_of(file)
-    heads = {}
-    if architecture.by_pairs:
-        metadata = metadata_of(file)
-        heads[_QUERIES] = metadata.need(f"{name}.attention.head_count", SIZE)
-        heads[_KEYS] = metadata.find(f"{name}.attention.head_count_kv", SIZE) or heads[_QUERIES]
+    """The published tensors and where they lie; others by a name that no published one has."""
+    layout = _Layout(file)
     for own, tensor in file.tensors.items():
         if own == ROPE_FACTORS:
             continue
-        match = _BLOCK.fullmatch(own)
-        if match is None:
-            yield OUTSIDE_BLOCKS.get(own, own), _Place(tensor, tensor.shape)
+        if own in OUTSIDE_BLOCKS:
+            yield OUTSIDE_BLOCKS[own], _Place(tensor, tensor.shape)
+        elif match := _BLOCK.fullmatch(own):
+            yield from layout.in_block(match, tensor)
         else:
-            yield from _in_block(architecture, match, tensor, heads)
+            yield _UNKNOWN + own, _Place(tensor, tensor.shape)
 
 
-def _in_block(
-    architecture: Architecture, match: re.Match[str], tensor: Tensor, heads: Mapping[str, int]
-) -> Iterator[tuple[str, _Place]]:
-    """The published tensors that one tensor of a block holds."""
-    number, own, kind = match.groups()
-    prefix = f"model.layers.{int(number)}."
-    if own in architecture.stacks:
-        count, *shape = tensor.shape
-        for expert in range(count):
-            published = architecture.stacks[own].format(expert)
-            place = _Place(tensor, tuple(shape), expert * math.prod(shape))
-            yield f"{prefix}{published}.{kind}", place
-        return
-    published = architecture.blocks.get(own)
-    if published is None:
-        yield match[0], _Place(tensor, tensor.shape)
-        return
-    # Where heads do not cut the rows evenly the shape is refused, before anything is read.
-    count = heads.get(own, 0)
-    is_even = count and tensor.shape[0] % (2 * count) == 0
-    yield f"{prefix}{published}.{kind}", _Place(tensor, tensor.shape, heads=count if is_even else 0)
+class _Layout:
+    """How the tensors of a block lie in a file."""
+
+    def __init__(self, file: GGUFFile):
+        name, self._architecture = architecture_of(file)
+        metadata = metadata_of(file)
+        self._num_experts = metadata.find(f"{name}.expert_count", EXPERTS) or 0
+        self._heads: dict[str, int] = {}
+        if self._architecture.by_pairs:
+            heads = metadata.need(f"{name}.attention.head_count", SIZE)
+            kv_heads = metadata.find(f"{name}.attention.head_count_kv", SIZE) or heads
+            self._heads = {_QUERIES: heads, _KEYS: kv_heads}
+
+    def in_block(self, match: re.Match[str], tensor: Tensor) -> Iterator[tuple[str, _Place]]:
+        """The published tensors that one tensor of a block holds."""
+        number, own, kind = match.groups()
+        blocks, stacks = self._architecture.blocks, self._architecture.stacks
+        if own in blocks:
+            place = _Place(tensor, tensor.shape, heads=self._evenly(own, tensor))
+            yield f"{_LAYERS}{number}.{blocks[own]}.{kind}", place
+        elif own in stacks and tensor.shape[0] == self._num_experts:
+            shape = tensor.shape[1:]
+            for expert in range(self._num_experts):
+                place = _Place(tensor, shape, expert * math.prod(shape))
+                yield f"{_LAYERS}{number}.{stacks[own].format(expert)}.{kind}", place
+        else:
+            yield _UNKNOWN + match[0], _Place(tensor, tensor.shape)
+
+    def _evenly(self, own: str, tensor: Tensor) -> int:
+        """The heads that cut the rows evenly; 0 where none do, so that the shape is refused."""
+        heads = self._heads.get(own, 0)
+        return heads if heads and tensor.shape[0] % (2 * heads) == 0 else 0

@@ -117,6 +117,27 @@ def test_tensors_that_do_not_fit_are_named_as_they_were_published(tmp_path):
     assert "model.layers.1.self_attn.k_proj.weight [63, 64] instead of [64, 64]" in message
 
 
+def test_no_name_can_pass_for_another_one(tmp_path):
+    """A published name in the file, a layer's number spelled otherwise, and a stack of others."""
+
+    def change(tensors):
+        for name in (
+            "model.norm.weight",
+            "blk.00.attn_q.weight",
+            "blk.0.ffn_up_exps.weight.weight",
+        ):
+            tensors[name] = np.zeros((3, 64), np.float32)
+        tensors["blk.1.ffn_up_exps.weight"] = np.zeros((9, 1, 1), np.float32)
+
+    path = write_gguf("qwen3_moe", tmp_path / "x.gguf", change=change)
+    with pytest.raises(ValueError) as caught:
+        load_model(path, FLOAT32)
+    message = str(caught.value)
+    assert "Unexpected (4): gguf:blk.0.ffn_up_exps.weight.weight, gguf:blk.00.attn_q" in message
+    assert "gguf:blk.1.ffn_up_exps.weight, gguf:model.norm.weight." in message
+    assert "Download the file again, convert it anew, or use" in message
+
+
 def test_a_type_without_values_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     path = write_gguf("llama", tmp_path / "x.gguf")
     content = path.read_bytes()
