@@ -96,9 +96,9 @@ def acceptance(llm: LLM) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = record.parser(__doc__)
-    parser.add_argument("--prompts", type=int, default=6, help="for decoding (default 6)")
-    parser.add_argument("--tokens", type=int, default=64, help="N (default 64)")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=4, help="for decoding (default 4)")
+    parser.add_argument("--tokens", type=int, default=32, help="N (default 32)")
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = real_model.smollm2()
