@@ -634,8 +634,8 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
-  --model MODEL         a folder with config.json and safetensors, or a Hugging Face hub id
-                        (default: the embedded model)
+  --model MODEL         a folder with config.json and safetensors, a GGUF file, or a Hugging Face
+                        hub id (default: the embedded model)
   --revision REVISION   the branch, tag or commit to take of a hub id (default: main)
   --dtype DTYPE         dtype of weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32
                         elsewhere) (default: auto)
