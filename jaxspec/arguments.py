@@ -94,8 +94,8 @@ def inspect_parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder with config.json, with or without weights; a config.json; or a Hugging Face "
-        "hub id, whose config.json is downloaded (default: the embedded model)",
+        help="a folder with config.json, with or without weights; a config.json; a GGUF file; or a "
+        "Hugging Face hub id, whose config.json is downloaded (default: the embedded model)",
     )
     for name, metavar in _ENGINE_OPTIONS.items():
         if name != "model":

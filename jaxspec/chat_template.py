@@ -11,6 +11,7 @@ import numpy as np
 from jaxspec.checks import boolean, items, shown, text
 from jaxspec.conversations import with_plain_contents
 from jaxspec.files import fill, open_file, read_json
+from jaxspec.gguf import is_gguf
 from jaxspec.template_process import MAX_CHARACTERS, TemplateFailure, TemplateProcess
 
 MAX_TEMPLATE_BYTES = 2**20
@@ -84,8 +85,8 @@ class ChatTemplate:
         if name not in self._sources:
             raise ValueError(
                 f"A chat needs a chat template, but {self._folder} has none ({_OWN_FILE}, or "
-                "chat_template in tokenizer_config.json). Pass chat_template, or use generate() "
-                "with the text itself."
+                "chat_template in tokenizer_config.json or a GGUF file's metadata). Pass "
+                "chat_template, or use generate() with the text itself."
             )
         return self._sources[name]
 
@@ -148,12 +149,17 @@ def _before_mark(text: str) -> str:
 
 
 def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Template sources by name, in the order of transformers: own file, settings, old file."""
-    own = _read_own(folder / _OWN_FILE)
+    """Template sources by name, in the order of transformers: own file, settings, old file.
+
+    A GGUF file has settings alone.
+    """
+    is_folder = not is_gguf(folder)
+    own = _read_own(folder / _OWN_FILE) if is_folder else None
     if own is not None:
         return {"default": own}
     path, source = folder / "tokenizer_config.json", settings.get("chat_template")
-    if source in (None, "", []):
+    path = path if is_folder else folder
+    if source in (None, "", []) and is_folder:
         path = folder / "chat_template.json"
         try:
             source = read_json(path).get("chat_template")

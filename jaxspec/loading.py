@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
 
 
 def folder_of(config: EngineConfig, *, progress: bool, weights: bool) -> Path:
-    """The folder of the model that `config` names, downloaded if it is a hub id.
+    """The folder or GGUF file of the model that `config` names, downloaded if it is a hub id.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -72,7 +72,10 @@ def _tokenizer(config: EngineConfig, folder: Path, *, progress: bool) -> Tokeniz
             return Tokenizer(resolve_folder(config.tokenizer, progress, weights=False))
         except FileNotFoundError as error:
             raise FileNotFoundError(f"tokenizer: {error}") from error
-    return Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    try:
+        return Tokenizer(folder)
+    except FileNotFoundError:  # then token ids go in, and come out alone
+        return None
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class EngineConfig:
 
     model: str | Path | None = option(
         None,
-        "a folder with config.json and safetensors, or a Hugging Face hub id",
+        "a folder with config.json and safetensors, a GGUF file, or a Hugging Face hub id",
         none="the embedded model",
     )
     _: dataclasses.KW_ONLY
@@ -44,7 +44,7 @@ class EngineConfig:
         None, "the branch, tag or commit to take of a hub id", none="main"
     )
     tokenizer: str | Path | None = option(
-        None, "a folder with tokenizer.json, or a Hugging Face hub id", none="the model's"
+        None, "a folder with tokenizer.json, a GGUF file, or a hub id", none="the model's"
     )
     skip_tokenizer_init: bool = option(
         False, "whether to do without a tokenizer: then token ids go in, and come out alone"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec import device
 from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
-from jaxspec.flight.about import OWN, check_speculation, digest_of
+from jaxspec.flight.about import OWN, check_speculation, digest_of, is_here
 from jaxspec.flight.file import read
 from jaxspec.loading import load_runner
 from jaxspec.options import EngineConfig
@@ -119,7 +119,7 @@ def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> M
     check_speculation(options.get("speculative_config"))
     if model is not None:
         options["revision"] = revision  # a stranger's flight may name any
-    if model is None and named is not None and not Path(named).is_dir():
+    if model is None and named is not None and not is_here(named):
         raise ValueError(
             f"A flight must be replayed with a checkpoint that lies here, and it was recorded with "
             f"{shown(named)}. Name the folder, or the hub id, with --model."

@@ -25,21 +25,26 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """The tokenizer of a checkpoint folder, from its `tokenizer.json` and settings files.
 
+    That of a GGUF file is in its metadata.
+
     `eos_ids` holds the id of its own end token, if it has one. The model's configuration names
     others: a chat model ends a turn with another token than a text, and all of them count.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Read `folder`. FileNotFoundError without a tokenizer.json, ValueError if it is broken."""
+        """Read `folder`, which may be a GGUF file.
+
+        Raises:
+            FileNotFoundError: it has no tokenizer.json, or the metadata no tokenizer.
+            ValueError: the tokenizer is broken.
+        """
         folder = Path(checks.path("The folder of a tokenizer", folder))
         self._folder = folder
-        self._tokenizer = tokenizer_files.load(folder)
+        self._tokenizer, settings, special_tokens = tokenizer_files.read(folder)
         # The file may carry the padding and truncation of training.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.has_byte_tokens = self._tokenizer.token_to_id("<0x00>") is not None
-        settings = tokenizer_files.settings(folder / "tokenizer_config.json")
-        special_tokens = tokenizer_files.special_tokens(folder, settings)
         self._chat_template = ChatTemplate(folder, settings, special_tokens)
         end = special_tokens.get("eos_token")
         end_id = None if end is None else self._tokenizer.token_to_id(end)

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import tokenizers
 
 from jaxspec.files import open_file, read_json
+from jaxspec.gguf import is_gguf
 
 MAX_TOKENIZER_BYTES = 2**28
 """The longest tokenizer.json that is read."""
@@ -27,6 +28,35 @@ def raise_for(error: BaseException, what: str) -> NoReturn:
         f"{what}: {reason}. Download tokenizer.json again, or update `tokenizers` "
         f"{tokenizers.__version__}."
     ) from error
+
+
+class Contents(NamedTuple):
+    """What a checkpoint says of its tokens."""
+
+    tokenizer: tokenizers.Tokenizer
+    settings: dict[str, Any]  # those of tokenizer_config.json
+    special_tokens: dict[str, str]  # such as bos_token, by name
+
+
+def read(source: Path) -> Contents:
+    """What the files of a folder say, or the metadata of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.
+        ValueError: it, or what belongs to it, is broken.
+    """
+    if not is_gguf(source):
+        config = settings(source / "tokenizer_config.json")
+        return Contents(load(source), config, special_tokens(source, config))
+    from jaxspec.gguf.tokenizer import read_tokenizer  # no other model needs it
+
+    try:
+        tokenizer, config = read_tokenizer(source)
+    except (ValueError, FileNotFoundError):
+        raise
+    except BaseException as error:
+        raise_for(error, f"{source} must hold a tokenizer that `tokenizers` runs, and does not")
+    return Contents(tokenizer, config, _tokens_in(config))
 
 
 def load(folder: Path) -> tokenizers.Tokenizer:
@@ -76,13 +106,16 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: as `settings`.
     """
+    return _tokens_in(settings(folder / "special_tokens_map.json")) | _tokens_in(config)
+
+
+def _tokens_in(config: Mapping[str, Any]) -> dict[str, str]:
     found = {}
-    for content in (settings(folder / "special_tokens_map.json"), config):
-        for name, token in content.items():
-            if isinstance(token, Mapping):
-                token = token.get("content")
-            if name.endswith("_token") and isinstance(token, str) and token and _is_unicode(token):
-                found[name] = token
+    for name, token in config.items():
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if name.endswith("_token") and isinstance(token, str) and token and _is_unicode(token):
+            found[name] = token
     return found
 
 

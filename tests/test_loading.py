@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from gguf_files import write_gguf
 from harness import FIXTURES, model
 
 from jaxspec import SpeculativeConfig, inspect
@@ -41,13 +42,25 @@ def test_the_tokenizer_is_the_model_s_another_one_or_none():
     assert tokenizer(None) is not None and tokenizer(None, skip_tokenizer_init=True) is None
 
 
+def test_a_gguf_file_brings_its_own_tokenizer_or_serves_as_another_model_s(tmp_path):
+    path = write_gguf("llama", tmp_path / "x.gguf")
+    plain = write_gguf("llama", tmp_path / "plain.gguf", tokens=False)
+    loaded = load(EngineConfig(path, max_num_seqs=1), progress=False)
+    assert loaded.folder == path and loaded.tokenizer.encode("he") == [263]
+    assert loaded.model.eos_token_ids == (258,)
+    assert load(EngineConfig(plain, max_num_seqs=1), progress=False).tokenizer is None
+    options = {"tokenizer": path, "load_format": "dummy"}
+    loaded = load(EngineConfig(plain, max_num_seqs=1, **options), progress=False)
+    assert loaded.tokenizer.encode("he") == [263]
+
+
 def test_what_is_no_tokenizer_or_generation_config_is_refused_before_any_tensor_is_read(
     monkeypatch,
 ):
     monkeypatch.setattr("jaxspec.models.weights.to_device", None)
     for options, message in (
         ({"tokenizer": FIXTURES / "qwen3_5"}, "tokenizer: .* tokenizer.json"),
-        ({"tokenizer": "./none"}, "tokenizer: .* './none' is neither"),
+        ({"tokenizer": "./none"}, "tokenizer: .* './none' is none of these"),
         ({"generation_config": FIXTURES}, "generation_config must be 'auto', 'vllm' or a folder"),
     ):
         with pytest.raises(FileNotFoundError, match=message):

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from gguf_files import write_gguf
 
 from jaxspec import LLM, TextDelta
 from jaxspec.__main__ import main
@@ -137,7 +138,19 @@ def test_inspect_reports_on_a_model_and_says_by_its_status_whether_it_runs(capsy
     assert "REFUSED, for 1 reason:" in printed.out and printed.err == ""
     assert main(["inspect", str(tmp_path / "absent")]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "must be a folder or a Hugging Face hub id" in printed.err
+    assert (
+        printed.out == ""
+        and "must be a folder, a GGUF file or a Hugging Face hub id" in printed.err
+    )
+
+
+def test_a_gguf_file_is_inspected_and_generates(capsys, tmp_path):
+    path = str(write_gguf("llama", tmp_path / "model.gguf", "Q8_0"))
+    assert main(["inspect", path]) == 0
+    assert "metadata and the headers of" in (report := capsys.readouterr().out)
+    assert "LlamaForCausalLM" in report and "Q8_0" in report
+    assert main(["hello", "--model", path, "--max-tokens", "4"]) == 0
+    assert "4 tokens, " in capsys.readouterr().out
 
 
 def test_inspect_takes_the_options_of_an_engine(capsys):

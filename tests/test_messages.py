@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from gguf_bytes import STRING, entry, gguf_file, text
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
 
@@ -197,17 +198,32 @@ COMMAND = [
     ),
     (
         ["x", "--model", "BLANK.txt"],
-        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; BLANK.txt is "
-        "a file. Give the folder that holds it.",
+        "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
+        "BLANK.txt is a file. Give the folder that holds it, or a file whose name ends in .gguf.",
+    ),
+    (
+        ["x", "--model", "EMPTY.gguf"],
+        "EMPTY.gguf must be a GGUF file, which begins with b'GGUF', and is too short. Download it "
+        "again, or give the folder of a Hugging Face checkpoint.",
+    ),
+    (
+        ["x", "--model", "CUT.gguf"],
+        "CUT.gguf must be a whole GGUF file, but it is cut short or damaged (24 bytes): 8 bytes "
+        "should follow byte 24 of its header. Download it again.",
+    ),
+    (
+        ["x", "--model", "OTHER.gguf"],
+        "OTHER.gguf: `general.architecture` must be one of llama, qwen3, qwen3moe, got 'bert'. Use "
+        "a model of one of those, or the folder of its safetensors.",
     ),
     (
         ["x", "--model", "./no/such/folder"],
-        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
-        "'./no/such/folder' is neither: there is no such folder. Check the path.",
+        "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
+        "'./no/such/folder' is none of these: there is no such folder or file. Check the path.",
     ),
     (
         ["x", "--model", "nobody/no-such-model"],
-        "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
+        "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B; "
         "'nobody/no-such-model' is no folder here, was not downloaded before, and the hub can't be "
         "reached. Check the name and the network, or download the model elsewhere and give its "
         "folder.",
@@ -303,6 +319,10 @@ def test_the_command_prints(typed, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "BLANK.txt").write_text("\n \n")
     (tmp_path / "BINARY.txt").write_bytes(b"ab\xff")
+    architecture = entry("general.architecture", STRING, text("bert"))
+    (tmp_path / "EMPTY.gguf").touch()
+    (tmp_path / "CUT.gguf").write_bytes(gguf_file([architecture])[:24])
+    (tmp_path / "OTHER.gguf").write_bytes(gguf_file([architecture]))
     for kind in set(typed) & set(DAMAGE):
         name = "qwen3" if kind == "PLAIN" else "qwen3_5"
         DAMAGE[kind](folder_with_tokenizer(name, tmp_path / kind))
@@ -618,8 +638,8 @@ positional arguments:
 options:
   -h, --help            show this help message and exit
   --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
-  --model MODEL         a folder with config.json and safetensors, or a Hugging Face hub id
-                        (default: the embedded model)
+  --model MODEL         a folder with config.json and safetensors, a GGUF file, or a Hugging Face
+                        hub id (default: the embedded model)
   --revision REVISION   the branch, tag or commit to take of a hub id (default: main)
   --dtype DTYPE         dtype of weights: float32, bfloat16 or auto (bfloat16 on a GPU, float32
                         elsewhere) (default: auto)

@@ -22,6 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,15 +60,15 @@ class Jaxspec:
 
 
 class Transformers:
-    """Greedy completions by transformers."""
+    """Greedy completions by transformers, of the embedded model or another one."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, model: str | Path = EMBEDDED_MODEL, **options: Any):
         import torch
         import transformers
 
         self._torch, self._threads = torch, threads
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            EMBEDDED_MODEL, dtype=torch.float32
+            model, dtype=torch.float32, **options
         )
 
     def complete(self, prompt: list[int], tokens: int) -> list[int]:

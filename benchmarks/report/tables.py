@@ -20,6 +20,7 @@ from benchmarks.report import (
     decode_tables,
     draft_tables,
     prefill_tables,
+    real_model_tables,
     traffic_tables,
 )
 from benchmarks.report.markdown_table import markdown
@@ -215,6 +216,8 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "drafts": (drafts, "cpu_decoding.json"),
     "scaling": (scaling, "cpu_decoding.json"),
     "a/b": (ab, "ab_h200.json"),
+    "real model": (real_model_tables.decoding, "real_model_cpu.json"),
+    "n-gram drafts of a real model": (real_model_tables.acceptance, "real_model_cpu.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
     "decode": (decode_tables.decode, "decode_h200.json"),
     "draft counts": (draft_tables.draft_counts, "draft_counts_h200.json"),

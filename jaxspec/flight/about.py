@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec import device
 from jaxspec.checks import shown
+from jaxspec.gguf import is_gguf
 from jaxspec.options import EngineConfig
 from jaxspec.speculation import SpeculativeConfig
 
@@ -46,9 +47,14 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
 
 
 def _place(model: str | Path) -> str:
-    """The whole path of a folder, or a hub id."""
+    """The whole path of a folder or a GGUF file, or a hub id."""
     folder = Path(model).expanduser()
-    return str(folder.resolve() if folder.is_dir() else model)
+    return str(folder.resolve() if is_here(folder) else model)
+
+
+def is_here(model: str | Path) -> bool:
+    """Whether it is the path of a checkpoint: a folder, or a GGUF file."""
+    return Path(model).is_dir() or is_gguf(Path(model))
 
 
 def _recorded(speculation: Any) -> Any:
@@ -70,7 +76,7 @@ def check_speculation(recorded: Any) -> None:
     """Refuse to replay what would bring code in, or a checkpoint that does not lie here.
 
     Raises:
-        ValueError: the drafts were a user's own, or a drafter's that is no folder here.
+        ValueError: the drafts were a user's own, or a drafter's that does not lie here.
     """
     if not isinstance(recorded, dict):
         return
@@ -82,10 +88,10 @@ def check_speculation(recorded: Any) -> None:
             "without drafts."
         )
     drafter = told.get("model") if isinstance(told, dict) else None
-    if drafter is not None and not (isinstance(drafter, str) and Path(drafter).is_dir()):
+    if drafter is not None and not (isinstance(drafter, str) and is_here(drafter)):
         raise ValueError(
             "A flight must be replayed with a drafter's checkpoint that lies here, and it was "
-            f"recorded with {shown(drafter)}. Put its folder there."
+            f"recorded with {shown(drafter)}. Put its folder or file there."
         )
 
 
@@ -99,12 +105,15 @@ def _version(package: str) -> str | None:
 def digest_of(folder: Path) -> str:
     """What tells a checkpoint from others: config.json, and the sizes and heads of its weights.
 
+    `folder` may be a GGUF file, whose head has what config.json would say.
+
     Not all of the weights: reading them would take as long as loading them.
     """
     digest = hashlib.sha256()
-    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    files = [folder, folder / "config.json", *folder.glob("*.safetensors")]
     for path in sorted(path for path in files if path.is_file()):
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        name = "" if path == folder else path.name  # a GGUF file may have any
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEAD))
     return digest.hexdigest()

@@ -29,10 +29,10 @@ __all__ = ["CacheBytes", "Fit", "Inspection", "Parameters", "inspect"]
 def inspect(model: str | Path | None = None, **options: Any) -> Inspection:
     """What `LLM(model, **options)` would run, or why it would refuse; `print` it for a report.
 
-    A folder needs no more than a config.json, and `model` may be the path of that file. Where there
-    are weights, their headers are compared as they are for loading. A hub id's config.json is
-    downloaded, its weights are not; if it has an index of them, that tells whether there is a draft
-    head. No tensor is read, and no memory of the device is taken.
+    A folder needs no more than a config.json, and `model` may be the path of that file, or of a
+    GGUF file. Where there are weights, their headers are compared as they are for loading. A hub
+    id's config.json is downloaded, its weights are not; if it has an index of them, that tells
+    whether there is a draft head. No tensor is read, and no memory of the device is taken.
 
     Raises:
         FileNotFoundError: there is no such model.

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +10,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxspec.files import read_json
+from jaxspec.gguf import is_gguf
 from jaxspec.inspection.config_faults import parse
 from jaxspec.loading import folder_of
 from jaxspec.models import family_of
 from jaxspec.models.base import Model
 from jaxspec.models.checkpoint import INDEX, Checkpoint, read_index
-from jaxspec.models.fields import Fields, read_fields
+from jaxspec.models.fields import Fields
+from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.weights import compared, undefined
 from jaxspec.options import EngineConfig
 
@@ -54,12 +55,14 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
     found = Found(CONFIG_ALONE, [])
     family = config = None
     with found.noting():
-        fields = Fields(read_json(place.path)) if place.is_file else read_fields(place.path)
+        fields = Fields(read_json(place.path)) if place.is_config else read_fields(place.path)
         found.architecture = fields.architecture
-        source = place.path if place.is_file else place.path / "config.json"
+        source = place.path if place.path.is_file() else place.path / "config.json"
         family = family_of(fields.architecture, source)
         config, faults = parse(family, fields)
-        found.refused += faults
+        for fault in faults:
+            with found.noting(), naming(place.path):
+                raise ValueError(fault)
     checkpoint = names = None  # without names config.json tells whether there is a draft head
     with contextlib.ExitStack() as files:
         with found.noting():
@@ -85,14 +88,14 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
 class _Place(NamedTuple):
     """Where a model lies."""
 
-    path: Path  # a config.json, or the folder that has one
+    path: Path  # a config.json, the folder that has one, or a GGUF file
     has_weights: bool  # to compare
     is_hub: bool = False
 
     @property
-    def is_file(self) -> bool:
+    def is_config(self) -> bool:
         """Whether it is the path of a config.json."""
-        return self.path.is_file()
+        return self.path.is_file() and not is_gguf(self.path)
 
     def checkpoint(self, files: contextlib.ExitStack) -> Checkpoint | None:
         """The checkpoint, open until `files` closes it; None where there is none to compare.
@@ -104,7 +107,7 @@ class _Place(NamedTuple):
         if not self.has_weights:
             return None
         try:
-            return files.enter_context(Checkpoint(self.path))
+            return files.enter_context(open_checkpoint(self.path))
         except FileNotFoundError:
             if self.is_hub:  # this downloads no weights; they may be there from before
                 return None
@@ -126,16 +129,18 @@ def _locate(options: EngineConfig) -> _Place:
         return _Place(Path(named), has_weights=False)
     folder = folder_of(options, progress=False, weights=False)
     is_hub = options.model is not None and not os.path.isdir(named)
-    has_weights = is_hub or any(name.endswith(_WEIGHTS) for name in os.listdir(folder))
+    is_hub = is_hub and not is_gguf(folder)
+    has_weights = is_hub or is_gguf(folder) or any(map(_is_weights, os.listdir(folder)))
     return _Place(folder, has_weights and options.load_format != "dummy", is_hub)
 
 
+def _is_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS)
+
+
 def _stored(checkpoint: Checkpoint) -> tuple[str, dict[str, int]]:
-    """What was read, in words, and the bytes of all tensors by the dtype of their file."""
-    num_bytes: Counter[str] = Counter()
-    for name in checkpoint.names:
-        stored = checkpoint.stored(name)
-        num_bytes[stored.dtype] += stored.num_bytes
+    """What was read, in words, and the bytes of all tensors by the type that they are stored in."""
     files = {file for name in checkpoint.names for file in checkpoint.files_of(name)}
-    words = f"config.json and the headers of {len(checkpoint.names):,} tensors in "
-    return f"{words}{len(files)} file{'s' * (len(files) != 1)}", dict(num_bytes)
+    count, plural = len(checkpoint.names), "s" * (len(files) != 1)
+    words = f"{checkpoint.asked_by} and the headers of {count:,} tensors in {len(files)} file"
+    return words + plural, dict(checkpoint.bytes_by_type())

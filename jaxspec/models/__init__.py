@@ -1,4 +1,4 @@
-"""Models: a checkpoint folder to a `Model`, through one table."""
+"""Models: a checkpoint folder or a GGUF file to a `Model`, through one table."""
 
 import contextlib
 import functools
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from jaxspec.checks import shown
 from jaxspec.models.base import Model, Published
-from jaxspec.models.checkpoint import Checkpoint
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dummy import draw_weights
-from jaxspec.models.fields import Fields, read_fields
+from jaxspec.models.fields import Fields
 from jaxspec.models.hub import resolve_folder
+from jaxspec.models.source import naming, open_checkpoint, read_fields
 from jaxspec.models.weights import Some, compared, read_weights, undefined
 
 __all__ = [
@@ -154,12 +154,13 @@ def _unread(
     folder = Path(folder)
     fields = read_fields(folder)
     family = family_of(fields.architecture, folder / "config.json")
-    config = family.parse_config(fields)
+    with naming(folder):
+        config = family.parse_config(fields)
     if load_format == "dummy":
         model = undefined(family, config, jnp.dtype(dtype), None)
         yield Unread(model, lambda progress: draw_weights(model))
         return
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         model, placements, published = compared(family, config, jnp.dtype(dtype), checkpoint)
         yield Unread(model, functools.partial(read_weights, placements, published, checkpoint))
 

@@ -1,10 +1,12 @@
-"""Checkpoint: the tensors in a folder's safetensors files."""
+"""Checkpoint: the tensors that a model is made of, as they were published, read part by part."""
 
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +20,69 @@ _NAMED = 4  # tensors or files of a kind that an error names
 _NAME_CHARACTERS = 100
 
 
-class Checkpoint:
-    """The tensors in a folder's safetensors files, read part by part. A context manager.
+class Checkpoint(Protocol):
+    """Published tensors by name, whatever the files. A context manager, which closes these."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or the file that holds the tensors."""
+        ...
+
+    @property
+    def asked_by(self) -> str:
+        """What there says which tensors a model has, in words, such as "config.json"."""
+        ...
+
+    @property
+    def remedy(self) -> str:
+        """What to do where these are others, a sentence."""
+        ...
+
+    def __enter__(self) -> "Checkpoint":
+        """The checkpoint itself."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor's published name."""
+        ...
+
+    def files_of(self, name: str) -> list[str]:
+        """The names of the files that hold a tensor: one, in a sound checkpoint."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor's shape, and the dtype that `read` gives."""
+        ...
+
+    def bytes_by_type(self) -> Mapping[str, int]:
+        """The bytes of all tensors in the files, by the type that they are stored in."""
+        ...
+
+    def read(self, name: str, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
+
+        It must have the dtype that `stored` says. Several threads may read at once.
+
+        Raises:
+            ValueError: the file was cut short since it was opened.
+        """
+
+    def check_unchanged(self) -> None:
+        """ValueError if a file was written to since it was opened."""
+
+
+class SafetensorsCheckpoint:
+    """The tensors in a folder's safetensors files: a `Checkpoint`.
 
     Reads `model.safetensors.index.json` and its shards, or else every `model*.safetensors`.
     """
+
+    asked_by = "config.json"
+    remedy = "Check that config.json belongs to these weights, or download both again."
 
     def __init__(self, folder: Path):
         """Open every file and read its header.
@@ -31,7 +91,7 @@ class Checkpoint:
             FileNotFoundError: there are no weights, or not all that the index names.
             ValueError: a file is damaged, or the index does not fit the files.
         """
-        self.folder = folder
+        self.path = folder
         self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files that hold it
         index = read_index(folder)
         paths = _unindexed(folder) if index is None else _indexed(folder, index)
@@ -45,7 +105,7 @@ class Checkpoint:
             self._check_index(index or {})
             self._open_files = opened.pop_all()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> "SafetensorsCheckpoint":
         """The checkpoint itself."""
         return self
 
@@ -65,6 +125,14 @@ class Checkpoint:
     def stored(self, name: str) -> StoredTensor:
         """A tensor's dtype and shape, from the file's header."""
         return self._holders[name][0].tensors[name]
+
+    def bytes_by_type(self) -> Mapping[str, int]:
+        """The bytes of all tensors, by the dtype that the headers say."""
+        num_bytes: Counter[str] = Counter()
+        for name in self.names:
+            stored = self.stored(name)
+            num_bytes[stored.dtype] += stored.num_bytes
+        return num_bytes
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
@@ -91,7 +159,7 @@ class Checkpoint:
         ]
         if misplaced:
             raise ValueError(
-                f"{self.folder / INDEX} must name the file that holds a tensor, and these are "
+                f"{self.path / INDEX} must name the file that holds a tensor, and these are "
                 f"not where it says: {listed(misplaced)}. Download the index and the files again."
             )
 

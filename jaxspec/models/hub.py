@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jaxspec.checks import shown
 from jaxspec.files import fill, open_file
+from jaxspec.gguf import SUFFIX, is_gguf
 
-_RULE = "A model must be a folder or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
+_RULE = "A model must be a folder, a GGUF file or a Hugging Face hub id such as Qwen/Qwen3.5-0.8B"
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt")
 _WEIGHTS = "*.safetensors"
 _MAX_CHARACTERS = 200  # of a revision
@@ -27,7 +28,7 @@ def resolve_folder(
     weights: bool = True,
     revision: str | None = None,
 ) -> Path:
-    """The folder of a checkpoint: `name_or_path` itself, or a hub id downloaded (or cached).
+    """The checkpoint: a folder or a GGUF file itself, or that of a hub id, downloaded if need be.
 
     Without `progress` the hub's own bars stay hidden; without `weights` those are not downloaded.
     `revision`: the branch, tag or commit to take of a hub id; None is main.
@@ -42,21 +43,22 @@ def resolve_folder(
     folder = _folder(name_or_path)
     if folder is None:
         return _download(str(name_or_path), progress, weights, revision)
+    kind, mode = ("file", os.R_OK) if is_gguf(folder) else ("folder", os.R_OK | os.X_OK)
     if revision is not None:
         raise ValueError(
-            f"revision chooses among the versions of a hub id, and {folder} is a folder. Leave "
+            f"revision chooses among the versions of a hub id, and {folder} is a {kind}. Leave "
             "revision out, or give the hub id."
         )
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise ValueError(f"{_RULE}; the folder {folder} may not be read. Check its permissions.")
+    if not os.access(folder, mode):
+        raise ValueError(f"{_RULE}; the {kind} {folder} may not be read. Check its permissions.")
     return folder
 
 
 def _folder(name_or_path: str | Path) -> Path | None:
-    """The folder of that path; None where nothing is there."""
+    """The folder or the GGUF file of that path; None where nothing is there."""
     try:
         folder = Path(name_or_path).expanduser()
-        if folder.is_dir():
+        if folder.is_dir() or is_gguf(folder):
             return folder
         is_there = os.path.lexists(folder)
     except (OSError, RuntimeError) as error:  # a name too long, a way barred, no such user
@@ -67,7 +69,10 @@ def _folder(name_or_path: str | Path) -> Path | None:
     if not is_there:
         return None
     kind = "a link to nothing" if not folder.exists() else "a file"
-    raise FileNotFoundError(f"{_RULE}; {folder} is {kind}. Give the folder that holds it.")
+    raise FileNotFoundError(
+        f"{_RULE}; {folder} is {kind}. Give the folder that "
+        f"holds it, or a file whose name ends in {SUFFIX}."
+    )
 
 
 def _download(name: str, progress: bool, weights: bool, revision: str | None) -> Path:
@@ -111,7 +116,7 @@ def _why_not(error: Exception) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.HFValidationError):
-        return "is neither: there is no such folder. Check the path."
+        return "is none of these: there is no such folder or file. Check the path."
     if isinstance(error, errors.RevisionNotFoundError):
         return (
             "is no folder here, and the hub's model has no such revision. Look up its branches, "

@@ -207,6 +207,6 @@ def _other_spelling(missing: Iterable[Placement]) -> Iterator[str]:
 
 def _misfit(checkpoint: Checkpoint, found: str) -> ValueError:
     return ValueError(
-        f"The tensors in {checkpoint.folder} must be exactly those its config.json asks for. "
-        f"{found} Check that config.json belongs to these weights, or download both again."
+        f"The tensors in {checkpoint.path} must be exactly those its {checkpoint.asked_by} asks "
+        f"for. {found} {checkpoint.remedy}"
     )

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
 from harness import FIXTURES
 
 from jaxspec.flight.about import about, check_speculation, digest_of
@@ -37,11 +38,20 @@ def test_another_config_or_other_weights_are_another_checkpoint(tmp_path):
     assert len(digests) == 3
 
 
+def test_a_gguf_file_is_told_from_others(tmp_path):
+    one, other = (write_gguf("llama", tmp_path / f"{kind}.gguf", kind) for kind in ("F32", "F16"))
+    digests = {digest_of(one), digest_of(other), digest_of(FIXTURES / "llama")}
+    assert len(digests) == 3
+    assert digest_of(one.rename(tmp_path / "other name.gguf")) in digests
+
+
 def test_a_drafters_checkpoint_must_lie_here(tmp_path):
     def told(model):
         return {"method": "draft_model", "options": {"model": model, "revision": None}}
 
+    (tmp_path / "x.gguf").touch()
     check_speculation(told(str(tmp_path)))
+    check_speculation(told(str(tmp_path / "x.gguf")))
     check_speculation("auto")
     for model in ("some/model", str(tmp_path / "gone"), 3):
         with pytest.raises(ValueError, match="drafter's checkpoint that lies here, and it was rec"):

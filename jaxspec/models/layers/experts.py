@@ -5,10 +5,13 @@ from collections.abc import Iterator, Mapping
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.layers.parameters import CENTRED_ROWS, NORMAL, Placement, declare
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts
 from jaxspec.weight import DenseExperts
+
+
+_INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # of second matrices
 
 
 class ExpertStacks(nnx.Module):
@@ -33,7 +36,7 @@ class ExpertStacks(nnx.Module):
         self.competing, self.shared_width, self.activation = competing, shared_width, activation
         held = competing + -(-shared_width // width)
         self.up = declare((held, activation.pieces * width, features), dtype)
-        self.down = declare((held, features, width), dtype)
+        self.down = declare((held, features, width), dtype, _INITS[activation])
 
     @property
     def operand(self) -> Experts:

@@ -11,7 +11,7 @@ from jaxspec.models.layers.experts import ExpertStacks
 from jaxspec.models.layers.linear import Linear, LinearOfTwo
 from jaxspec.models.layers.moe import Correction, MoEConfig
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import CENTRED_COLUMNS, Placement
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.feed_forward import Router
@@ -45,7 +45,7 @@ class LatentMoE(nnx.Module):
         if shared:
             first["shared_expert.up_proj"] = last["shared_expert.down_proj"] = shared
         self.input = Linear(hidden_size, first, dtype, multiple=BLOCK_N)
-        self.output = LinearOfTwo(last, hidden_size, dtype)
+        self.output = LinearOfTwo(last, hidden_size, dtype, CENTRED_COLUMNS)
         self.correction = Correction(sizes)
         self.experts = ExpertStacks(
             self.rule.num_experts,

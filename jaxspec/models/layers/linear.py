@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.layers.parameters import NORMAL, Init, Placement, declare
 from jaxspec.pallas.matmul.argmax_matmul import argmax_matmul
 from jaxspec.pallas.matmul.norm_matmul import norm_matmul
 from jaxspec.pallas.matmul.products import matmul
@@ -38,17 +38,19 @@ class Linear(nnx.Module):
         *,
         multiple: int = 1,
         joined_name: str | None = None,
+        init: Init = NORMAL,
     ):
         """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
         Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
         A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
+        `init`: as of `declare`.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
         self.joined_name = joined_name
         self.columns = -(-sum(outputs.values()) // multiple) * multiple  # padding included
-        self.weight = declare((in_features, self.columns), dtype)
+        self.weight = declare((in_features, self.columns), dtype, init)
         self.origin = (0, 0)  # row and column of `weight` where the matrix begins
 
     def become_part(self, whole: "Linear", row: int, column: int) -> None:
@@ -120,10 +122,19 @@ class Linear(nnx.Module):
 class LinearOfTwo(nnx.Module):
     """`y = x1 W1 + x2 W2`, one product for two published matrices with inputs side by side."""
 
-    def __init__(self, inputs: Mapping[str, int], out_features: int, dtype: jnp.dtype):
-        """`inputs` maps each published tensor's name (without `.weight`) to its columns."""
+    def __init__(
+        self,
+        inputs: Mapping[str, int],
+        out_features: int,
+        dtype: jnp.dtype,
+        init: Init = NORMAL,
+    ):
+        """`inputs` maps each published tensor's name (without `.weight`) to its columns.
+
+        `init`: as of `declare`.
+        """
         self.inputs = tuple(inputs.items())
-        self.weight = declare((sum(inputs.values()), out_features), dtype)
+        self.weight = declare((sum(inputs.values()), out_features), dtype, init)
 
     @property
     def operand(self) -> Weight:

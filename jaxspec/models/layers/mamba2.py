@@ -104,7 +104,7 @@ class Mamba2(nnx.Module):
         outputs = {"xBC": heads.channels, "z": heads.features, "dt": heads.heads}
         self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=_COLUMNS)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
-        self.conv = declare((sizes.conv_kernel, heads.channels), dtype)
+        self.conv = declare((sizes.conv_kernel, heads.channels), dtype, _init_taps)
         zeros = jax.nn.initializers.zeros
         self.conv_bias = declare((heads.channels,), dtype, zeros) if sizes.conv_bias else None
         # Published as A_log, dt_bias and D; a kernel gets the one matrix without a copy.
@@ -256,6 +256,12 @@ def _state_rows(head_dim: int) -> int:
     """Rows of a head's state: kernels take 64 or 128, and Nemotron-Nano-9B has heads of 80."""
     has_kernels = dispatch.kernels_here()[1] is None
     return 128 if has_kernels and 64 < head_dim < 128 else head_dim
+
+
+def _init_taps(key, shape, dtype):
+    """As published, PyTorch's default: smaller taps would make B and C, and so the state, vanish."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def _init_rates(key, shape, dtype):

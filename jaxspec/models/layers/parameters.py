@@ -1,6 +1,7 @@
 """Parameters of layers, and how published tensors map onto them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,18 @@ class Placement:
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind
 NORMAL: Init = jax.nn.initializers.normal(0.02)  # what Qwen's configurations give
+
+
+def _centred(key, shape, dtype, *, axis: int):
+    """A normal draw whose sums along the axis of the inputs are zero."""
+    drawn = NORMAL(key, shape, dtype)
+    return drawn - jnp.mean(drawn, axis=axis, keepdims=True)
+
+
+# Behind a squared ReLU no input is negative. Drawn without this, a matrix would put out nearly the
+# same for all tokens, whatever they are, and after some layers all rows would choose the same.
+CENTRED_COLUMNS: Init = functools.partial(_centred, axis=-2)  # [in, out]
+CENTRED_ROWS: Init = functools.partial(_centred, axis=-1)  # [out, in]
 
 
 def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:

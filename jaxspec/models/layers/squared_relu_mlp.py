@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import CENTRED_COLUMNS, Placement
 from jaxspec.pallas.matmul.feed_forward import squared_relu_feed_forward
 from jaxspec.pallas.norm.residual import Pending, Stream
 
@@ -21,7 +21,9 @@ class SquaredReluMLP(nnx.Module):
         """`dtype` is that of the weights."""
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.up = Linear(hidden_size, {"up_proj": intermediate_size}, dtype)
-        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, dtype)
+        self.down = Linear(
+            intermediate_size, {"down_proj": hidden_size}, dtype, init=CENTRED_COLUMNS
+        )
 
     def __call__(
         self, stream: Stream, pending: Pending, norm: RMSNorm, live: Bool[Array, " tokens"]

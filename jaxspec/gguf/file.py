@@ -1,0 +1,113 @@
+"""GGUFFile: an open file of a model in llama.cpp's format, whose tensors are read part by part.
+
+Tensors are read by system calls: a file that is cut short under a memory map would end the process.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.files import fill, open_file
+from jaxspec.gguf import package
+from jaxspec.gguf.header import Tensor, read_header
+
+_ELEMENTS = 2**18  # that are dequantised at once, so that temporary arrays stay small
+
+
+class GGUFFile:
+    """An open file: its metadata, its tensors by name, and their values when asked.
+
+    A context manager, which closes the file.
+    """
+
+    def __init__(self, path: Path):
+        """Open the file and check its header.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: as `read_header`; or it is one of several that a model was split into.
+        """
+        self.path = path
+        self._file = open_file(path)
+        try:
+            self._state = self._now()
+            self.metadata, self.tensors = read_header(self._file, self._state[0])
+            self._check_unsplit()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "GGUFFile":
+        """The file itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read_raw(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[elements]`, with the elements from `first` on of a tensor that `is_raw`.
+
+        Several threads may read at once.
+
+        Raises:
+            ValueError: the file was cut short since it was opened.
+        """
+        fill(self._file, into.view(np.uint8).data, tensor.start + first * into.itemsize)
+
+    def read_quantised(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
+        """Fill `into`, `[elements]` of float32, with a tensor's elements from `first` on.
+
+        Only blocks that hold some of these are read. Several threads may do so at once.
+
+        Raises:
+            ValueError: the file was cut short since it was opened.
+        """
+        size, num_bytes = tensor.type.block_size, tensor.type.block_bytes
+        step = max(1, _ELEMENTS // size)
+        begin, end = first // size, -(-(first + into.size) // size)
+        for block in range(begin, end, step):
+            blocks = np.empty((min(step, end - block), num_bytes), np.uint8)
+            fill(self._file, blocks.reshape(-1).data, tensor.start + block * num_bytes)
+            values = tensor.type.dequantise(blocks)
+            skipped = max(0, first - block * size)
+            place = block * size + skipped - first
+            held = into[place : place + values.size - skipped]
+            held[...] = values[skipped : skipped + held.size]
+
+    def check_unchanged(self) -> None:
+        """ValueError if the file was written to since it was opened."""
+        if self._now() != self._state:
+            raise ValueError(
+                f"{self.path} must stay as it is while it is read, and it was changed. Load the "
+                "model again when nothing writes to it, or download it again."
+            )
+
+    def check_types(self) -> None:
+        """ValueError if a tensor is stored in a type whose values can't be read."""
+        for name, tensor in self.tensors.items():
+            if not package.is_readable(tensor.type):
+                raise ValueError(
+                    f"{self.path} stores {shown(name)} in {tensor.type.name}, which the package "
+                    f"`gguf` {package.version()} can't dequantise. Use a file in one of "
+                    f"{', '.join(package.readable_types())}."
+                )
+
+    def _now(self) -> tuple[int, int]:
+        """Size, and time of the last change in nanoseconds."""
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def _check_unsplit(self) -> None:
+        count = self.metadata.get("split.count", 1)
+        if count not in (0, 1):
+            raise ValueError(
+                f"{self.path} must hold a whole model, and is one of {shown(count)} files that "
+                "a model was split into. Join them with `llama-gguf-split --merge` of llama.cpp."
+            )

@@ -1,0 +1,240 @@
+"""The header of a GGUF file: what it says of the model and of its tensors, each number checked.
+
+The format, little-endian: magic, version, the numbers of tensors and of metadata entries; the
+entries; a name, shape, type and place of each tensor; then the tensors' bytes, each at a multiple
+of an alignment (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the
+package `gguf` maps a file into memory and believes its numbers, so that a file cut short meanwhile
+would end the process. Here nothing is allocated that the file does not have the bytes for.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from io import FileIO
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.files import fill
+from jaxspec.gguf import package
+from jaxspec.gguf.package import TensorType
+
+MAX_HEADER_BYTES = 2**28
+"""The longest header that is read: some twenty times that of the largest published ones."""
+_MAX_ENTRIES = 2**16
+_MAX_TENSORS = 2**20
+_MAX_NAME_BYTES = 2**16
+_MAX_DIMENSIONS = 4  # as many as ggml has
+_MAX_ALIGNMENT = 2**16
+_WINDOW = 2**20  # bytes that are read at once
+_VERSIONS = (2, 3)  # which differ in no field
+_ALIGNMENT_KEY = "general.alignment"
+
+# The types of metadata by their numbers in the format.
+_NUMBERS = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+_STRING, _ARRAY = 8, 9
+
+
+class Tensor(NamedTuple):
+    """A tensor as the header describes it."""
+
+    type: TensorType
+    shape: tuple[int, ...]  # the last axis's elements lie side by side
+    start: int  # of its bytes in the file
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
+
+
+class Header(NamedTuple):
+    """Everything in a file but the tensors' values."""
+
+    metadata: Mapping[str, Any]  # bool, int, float, str, list of str, or an array of numbers
+    tensors: Mapping[str, Tensor]
+
+
+def read_header(file: FileIO, size: int) -> Header:
+    """The header of an open file of `size` bytes.
+
+    Raises:
+        ValueError: it is no GGUF file, or is cut short, damaged, split or of a type that the
+            package `gguf` does not know; or that package is absent.
+    """
+    return _Reader(file, size).header()
+
+
+class _Reader:
+    """Takes a header's parts one after the other."""
+
+    def __init__(self, file: FileIO, size: int):
+        self._file, self._size = file, size
+        self._window, self._at = b"", 0  # bytes of the file, and the next one among them
+        self._next = 0  # the byte of the file behind the window
+
+    def header(self) -> Header:
+        self._check_beginning()
+        num_tensors, num_entries = self._number("<u8"), self._number("<u8")
+        if num_tensors > _MAX_TENSORS or num_entries > _MAX_ENTRIES:
+            raise self._damaged(
+                f"it would have {num_tensors:,} tensors and {num_entries:,} entries of metadata"
+            )
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._name()
+            if key in metadata:
+                raise self._damaged(f"its metadata has {shown(key)} twice")
+            metadata[key] = self._value(key)
+        tensors: dict[str, Tensor] = {}
+        for _ in range(num_tensors):
+            name = self._name()
+            if name in tensors:
+                raise self._damaged(f"it has the tensor {shown(name)} twice")
+            tensors[name] = self._tensor(name)
+        return Header(metadata, self._placed(tensors, self._alignment(metadata)))
+
+    def _check_beginning(self) -> None:
+        if self._size < 24 or (magic := self._take(4)) != b"GGUF":
+            begins = "is too short" if self._size < 24 else f"begins with {shown(magic)}"
+            raise ValueError(
+                f"{self._file.name} must be a GGUF file, which begins with b'GGUF', and {begins}. "
+                "Download it again, or give the folder of a Hugging Face checkpoint."
+            )
+        version = self._number("<u4")
+        if version not in _VERSIONS:
+            swapped = " (a file for big-endian machines)" * (version & 0xFFFF == 0)
+            raise ValueError(
+                f"{self._file.name} must be of GGUF's version 2 or 3, got {version}{swapped}. "
+                "Convert it with a current llama.cpp, or download another one."
+            )
+
+    def _alignment(self, metadata: Mapping[str, Any]) -> int:
+        alignment = metadata.get(_ALIGNMENT_KEY, 32)
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise self._damaged(f"{_ALIGNMENT_KEY} is {shown(alignment)}")
+        return alignment
+
+    def _value(self, key: str) -> Any:
+        kind = self._number("<u4")
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return _plain(self._numbers(kind, 1, key)[0])
+        kind, count = self._number("<u4"), self._number("<u8")
+        if kind != _STRING:
+            return self._numbers(kind, count, key)
+        self._check_left(count * 8)  # the length of each
+        return [self._string() for _ in range(count)]
+
+    def _numbers(self, kind: int, count: int, key: str) -> np.ndarray:
+        dtype = _NUMBERS.get(kind)
+        if dtype is None:
+            raise self._damaged(f"{shown(key)} is of the type {kind}, which the format lacks")
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor whose `start` is counted from the first tensor's, still."""
+        num_dimensions = self._number("<u4")
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
+            raise self._damaged(f"{shown(name)} would have {num_dimensions:,} dimensions")
+        sizes = struct.unpack(f"<{num_dimensions}Q", self._take(8 * num_dimensions))
+        number, start = self._number("<u4"), self._number("<u8")
+        kind = package.find_type(number)
+        if kind is None:
+            raise ValueError(
+                f"{self._file.name} stores {shown(name)} in ggml's type {number}, which the "
+                f"package `gguf` {package.version()} does not know. Update it, or use a file in "
+                f"one of {', '.join(package.readable_types())}."
+            )
+        if not all(sizes) or sizes[0] % kind.block_size or math.prod(sizes) > self._most(kind):
+            raise self._damaged(f"{shown(name)} can't be of the shape {sizes[::-1]} in {kind.name}")
+        return Tensor(kind, sizes[::-1], start)
+
+    def _most(self, kind: TensorType) -> int:
+        """Elements that the whole file has room for."""
+        return self._size // kind.block_bytes * kind.block_size
+
+    def _placed(self, tensors: dict[str, Tensor], alignment: int) -> dict[str, Tensor]:
+        """The tensors with their places in the file, which they must fill one behind the other."""
+        begin = _padded(self._position, alignment)
+        end = place = 0
+        placed = {}
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+            if tensor.start != place:
+                raise self._damaged(
+                    f"{shown(name)} begins at byte {tensor.start:,} of the data in place of "
+                    f"{place:,}"
+                )
+            placed[name] = tensor._replace(start=begin + tensor.start)
+            end = place + tensor.num_bytes
+            place = _padded(end, alignment)
+        if tensors and not begin + end <= self._size <= begin + place:
+            raise self._damaged(f"its tensors end at byte {begin + end:,}")
+        return placed
+
+    def _name(self) -> str:
+        return self._string(_MAX_NAME_BYTES)
+
+    def _string(self, most: int = MAX_HEADER_BYTES) -> str:
+        length = self._number("<u8")
+        if length > most:
+            raise self._damaged(f"a text would have {length:,} bytes")
+        content = self._take(length)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"the text {shown(content)} is no UTF-8") from error
+
+    def _number(self, dtype: str) -> int:
+        return int.from_bytes(self._take(int(dtype[2:])), "little")
+
+    @property
+    def _position(self) -> int:
+        return self._next - len(self._window) + self._at
+
+    def _check_left(self, count: int) -> None:
+        if count > min(self._size, MAX_HEADER_BYTES) - self._position:
+            raise self._damaged(
+                f"{count:,} bytes should follow byte {self._position:,} of its header"
+            )
+
+    def _take(self, count: int) -> bytes:
+        """The next bytes."""
+        if self._at + count > len(self._window):
+            self._check_left(count)
+            self._next = self._position
+            window = bytearray(min(max(count, _WINDOW), self._size - self._next))
+            fill(self._file, memoryview(window), self._next)
+            self._next += len(window)
+            self._window, self._at = bytes(window), 0
+        self._at += count
+        return self._window[self._at - count : self._at]
+
+    def _damaged(self, fault: str) -> ValueError:
+        return ValueError(
+            f"{self._file.name} must be a whole GGUF file, but it is cut short or damaged "
+            f"({self._size} bytes): {fault}. Download it again."
+        )
+
+
+def _padded(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment
+
+
+def _plain(number: np.generic) -> bool | int | float:
+    """A number as Python has it; a float32 as the shortest decimal that means the same."""
+    return float(str(number)) if number.dtype == np.float32 else number.tolist()

@@ -1,0 +1,127 @@
+"""The tokenizer in a GGUF file's metadata, as the library `tokenizers` runs it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
+
+from jaxspec.checks import shown
+from jaxspec.gguf import pre_tokenizers
+from jaxspec.gguf.file import GGUFFile
+from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens
+_MOST_CHARACTERS = 64  # of a token that is made of two; SentencePiece's have 16
+
+
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer, and what a tokenizer_config.json would say: special tokens, chat templates.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no tokenizer in its metadata.
+        ValueError: as `GGUFFile` and `Vocabulary`, or the tokenizer is of an unknown kind.
+        Exception: the library `tokenizers` fails on what the file holds.
+    """
+    with GGUFFile(path) as file:
+        kind = file.metadata.get(PREFIX + "model")
+        if kind in (None, "none", "no_vocab"):
+            raise FileNotFoundError(
+                f"Text needs a tokenizer, but the metadata of {path} has none. Pass token ids, "
+                '{"prompt_token_ids": [...]}, or name a tokenizer with the option `tokenizer`.'
+            )
+        vocabulary = Vocabulary(file)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join(sorted(_KINDS))
+        raise vocabulary.broken("model", f"must be one of {known}, got {shown(kind)}")
+    tokenizer = _KINDS[kind](vocabulary)
+    for is_special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
+        marked = [vocabulary.tokens[index] for index in (vocabulary.types == kind).nonzero()[0]]
+        added = [AddedToken(token, special=is_special, normalized=False) for token in marked]
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
+    return tokenizer, vocabulary.settings()
+
+
+def _ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """The id of each token but those that only fill the vocabulary up."""
+    kinds = zip(vocabulary.tokens, vocabulary.types.tolist(), strict=True)
+    return {token: index for index, (token, kind) in enumerate(kinds) if kind != _UNUSED}
+
+
+def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """GPT-2's kind: merges of bytes, which stand for characters."""
+    pre = vocabulary.find("pre", str) or "default"
+    if pre not in pre_tokenizers.NAMES:
+        known = ", ".join(pre_tokenizers.NAMES)
+        raise vocabulary.broken("pre", f"must be one of {known}, got {shown(pre)}")
+    merges = [_pair(vocabulary, merge) for merge in vocabulary.need("merges", list)]
+    whole = pre_tokenizers.merges_whole_words(pre)
+    model = models.BPE(vocab=_ids(vocabulary), merges=merges, ignore_merges=whole)
+    tokenizer = tokenizers.Tokenizer(model)
+    if (normalizer := pre_tokenizers.normalizer(pre)) is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_ends(tokenizer, vocabulary, begins=pre_tokenizers.begins_by_default(pre))
+    return tokenizer
+
+
+def _pair(vocabulary: Vocabulary, merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise vocabulary.broken("merges", f"must be pairs of tokens, got {shown(merge)}")
+    return left, right
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Llama 2's kind: characters and bytes, merged by the scores of what they give."""
+    scores = vocabulary.for_each_token("scores")
+    if scores is None:
+        raise vocabulary.broken("scores", "must hold a number for each token, and is absent")
+    ids = _ids(vocabulary)
+    ranked = sorted(_splits(ids), key=lambda split: (-scores[ids["".join(split)]], ids[split[0]]))
+    model = models.BPE(
+        vocab=ids,
+        merges=ranked,
+        unk_token=vocabulary.role("unk_token"),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    begins_with_space = vocabulary.find("add_space_prefix", bool) is not False
+    prepend = [normalizers.Prepend(_SPACE)] if begins_with_space else []
+    strip = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    _add_ends(tokenizer, vocabulary, begins=True)
+    return tokenizer
+
+
+def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """All ways to make a token of two others."""
+    for token in ids:
+        for end in range(1, min(len(token), _MOST_CHARACTERS)):
+            if token[:end] in ids and token[end:] in ids:
+                yield token[:end], token[end:]
+
+
+def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:
+    """Let the tokenizer put BOS and EOS around a text, as the metadata says; `begins`: or else."""
+    asked = vocabulary.find("add_bos_token", bool)
+    first = vocabulary.role("bos_token") if (begins if asked is None else asked) else None
+    last = vocabulary.role("eos_token") if vocabulary.find("add_eos_token", bool) else None
+    around = [token for token in (first, last) if token is not None]
+    if around:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*[first] * (first is not None), "$A", *[last] * (last is not None)],
+            pair=None,
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
+        )
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentence_piece}
