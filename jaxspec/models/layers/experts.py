@@ -10,7 +10,6 @@ from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.experts import Experts
 from jaxspec.weight import DenseExperts
 
-
 _INITS = {Activation.SWIGLU: NORMAL, Activation.SQUARED_RELU: CENTRED_ROWS}  # of second matrices
 
 

@@ -50,7 +50,7 @@ class Mamba2Config:
     norm_groups: int  # parts of the features that the output norm takes one by one; 0: no norm
     conv_bias: bool = True
     gate_first: bool = True  # before the norm
-    # Of the projection's parts z, x, B, C and dt (Falcon-H1).
+    # Falcon-H1 multiplies each of the projection's parts z, x, B, C and dt.
     multipliers: tuple[float, ...] = (1.0,) * 5
 
     @classmethod
@@ -259,7 +259,7 @@ def _state_rows(head_dim: int) -> int:
 
 
 def _init_taps(key, shape, dtype):
-    """As published, PyTorch's default: smaller taps would make B and C, and so the state, vanish."""
+    """PyTorch's default: smaller taps would make B and C, and with them the state, vanish."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -293,4 +293,4 @@ def _number(limit: Any) -> float | None:
     """A limit as a number; transformers writes infinity as `{"__float__": "Infinity"}`."""
     if isinstance(limit, dict) and limit.get("__float__") == "Infinity":
         return math.inf
-    return float(limit) if type(limit) in (int, float) else None
+    return float(limit) if isinstance(limit, int | float) else None

@@ -36,8 +36,7 @@ def attention_inputs_kernel(
 
         def norm_and_rotate(row, pieces):
             weight = None if norm is None else weights.at[row]  # 0: of queries, 1: of keys
-            turns = None if angles is None else tuple(ref.at[token] for ref in angles)
-            return _norm_and_rotate(pieces, weight, turns, norm)
+            return _norm_and_rotate(pieces, weight, angles, token, norm)
 
         @pl.when(block < key_blocks)  # keys come first: their stores wait for the load of a slot
         def _():
@@ -98,12 +97,12 @@ def _store_heads(heads, pieces):
         access.store(heads.at[:, pl.ds(i * half, half)], piece)
 
 
-def _norm_and_rotate(pieces, weight, angles, norm):
+def _norm_and_rotate(pieces, weight, angles, token, norm):
     """The pieces of heads with the roundings of the specification. All loads come first."""
     half, first = pieces[0].shape[1], pieces[0]
     columns = [pl.ds(i * half, half) for i in range(len(pieces))]
     weights = [] if norm is None else [_row(weight.at[c], first) for c in columns]
-    turns = None if angles is None else [_row(ref, first) for ref in angles]
+    turns = None if angles is None else [_row(ref.at[token], first) for ref in angles]
     if norm is not None:
         pieces = _norm(pieces, weights, norm.eps, norm.zero_centred)
     return pieces if turns is None else _rotate(pieces, *turns)
