@@ -54,14 +54,13 @@ class Multipliers:
 
     @classmethod
     def read(cls, fields: Fields) -> "Multipliers":
-        """The fields of config.json; one that is absent is 1, as in transformers.
+        """The fields of config.json.
 
         Raises:
-            ValueError: a field is malformed.
+            ValueError: a field is missing or malformed.
         """
         names = "embedding_multiplier", "residual_multiplier", "attention_multiplier"
-        found = [fields.find(name, _FACTOR) for name in (*names, "logits_scaling")]
-        return cls(*(1.0 if factor is None else float(factor) for factor in found))
+        return cls(*(float(fields.need(name, _FACTOR)) for name in (*names, "logits_scaling")))
 
     def of_tensor(self, name: str, head_dim: int, *, tied: bool) -> float:
         """The factor of a tensor, by its canonical name."""
@@ -88,7 +87,7 @@ class Granite(Model):
         """
         fields.refuse_all_but(_OPTIONS)
         mixers = _mixers(fields)
-        num_experts = fields.find("num_local_experts", whole(0, 4096)) or 0
+        num_experts = fields.need("num_local_experts", whole(0, 4096))
         rotates = fields.entries.get("position_embedding_type") == "rope"
         config = fields.common(
             mixers,

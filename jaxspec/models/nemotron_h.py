@@ -139,7 +139,10 @@ def _layers(fields: Fields) -> str:
     """The letter of each layer; ValueError where there is no pattern, or another one."""
     pattern = _pattern(fields, "hybrid_override_pattern", "layers_block_type")
     if pattern is None:
-        pattern = fields.need("hybrid_override_pattern", WORD)  # refused: there is none
+        raise ValueError(
+            "config.json must give `hybrid_override_pattern` or `layers_block_type`, and does not. "
+            "Take the config.json that was published with the weights."
+        )
     count = fields.find("num_hidden_layers", whole(1, MAX_LAYERS))
     if not pattern or len(pattern) > MAX_LAYERS or count not in (None, len(pattern)):
         raise ValueError(
@@ -177,9 +180,9 @@ def _draft_layers(fields: Fields) -> int:
     count = fields.find("num_nextn_predict_layers", whole(0, 1)) or 0
     if count and head not in (None, _HEAD):
         raise ValueError(
-            f"config.json: `mtp_hybrid_override_pattern` must be {_HEAD!r}, attention and experts, "
-            f"got {shown(head)}, which jaxspec does not implement. Use a checkpoint whose draft "
-            "head has these layers, or one without a head."
+            f"config.json: `mtp_hybrid_override_pattern` or `mtp_layers_block_type` must be "
+            f"{_HEAD!r}, attention and experts, got {shown(head)}, which jaxspec does not "
+            "implement. Use a checkpoint whose draft head has these layers, or one without a head."
         )
     return count
 
@@ -201,7 +204,6 @@ def _experts(fields: Fields) -> MoEConfig:
     """The experts' sizes, and how they are chosen: as DeepSeek-V3's."""
     num_experts = fields.need("n_routed_experts", _EXPERTS)
     width = fields.need("moe_intermediate_size", SIZE)
-    scale = fields.find("routed_scaling_factor", _SCALE)
     groups = fields.find("n_group", whole(1, num_experts)) or 1
     check_groups(num_experts, groups, "n_routed_experts, n_group")
     top_groups = fields.find("topk_group", whole(1, groups)) or 1
@@ -212,7 +214,7 @@ def _experts(fields: Fields) -> MoEConfig:
         score="sigmoid",
         renormalise=fields.need("norm_topk_prob", FLAG),
         eps=1e-20,
-        scale=1.0 if scale is None else float(scale),
+        scale=float(fields.need("routed_scaling_factor", _SCALE)),
         groups=groups,
         top_groups=top_groups,
     )

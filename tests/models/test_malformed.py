@@ -122,7 +122,7 @@ class Corpus:
 
     def done(self, least):
         """All cases came out as they should, and there were as many as are meant."""
-        assert self.faults == []
+        assert self.faults == [], "\n".join(self.faults)
         assert self.count >= least
 
 
@@ -510,6 +510,73 @@ LFM2_RAW_FIELDS = {
     "tie_embedding": [*NONE, True, False],
     "rope_theta": NONE,  # a million, as it is
 }
+# The same of Nemotron-H, of Mamba2 and of Granite.
+NEMOTRON_FIELDS = {
+    "layers_block_type": [],
+    "hybrid_override_pattern": NONE,  # the list of words says the same
+    "num_hidden_layers": NONE,  # the list has as many
+    "layer_norm_epsilon": [],
+    "mlp_hidden_act": NONE,
+    "mamba_hidden_act": NONE,
+    "use_bias": [*NONE, False],
+    "mamba_proj_bias": [*NONE, False],
+    "sliding_window": NONE,
+    "n_shared_experts": NONE,
+    "mamba_num_heads": [],
+    "mamba_head_dim": [],
+    "n_groups": [],
+    "ssm_state_size": [],
+    "conv_kernel": [],
+    "use_conv_bias": [*NONE, True],
+    "time_step_limit": NONE,
+    "n_routed_experts": [],
+    "num_experts_per_tok": [],
+    "moe_intermediate_size": [],
+    "moe_shared_expert_intermediate_size": [],
+    "moe_latent_size": NONE,  # the experts read the stream
+    "norm_topk_prob": [True],
+    "routed_scaling_factor": [],
+    "n_group": NONE,  # one
+    "topk_group": NONE,
+    "num_nextn_predict_layers": [*NONE, 0],  # the tensors tell: there is a draft head
+    "mtp_layers_block_type": NONE,
+    "mtp_hybrid_override_pattern": NONE,
+}
+MAMBA2_FIELDS = {
+    "num_hidden_layers": [],
+    "layer_norm_epsilon": [],
+    "num_heads": [],
+    "head_dim": [],
+    "n_groups": [],
+    "state_size": [],
+    "conv_kernel": [],
+    "use_conv_bias": [*NONE, True],
+    "use_bias": [*NONE, False],
+    "rms_norm": [*NONE, True],
+    "norm_before_gate": [*NONE, False],
+    "time_step_limit": NONE,
+}
+GRANITE_FIELDS = {
+    "layer_types": [],
+    "num_local_experts": [],
+    "num_experts_per_tok": [],
+    "intermediate_size": [],
+    "shared_intermediate_size": [],
+    "embedding_multiplier": [],
+    "residual_multiplier": [],
+    "attention_multiplier": [],
+    "logits_scaling": [],
+    "position_embedding_type": NONE,
+    "normalization_function": NONE,
+    "mamba_n_heads": [],
+    "mamba_d_head": [],
+    "mamba_n_groups": [],
+    "mamba_d_state": [],
+    "mamba_d_conv": [],
+    "mamba_conv_bias": [*NONE, True],
+    "mamba_proj_bias": [*NONE, False],
+    "time_step_limit": NONE,
+}
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -522,6 +589,9 @@ NOT_WRONG_OF_LLAMA = {
     "rope_parameters.low_freq_factor": [1.5],
     "rope_parameters.high_freq_factor": [1.5],
 }
+# Factors are right or wrong by their values alone.
+NOT_WRONG |= {"routed_scaling_factor": [1.5], "logits_scaling": [1.5], "residual_multiplier": [1.5]}
+NOT_WRONG |= {"embedding_multiplier": [1.5], "attention_multiplier": [1.5]}
 # Falcon-H1's factors are right or wrong by their values alone, and where there is none it is 1.
 NOT_WRONG_OF_FALCON = {
     name: NONE if name.endswith("multipliers") else [*NONE, 1.5]
@@ -532,6 +602,8 @@ NOT_WRONG_OF_FALCON |= {"mamba_norm_before_gate": [*NONE, True]}  # transformers
 # Where another name than the field's tells what is wrong.
 CULPRITS = {
     "mamba_conv_bias": "mamba.conv1d.bias",
+    "use_conv_bias": "mixer.conv1d.bias",
+    "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
     "block_ff_dim": "intermediate_size",  # its other name
@@ -571,9 +643,15 @@ def with_field(config, path, value):
         ("falcon_h1", FALCON_FIELDS, NOT_WRONG_OF_FALCON),
         ("lfm2", LFM2_FIELDS, NOT_WRONG),
         ("lfm2_raw", LFM2_RAW_FIELDS, NOT_WRONG),
+        ("nemotron_h", NEMOTRON_FIELDS, NOT_WRONG),
+        ("mamba2", MAMBA2_FIELDS, NOT_WRONG),
+        ("granitemoehybrid", GRANITE_FIELDS, NOT_WRONG),
     ],
     indirect=["corpus"],
-    ids=["dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"],
+    ids=[
+        *("dense", "experts", "llama", "Falcon-H1", "LFM2", "LFM2 raw"),
+        *("Nemotron", "Mamba2", "Granite"),
+    ],
 )
 def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     for path, harmless in fields.items():
@@ -590,7 +668,10 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
 
 @pytest.mark.parametrize(
     "corpus",
-    ["qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw", *EXPERTS],
+    [
+        *("qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw"),
+        *("nemotron_h", "mamba2", "granitemoehybrid", *EXPERTS),
+    ],
     indirect=True,
 )
 def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
@@ -608,7 +689,7 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
     corpus.check("as it is", SAME)
     tables = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
-    tables |= LFM2_RAW_FIELDS
+    tables |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
     assert len(seen) > 20 and seen <= tables.keys()
 
 

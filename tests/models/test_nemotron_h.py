@@ -197,7 +197,7 @@ def test_a_latent_mixture_is_another_layer():
     [
         ({"hybrid_override_pattern": "M" * 51}, "each of 52 layers, 1 to 1,000, got 51"),
         ({"hybrid_override_pattern": "MX" * 26}, "letters of 'M\\*-E', .*got \\['X'\\]"),
-        ({"hybrid_override_pattern": None}, "must give `hybrid_override_pattern`"),
+        ({"hybrid_override_pattern": None}, "must give `hybrid_override_pattern` or `layers_block_type`"),
         ({"mlp_hidden_act": "silu"}, "`mlp_hidden_act` must be 'relu2', got 'silu'"),
         ({"n_shared_experts": 2}, "`n_shared_experts` must be 1, got 2"),
         ({"use_bias": True}, "`use_bias` must be False, got True"),
@@ -209,7 +209,7 @@ def test_a_latent_mixture_is_another_layer():
         ({"n_group": 7}, "n_routed_experts, n_group: 128 is not a multiple of 7"),
         (
             {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "ME"},
-            "`mtp_hybrid_override_pattern` must be '\\*E'",
+            "`mtp_hybrid_override_pattern` or `mtp_layers_block_type` must be '\\*E'",
         ),
         ({"num_nextn_predict_layers": 2}, "`num_nextn_predict_layers` must be .* from 0 to 1"),
     ],
