@@ -89,7 +89,8 @@ def _about_the_model(found: Inspection) -> Iterator[tuple[str, str]]:
 def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.cache is None:
         return
-    yield "a token keeps", f"{human(found.cache.token)} ({found.kv_dtype} keys and values)"
+    kept = f"{human(found.cache.token)} ({found.kv_dtype} keys and values)"
+    yield "a token keeps", kept if found.cache.token else "nothing"
     if not found.cache.request:
         yield "a request", "nothing besides"
         return

@@ -360,12 +360,16 @@ def test_samples_of_one_prompt_fork_and_equal_requests_of_their_own(states):
         assert engine.check() <= 1
 
 
-@POLICIES
-def test_preemption_changes_no_token(states):
+@pytest.mark.parametrize(
+    ("fixture", "states"),
+    [("qwen3_5", SNAPSHOT), ("qwen3_5", REPLAY), ("nemotron_h", REPLAY)],
+    ids=["snapshot", "replay", "Mamba2 and experts replayed"],
+)
+def test_preemption_changes_no_token(fixture, states):
     """Too few pages for all: requests lose theirs, wait for what is in flight, and start again."""
     for depth in (0, 2):
         engine = harness(
-            "qwen3_5",
+            fixture,
             "oracle-mixed",
             3,
             GREEDY,
