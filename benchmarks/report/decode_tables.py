@@ -22,7 +22,8 @@ def decode(figures: Figures) -> str:
     lines = []
     for name in sorted(by_case, key=lambda name: (list(SHAPES).index(name[0]), *name[1:])):
         (shape, rows, dtype, steps), by_drafts = name, by_case[name]
-        size = shape.removeprefix("qwen3.5-").upper()
+        qwen = shape.removeprefix("qwen3.5-")
+        size = shape if qwen == shape else qwen.upper()
         line = [f"{size}, {rows}, {dtype}" + f", {steps} steps" * (steps > 1)]
         for drafts in (0, 3):
             case = by_drafts.get(drafts)
