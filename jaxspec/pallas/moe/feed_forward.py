@@ -1,12 +1,11 @@
 """The feed-forward layer of a mixture of experts, with the addition and the norm before it."""
 
 import flax.struct
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts
 from jaxspec.pallas.moe.route import Routing, moe_route
+from jaxspec.pallas.moe.scores import moe_scores
 from jaxspec.pallas.norm.add_norm import add_norm
 from jaxspec.pallas.norm.residual import Pending, Stream
 from jaxspec.pallas.norm.rms_norm import Norm
@@ -40,7 +39,7 @@ def moe_feed_forward(
     """
     check(stream.shape[1], stream.shape[1], router, experts)
     stream, normed = add_norm(stream, pending, norm)
-    scores = matmul(normed, router.weight, jnp.float32)
+    scores = moe_scores(normed, router.weight)
     choices = moe_route(scores, router.bias, live, router.rule)
     return stream, moe_experts(normed, experts, choices)
 

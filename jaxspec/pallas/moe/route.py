@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec import checks
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.norm.residual import sum_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Choices:
 
 
 def moe_route(
-    scores: Float[Array, "tokens columns"],
+    scores: Float[Array, "*parts tokens columns"],
     bias: Float[Array, " experts"] | None,
     live: Bool[Array, " tokens"],
     rule: Routing,
@@ -98,7 +99,8 @@ def moe_route(
     """The experts of each token.
 
     `scores` are float32: a column for each expert that competes, then the gate of the shared ones
-    if there is one; columns behind those are padding. `bias` (float32) is added to the scores that
+    if there is one; columns behind those are padding. They may come as partial sums (`moe_scores`),
+    which are summed first, always in one order. `bias` (float32) is added to the scores that
     are compared, and not to the weights. Tokens that are not `live` choose no expert, so that the
     layer's kernels read no weights for them. Of equal scores the lower expert wins. Rows are
     independent. A live row with a NaN among the scores of those that compete gets some experts, and
@@ -122,6 +124,7 @@ def why_not_kernel(scores, rule):
 
 def moe_route_reference(scores, bias, live, rule):
     """The specification of `moe_route`."""
+    scores = sum_parts(scores, jnp.float32)
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
     score = jax.nn.softmax(logits, axis=1) if by_softmax else jax.nn.sigmoid(logits)

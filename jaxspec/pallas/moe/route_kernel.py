@@ -1,27 +1,29 @@
 """The kernel of `moe_route` (Pallas, Mosaic GPU): a block a token."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access, layouts
+from jaxspec.pallas.gpu import access, device, layouts
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "interpret"))
 def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
     """`moe_route`, without groups: the experts and the weights."""
-    tokens, count = scores.shape[0], rule.num_experts
+    (tokens, columns), count = scores.shape[-2:], rule.num_experts
     layout = layouts.lane_layout(count)  # a warp has all, so that no warp waits for another
     operands = (scores, live.astype(jnp.int32), *([] if bias is None else [bias]))
 
-    def body(scores, live, *rest):
+    def body(scores, live, *rest, **scratch):
         *bias, experts, weights = rest
         token = lax.axis_index("token")
         is_live = live[token] > 0
-        logits = access.load(scores.at[token, :count], layout)
+        row = _summed(scores, token, **scratch) if scratch else scores.at[token]
+        logits = access.load(row.at[:count], layout)
         score_of = _scores(logits, rule)
         score = score_of(logits)
         compared = score + access.load(bias[0], layout) if bias else score
@@ -32,7 +34,7 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
             best, index = _best(compared, place, part)
             # The score of the chosen without its bias is made again: 22 sums over 512 experts would
             # take more registers than there are.
-            values.append(score_of(scores[token, index]) if bias else best)
+            values.append(score_of(row[index]) if bias else best)
             compared = jnp.where(place == index, -jnp.inf, compared)
             chosen.append(index)
         scale = jnp.float32(rule.scale)
@@ -45,7 +47,7 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
         if rule.num_shared:
             gate = jnp.float32(1.0)
             if rule.gated_shared:
-                gate = 1.0 / (1.0 + jnp.exp(-scores[token, count]))
+                gate = 1.0 / (1.0 + jnp.exp(-row[count]))
             for i in range(rule.num_shared):
                 part = rule.num_chosen + i
                 experts[token, part] = jnp.where(is_live, count + i, rule.none)
@@ -59,12 +61,33 @@ def moe_route_kernel(scores, bias, live, rule, *, interpret=None):
             jax.ShapeDtypeStruct(shape, jnp.int32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
+        scratch_types={"total": plgpu.SMEM((columns,), jnp.float32)} if scores.ndim == 3 else {},
         grid=(tokens,),
         grid_names=("token",),
         compiler_params=plgpu.CompilerParams(),
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(*operands)
+
+
+def _summed(scores, token, total):
+    """`total`, with the sums of a token's partial scores, in the order of the parts."""
+    parts, _, columns = scores.shape
+    whole = columns - columns % device.THREADS
+    pieces = layouts.row_pieces(whole, itemsize=4)
+    if whole < columns:
+        # Every warp has these: there are fewer than threads.
+        rest = columns - whole
+        pieces.append(layouts.RowPiece(whole, rest, layouts.lane_layout(rest)))
+    # Every load comes before the first use, so the block waits for the memory once.
+    loaded = [
+        [access.load(scores.at[i, token, piece.columns], piece.layout) for i in range(parts)]
+        for piece in pieces
+    ]
+    for piece, rows in zip(pieces, loaded, strict=True):
+        access.store(total.at[piece.columns], functools.reduce(operator.add, rows))
+    plgpu.commit_smem()
+    return total
 
 
 def _scores(logits, rule):

@@ -30,6 +30,13 @@ def places(rule, tokens):
     return rows * max_tiles(choices, rule.none + 1, rows)
 
 
+def scores(features, tokens):
+    """The kernel of `moe_scores`, if it has one."""
+    if tokens <= MAX_DIRECT:
+        return ["split_matmul"]
+    return ["split_gemm"] if features % 256 and tokens <= 128 else []
+
+
 @pytest.mark.parametrize(
     ("model", "tokens", "kernels"),
     [
@@ -74,7 +81,7 @@ def test_the_layer_is_its_kernels(h200, monkeypatch, capfd, model, tokens, kerne
     compiled = compile_for(h200, monkeypatch, step, operands)
     names = r'custom_call_target="mosaic_gpu_v2".*?op_name="[^"]*/jit\((\w+?)_kernel\)'
     found = re.findall(names, compiled.as_text())
-    assert sorted(found) == sorted(["add_norm", *kernels])
+    assert sorted(found) == sorted(["add_norm", *scores(features, tokens), *kernels])
     tiled = features if "to_tiles" in kernels else 0
     between = 2 * places(rule, tokens) * (tiled + width)
     assert_lean(compiled, capfd.readouterr().out, between=between + 2**20)

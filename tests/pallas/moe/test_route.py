@@ -157,6 +157,38 @@ def test_the_shared_experts_stand_behind_the_chosen_with_the_gate_as_weight():
     np.testing.assert_allclose(choices.weights[:, :3].sum(axis=1), 1.0, rtol=1e-6)
 
 
+def in_parts(scores, count, seed=2):
+    """Partial sums whose sum is exactly `scores`, which are sums of few powers of two."""
+    drawn = np.random.default_rng(seed).integers(-64, 64, size=(count - 1, *scores.shape)) / 16
+    return np.float32([*drawn, scores - drawn.sum(axis=0)])
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_partial_sums_are_summed_first(rule, count):
+    scores, bias, live = operands(rule)
+    scores = np.float32(np.round(scores * 64) / 64)
+    found = route(in_parts(scores, count), bias, live, rule=rule)
+    chex.assert_trees_all_equal(found, route(scores, bias, live, rule=rule))
+
+
+@pytest.mark.parametrize("columns", [48, 128, 192, 576])
+def test_the_kernel_sums_parts_without_races(interpreter, columns):
+    """Columns that all threads share, those that every warp has, and both."""
+    from jaxspec.pallas.moe.route_kernel import moe_route_kernel
+
+    rule = Routing(min(columns - 8, 512), 4, num_shared=1, gated_shared=True)
+    scores, bias, live = operands(rule, columns=columns)
+    scores = np.float32(np.round(scores * 64) / 64)
+    scores[:, rule.num_columns :], scores[~live] = np.nan, np.nan
+    parts = in_parts(scores, 6)
+    found = moe_route_kernel(parts, bias, live, rule, interpret=interpreter)
+    experts, weights = choose(scores, bias, live, rule)
+    np.testing.assert_array_equal(found[0], experts)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+    assert_no_races()
+
+
 @pytest.mark.parametrize("name", KERNEL_RULES)
 def test_the_kernel_is_the_definition_without_races(interpreter, name):
     """Some tokens have equal scores, or the last experts as their best, and padding has NaN."""
@@ -208,6 +240,17 @@ def test_the_kernel_gives_a_row_with_nan_different_experts_and_nan_weights(inter
 )
 def test_the_kernel_declines_groups_and_experts_that_are_no_multiple_of_8(rule, dtype, why):
     assert why_not_kernel(jax.ShapeDtypeStruct((4, 576), dtype), rule) == why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "columns"), [(42, 128), (16, 320), (8, 576)])
+def test_on_a_gpu_the_kernel_sums_parts(count, columns):
+    rule = Routing(columns - 64, 8, "sigmoid", num_shared=1, gated_shared=True)
+    rng = np.random.default_rng(0)
+    scores = np.float32(np.round(rng.normal(size=(64, columns)) * 64) / 64)
+    live, parts = np.ones(64, bool), in_parts(scores, count)
+    found = route(parts, None, live, rule=rule)
+    chex.assert_trees_all_equal(found, route(scores, None, live, rule=rule))
 
 
 @pytest.mark.gpu
