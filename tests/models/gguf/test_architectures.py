@@ -7,7 +7,8 @@ from gguf_files import write_gguf
 
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.models import MODELS
-from jaxspec.models.gguf.architectures import ARCHITECTURES, OUTSIDE_BLOCKS, architecture_of
+from jaxspec.models.gguf.architecture import OUTSIDE_BLOCKS
+from jaxspec.models.gguf.architectures import ARCHITECTURES, architecture_of
 
 BY_NAME = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType
-from gguf_files import ARCHITECTURES, write_gguf
+from gguf_files import ATTENDING, write_gguf
+from gguf_folders import HYBRIDS, published
 from harness import FIXTURES
 from safetensors.numpy import load_file
 
@@ -29,7 +30,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("fixture", ARCHITECTURES)
+@pytest.mark.parametrize("fixture", ATTENDING)
 def test_in_float32_it_is_the_folder_s_model(fixture, tmp_path):
     """Rows of queries and keys in their order, experts one by one, the rotation's scaling."""
     found = load_model(write_gguf(fixture, tmp_path / "x.gguf"), FLOAT32)
@@ -37,6 +38,18 @@ def test_in_float32_it_is_the_folder_s_model(fixture, tmp_path):
     assert_same(found, expected)
     for name in ("rope", "head_dim", "layer_types", "feed_forward_types", "rms_norm_eps", "parts"):
         assert getattr(found.config, name) == getattr(expected.config, name)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_in_float32_is_the_folder_s_model(name, tmp_path):
+    """Also value heads in turns, rates, centred norms: up to what exp, log and 1 + x round."""
+    folder = published(name, tmp_path / "folder")
+    found = load_model(write_gguf(folder, tmp_path / "x.gguf"), FLOAT32)
+    expected = load_model(folder, FLOAT32)
+    for a, b in zip(leaves(found), leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-7)
+    for field in ("rope", "head_dim", "layer_types", "feed_forward_types", "rms_norm_eps"):
+        assert getattr(found.config, field) == getattr(expected.config, field)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
