@@ -25,9 +25,10 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.we
 def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, entries=None):
     """The model of a fixture, or of a folder, as the file at `path`.
 
-    Its matrices are of the type `kind`, but for those that llama.cpp keeps in float32. `change`
-    edits the tensors, by GGUF's names, before they are written. `entries` are metadata, or None
-    where the file shall have none of that name.
+    Its matrices are of the type `kind`, but for those that llama.cpp keeps in float32, and those
+    whose rows are no whole blocks, which it keeps in float16. `change` edits the tensors, by GGUF's
+    names, before they are written. `entries` are metadata, or None where the file shall have none
+    of that name.
     """
     folder = FIXTURES / fixture
     config = json.loads((folder / "config.json").read_text())
@@ -43,6 +44,8 @@ def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, entries=N
     for key, values in tensors.items():
         is_small = values.ndim == 1 or _SMALL.search(key)
         quantised = GGMLQuantizationType["F32" if is_small else kind]
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[quantised][0]:
+            quantised = GGMLQuantizationType.F16
         content = gguf.quants.quantize(np.ascontiguousarray(values), quantised)
         writer.add_tensor(key, content, raw_dtype=quantised)
     writer.write_header_to_file()

@@ -3,9 +3,15 @@
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
+from gguf_files import write_gguf
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
+
+from jaxspec.models import load_model
+
+FLOAT32 = jnp.dtype("float32")
 
 _EXPERTS = {
     "architectures": ["Lfm2MoeForCausalLM"],
@@ -94,3 +100,22 @@ def _write(folder, config, held):
     (folder / "config.json").write_text(json.dumps(config))
     save_file(held, folder / "model.safetensors")
     return folder
+
+
+def assert_same_model(name, folder, single_request):
+    """The GGUF file of a published model gives its scores, and so the same greedy ids.
+
+    Where the fixture has some of another implementation's, they are these.
+    """
+    kept = published(name, folder / "published")
+    models = [load_model(path, FLOAT32) for path in (write_gguf(kept, folder / "x.gguf"), kept)]
+    rng, reference = np.random.default_rng(0), kept / "reference.safetensors"
+    prompt, greedy = rng.integers(0, 256, 40), rng.integers(0, 256, 24)
+    if reference.exists():
+        held = load_file(reference)
+        prompt, greedy = held["prompt_ids"], held["greedy_ids"]
+    found, expected = (single_request(model).decode(prompt, greedy, 3) for model in models)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_array_equal(found.argmax(axis=-1), expected.argmax(axis=-1))
+    if reference.exists():
+        np.testing.assert_array_equal(found.argmax(axis=-1), greedy)

@@ -100,7 +100,7 @@ def test_without_an_output_head_the_embedding_is_one(tmp_path):
     assert not any(placement.name == "lm_head.weight" for placement in model.checkpoint())
 
 
-@pytest.mark.parametrize("fixture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("fixture", ["llama", "qwen3_moe", "granitemoehybrid"])
 def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
     expected = reference(fixture)
     path = write_gguf(fixture, tmp_path / "model.gguf")
@@ -112,6 +112,22 @@ def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
         (output,) = llm.generate([prompt], params)
         assert output.outputs[0].token_ids == expected["greedy_ids"].tolist()
         assert llm.tokenizer.encode("hello") == [263, *b"llo"]
+
+
+def test_the_draft_head_in_a_file_drafts_as_the_folder_s_does(tmp_path, reference):
+    expected = reference("qwen3_5")
+    options = {"max_num_seqs": 1, "decode_buckets": [1], "prefill_buckets": [96]}
+    options |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    params = jaxspec.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompt = {"prompt_token_ids": expected["prompt_ids"].tolist()}
+    accepted = []
+    for path in (write_gguf("qwen3_5", tmp_path / "model.gguf"), FIXTURES / "qwen3_5"):
+        tokenizer = {} if path.is_file() else {"tokenizer": tmp_path / "model.gguf"}
+        with jaxspec.LLM(path, dtype="float32", max_model_len=256, **options, **tokenizer) as llm:
+            (output,) = llm.generate([prompt], params)
+        assert output.outputs[0].token_ids == expected["greedy_ids"].tolist()
+        accepted.append(output.metrics.mean_acceptance_length)
+    assert accepted[0] == accepted[1]
 
 
 def test_tensors_that_do_not_fit_are_named_as_they_were_published(tmp_path):

@@ -49,6 +49,8 @@ def test_every_end_token_counts_once(tmp_path):
 
 WRONG = {
     "llama.block_count": ("x", "must be an integer from 1 to"),
+    "llama.nextn_predict_layers": (2, "must be an integer from 0 to 1, got 2"),
+    "llama.expert_group_count": (4, "must be 0 or 1, got 4"),
     "llama.embedding_length": (0, "must be an integer from 1 to"),
     "llama.attention.head_count": ([4, 4], "must be an integer from 1 to"),
     "llama.attention.layer_norm_rms_epsilon": (True, "must be a number from"),

@@ -1,4 +1,4 @@
-"""Some 4,000 GGUF files with one byte wrong: each is refused in one clear error, or is a model.
+"""Some 11,000 GGUF files with one byte wrong: each is refused in one clear error, or is a model.
 
 A header that is sound in itself may still ask for what no family has. Then the error is a
 ValueError, names the file and is short. No case may take long or raise anything else.
@@ -35,8 +35,9 @@ def cases(path):
             file.write(content[place : place + 1])
 
 
-def test_a_byte_of_another_value_is_refused_or_gives_another_model(tmp_path):
-    path = write_gguf("llama_draft", tmp_path / "x.gguf", tokens=False)
+@pytest.mark.parametrize("fixture", ["llama_draft", "granitemoehybrid"])
+def test_a_byte_of_another_value_is_refused_or_gives_another_model(fixture, tmp_path):
+    path = write_gguf(fixture, tmp_path / "x.gguf", tokens=False)
     models, refused = 0, 0
     for place in cases(path):
         try:
@@ -63,14 +64,19 @@ def test_a_byte_of_another_value_gives_another_tokenizer_or_one_error(tmp_path):
     assert read > 50 and refused > 50
 
 
-SIZES = ["block_count", "embedding_length", "feed_forward_length", "attention.head_count"]
-SIZES += ["attention.head_count_kv", "attention.key_length"]
+COMMON = ["block_count", "embedding_length", "feed_forward_length", "attention.head_count"]
+COMMON += ["attention.head_count_kv", "attention.key_length"]
+SSM = ["conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank"]
+SIZES = [("llama_draft", f"llama.{name}") for name in COMMON]
+SIZES += [("qwen3_5", f"qwen35.ssm.{name}") for name in SSM]
+SIZES += [("mamba2", f"mamba2.ssm.{name}") for name in SSM]
+SIZES += [("qwen3_5", "qwen35.full_attention_interval"), ("lfm2", "lfm2.shortconv.l_cache")]
 
 
 @pytest.mark.parametrize("value", [0, 2**20, 2**32 - 1])
-@pytest.mark.parametrize("name", SIZES)
-def test_no_memory_is_taken_for_a_size_that_lies(name, value, tmp_path):
-    path = write_gguf("llama_draft", tmp_path / "x.gguf", entries={f"llama.{name}": value})
+@pytest.mark.parametrize(("fixture", "name"), SIZES)
+def test_no_memory_is_taken_for_a_size_that_lies(fixture, name, value, tmp_path):
+    path = write_gguf(fixture, tmp_path / "x.gguf", entries={name: value})
     tracemalloc.start()
     try:
         with pytest.raises(ValueError) as caught:
