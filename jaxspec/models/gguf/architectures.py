@@ -2,8 +2,15 @@
 
 from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
-from jaxspec.models.gguf import attention, falcon_h1, gated_hybrid, granite, lfm2, mamba2
-from jaxspec.models.gguf import nemotron_h as nemotron
+from jaxspec.models.gguf import (
+    attention,
+    falcon_h1,
+    gated_hybrid,
+    granite,
+    lfm2,
+    mamba2,
+    nemotron_h,
+)
 from jaxspec.models.gguf.architecture import Architecture
 from jaxspec.models.gguf.described import Described
 from jaxspec.models.kinds import WORD, Block
@@ -17,8 +24,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": lfm2.LFM2_MOE,
     "llama": attention.LLAMA,
     "mamba2": mamba2.MAMBA2,
-    "nemotron_h": nemotron.NEMOTRON_H,
-    "nemotron_h_moe": nemotron.NEMOTRON_H,
+    "nemotron_h": nemotron_h.NEMOTRON_H,
+    "nemotron_h_moe": nemotron_h.NEMOTRON_H,
     "qwen3": attention.QWEN3,
     "qwen35": gated_hybrid.QWEN35,
     "qwen35moe": gated_hybrid.QWEN35_MOE,

@@ -1,6 +1,5 @@
 """Mamba2, and how llama.cpp stores its layers in other families, too."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.models.gguf.architecture import Architecture
@@ -82,15 +81,11 @@ def _entries(model: Described) -> dict[str, Any]:
     )
 
 
-def _conversions(model: Described) -> Mapping[str, Conversion]:
-    return mamba2_conversions(model)
-
-
 MAMBA2 = Architecture(
     "Mamba2ForCausalLM",
     _entries,
     {"attn_norm": "norm", **mamba2_tensors("mixer.")},
-    conversions=_conversions,
+    conversions=mamba2_conversions,
     layer="backbone.layers.",
     eps="layer_norm_epsilon",
 )

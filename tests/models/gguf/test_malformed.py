@@ -1,4 +1,4 @@
-"""Some 11,000 GGUF files with one byte wrong: each is refused in one clear error, or is a model.
+"""Some 5,000 GGUF files with one byte wrong: each is refused in one clear error, or is a model.
 
 A header that is sound in itself may still ask for what no family has. Then the error is a
 ValueError, names the file and is short. No case may take long or raise anything else.
@@ -20,14 +20,14 @@ MAX_CHARACTERS = 2000
 MAX_BYTES = 2**25
 
 
-def cases(path):
-    """Each byte of the header with another value, and back; a different change for each."""
+def cases(path, step=1):
+    """Each `step`-th byte of the header with another value, and back; each changed otherwise."""
     content = bytearray(path.read_bytes())
     with path.open("rb", buffering=0) as file:
         begin = min(t.start for t in read_header(file, len(content)).tensors.values())
     changes = np.random.default_rng(0).integers(1, 256, begin)
     with path.open("r+b", buffering=0) as file:
-        for place, change in enumerate(changes.tolist()):
+        for place, change in list(enumerate(changes.tolist()))[::step]:
             file.seek(place)
             file.write(bytes([content[place] ^ change]))
             yield place
@@ -35,11 +35,11 @@ def cases(path):
             file.write(content[place : place + 1])
 
 
-@pytest.mark.parametrize("fixture", ["llama_draft", "granitemoehybrid"])
-def test_a_byte_of_another_value_is_refused_or_gives_another_model(fixture, tmp_path):
+@pytest.mark.parametrize(("fixture", "step"), [("llama_draft", 1), ("granitemoehybrid", 3)])
+def test_a_byte_of_another_value_is_refused_or_gives_another_model(fixture, step, tmp_path):
     path = write_gguf(fixture, tmp_path / "x.gguf", tokens=False)
     models, refused = 0, 0
-    for place in cases(path):
+    for place in cases(path, step):
         try:
             with unread(path, FLOAT32) as found:
                 models += len(found.model.trunk.layers) > 0
@@ -47,15 +47,13 @@ def test_a_byte_of_another_value_is_refused_or_gives_another_model(fixture, tmp_
             refused += 1
             message = str(error)
             assert str(path) in message and len(message) < MAX_CHARACTERS, place
-    assert models > 50 and refused > 1000
+    assert models > 50 / step and refused > 1000 / step
 
 
 def test_a_byte_of_another_value_gives_another_tokenizer_or_one_error(tmp_path):
     path = write_gguf("llama_draft", tmp_path / "x.gguf")
     read, refused = 0, 0
-    for place in cases(path):
-        if place % 5:
-            continue
+    for place in cases(path, 5):
         try:
             read += bool(Tokenizer(path).encode("hello, hello"))
         except (ValueError, FileNotFoundError) as error:
