@@ -1,5 +1,8 @@
 """Qwen3-Next's and Qwen3.5's files: heads in turns or by key head, the draft head, older files."""
 
+import re
+
+import gguf_files
 import numpy as np
 import pytest
 from gguf_files import write_gguf
@@ -39,6 +42,19 @@ def test_any_stretch_of_a_reordered_tensor_is_that_of_the_whole(name, kind, tmp_
                 piece = np.empty(rng.integers(1, whole.size - first + 1), dtype)
                 checkpoint.read(tensor, int(first), piece)
                 np.testing.assert_array_equal(piece, whole[first : first + piece.size])
+
+
+def test_a_tensor_of_two_types_is_read_in_float32(tmp_path, monkeypatch):
+    """Queries, keys and values in float16, z in float32."""
+    monkeypatch.setattr(gguf_files, "_SMALL", re.compile("attn_gate"))
+    folder = published("qwen3_next", tmp_path / "folder")
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    expected = load_file(folder / "model.safetensors")[name].astype(np.float32)
+    with GGUFCheckpoint(write_gguf(folder, tmp_path / "x.gguf", "F16")) as checkpoint:
+        assert checkpoint.stored(name).dtype == "F32"
+        found = np.empty(expected.size, np.float32)
+        checkpoint.read(name, 0, found)
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-4)
 
 
 def test_an_older_file_has_the_projection_as_it_was_published(tmp_path):
