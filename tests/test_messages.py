@@ -213,8 +213,10 @@ COMMAND = [
     ),
     (
         ["x", "--model", "OTHER.gguf"],
-        "OTHER.gguf: `general.architecture` must be one of llama, qwen3, qwen3moe, got 'bert'. Use "
-        "a model of one of those, or the folder of its safetensors.",
+        "OTHER.gguf: `general.architecture` must be one of falcon-h1, granite, granitehybrid, "
+        "granitemoe, lfm2, lfm2moe, llama, mamba2, nemotron_h, nemotron_h_moe, qwen3, qwen35, "
+        "qwen35moe, qwen3moe, qwen3next, got 'bert'. Use a model of one of those, or the folder of "
+        "its safetensors.",
     ),
     (
         ["x", "--model", "./no/such/folder"],

@@ -21,6 +21,8 @@ _TEKKEN = (
 )
 _EXPRESSIONS = {
     "dbrx": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
@@ -32,7 +34,7 @@ _EXPRESSIONS = {
 _GPT2 = ("default", "gpt-2")  # older files do not say more than the first
 _DIGIT_BY_DIGIT = ("refact", "smollm", "starcoder")  # and else as GPT-2
 _COMPOSED = ("qwen2", "qwen35")  # whose texts are normalised first
-_LLAMA = ("llama-bpe", "llama-v3", "llama3")
+_LLAMA = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3")
 
 NAMES = tuple(sorted([*_EXPRESSIONS, *_GPT2, *_DIGIT_BY_DIGIT]))
 """The names, as `tokenizer.ggml.pre` has them."""

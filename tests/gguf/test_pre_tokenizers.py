@@ -29,6 +29,7 @@ PUBLISHED = {
     "default": GPT2,
     "smollm": Sequence([Digits(individual_digits=True), GPT2]),
     "llama-bpe": split(LLAMA3),
+    "lfm2": split(LLAMA3),
     "qwen2": split(QWEN3),
     "qwen35": split(QWEN35),
 }
@@ -61,5 +62,5 @@ def test_only_qwen_composes_characters_and_only_llama_keeps_whole_words():
     composing = [n for n in pre_tokenizers.NAMES if pre_tokenizers.normalizer(n) is not None]
     assert composing == ["qwen2", "qwen35"]
     keeping = [n for n in pre_tokenizers.NAMES if pre_tokenizers.merges_whole_words(n)]
-    assert keeping == ["llama-bpe", "llama-v3", "llama3"]
+    assert keeping == ["falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3"]
     assert [n for n in pre_tokenizers.NAMES if pre_tokenizers.begins_by_default(n)] == keeping

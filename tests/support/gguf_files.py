@@ -6,33 +6,46 @@ import re
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, TokenType
+from gguf_hybrids import CONVERTERS, by_pairs
 from harness import FIXTURES
 from safetensors.numpy import load_file
 from tokenizer_folders import BYTES
 
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+ATTENDING = ["llama", "qwen3", "llama_draft", "qwen3_moe"]
+"""Fixtures with attention alone."""
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+_SMALL = re.compile(r"ssm_(a|d|conv1d|norm)|_norm|shortconv\.conv|gate_inp")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight")
-ARCHITECTURES |= {"llama_draft": gguf.MODEL_ARCH.LLAMA, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE}
 
 
 def write_gguf(fixture, path, kind="F32", *, change=None, tokens=True, entries=None):
-    """The fixture's model as the file at `path`, its matrices in the type `kind`.
+    """The model of a fixture, or of a folder, as the file at `path`.
 
-    `change` edits the tensors, by GGUF's names, before they are written. `entries` are metadata, or
-    None where the file shall have none of that name.
+    Its matrices are of the type `kind`, but for those that llama.cpp keeps in float32, and those
+    whose rows are no whole blocks, which it keeps in float16. `change` edits the tensors, by GGUF's
+    names, before they are written. `entries` are metadata, or None where the file shall have none
+    of that name.
     """
-    config = json.loads((FIXTURES / fixture / "config.json").read_text())
-    name = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[fixture]]
-    metadata = {f"{name}.{key}": value for key, value in _sizes(config).items()}
+    folder = FIXTURES / fixture
+    config = json.loads((folder / "config.json").read_text())
+    arch, sizes, tensors = _converted(folder, config)
+    name = gguf.MODEL_ARCH_NAMES[arch]
+    metadata = {f"{name}.{key}": value for key, value in sizes.items()}
     metadata |= (_tokens() if tokens else {}) | (entries or {})
     writer = gguf.GGUFWriter(path, name)
     for key, value in metadata.items():
         add_entry(writer, key, value)
-    tensors = converted(fixture, config)
     if change is not None:
         change(tensors)
     for key, values in tensors.items():
-        quantised = GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        is_small = values.ndim == 1 or _SMALL.search(key)
+        quantised = GGMLQuantizationType["F32" if is_small else kind]
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[quantised][0]:
+            quantised = GGMLQuantizationType.F16
         content = gguf.quants.quantize(np.ascontiguousarray(values), quantised)
         writer.add_tensor(key, content, raw_dtype=quantised)
     writer.write_header_to_file()
@@ -50,13 +63,21 @@ def add_entry(writer, key, value):
         add[type(value)](key, value)
 
 
-def converted(fixture, config):
-    """The fixture's tensors in float32 by GGUF's names, in GGUF's order of rows."""
-    held = load_file(FIXTURES / fixture / "model.safetensors")
-    names = gguf.get_tensor_name_map(ARCHITECTURES[fixture], config["num_hidden_layers"])
+def _converted(folder, config):
+    """The architecture, the metadata under its name, and the tensors by GGUF's names."""
+    stored = load_file(folder / "model.safetensors")
+    held = {name: values.astype(np.float32) for name, values in stored.items()}
+    if config["model_type"] in CONVERTERS:
+        return CONVERTERS[config["model_type"]](config, held)
+    arch = _ARCHITECTURES[config["model_type"]]
+    return arch, _sizes(config), _attending(arch, config, held)
+
+
+def _attending(arch, config, held):
+    """The tensors of a model with attention alone, in GGUF's order of rows."""
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     tensors, stacks = {}, {}
     for name, values in held.items():
-        values = values.astype(np.float32)
         if ".experts." in name:
             layer, expert, matrix = _EXPERT.fullmatch(name).groups()
             stacks.setdefault((layer, matrix), {})[int(expert)] = values
@@ -71,18 +92,6 @@ def converted(fixture, config):
     if config.get("rope_parameters", {}).get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(config)
     return tensors
-
-
-def by_pairs(values, heads):
-    """Channels i and i + half a head side by side, as llama.cpp rotates them, row by row."""
-    size = len(values) // heads
-    order = [
-        head * size + i + half * size // 2
-        for head in range(heads)
-        for i in range(size // 2)
-        for half in (0, 1)
-    ]
-    return values[order]
 
 
 def llama3_factors(config):

@@ -1,39 +1,20 @@
 """GGUFCheckpoint: the tensors in a GGUF file, by their published names and as numbers again."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.header import Tensor
-from jaxspec.models.gguf.architectures import (
-    EXPERTS,
-    OUTSIDE_BLOCKS,
-    architecture_of,
-    metadata_of,
-)
-from jaxspec.models.gguf.fields import ROPE_FACTORS
-from jaxspec.models.kinds import SIZE
-from jaxspec.models.safetensors_file import StoredTensor
+from jaxspec.models.gguf.places import Place, places_in
+from jaxspec.models.safetensors_file import DTYPES, StoredTensor
 
-_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
-_LAYERS = "model.layers."
-_UNKNOWN = "gguf:"  # before the names of tensors that the architecture does not have
-_QUERIES, _KEYS = "attn_q", "attn_k"
-
-
-class _Place(NamedTuple):
-    """Where a published tensor lies in the file."""
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    first: int = 0  # of its elements in the tensor: an expert is a part of a stack
-    heads: int = 0  # in which channels lie by pairs; 0: rows lie as they were published
+_ELEMENTS = 2**20  # that are put in their published order at once
+_NEAR = 4  # rows of the file that lie no further apart are read together with those between them
 
 
 class GGUFCheckpoint:
@@ -50,14 +31,14 @@ class GGUFCheckpoint:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: as `GGUFFile` and `architecture_of`, or tensors are of a type that can't be
+            ValueError: as `GGUFFile` and `places_in`, or tensors are of a type that can't be
                 dequantised.
         """
         self.path = path
         self._file = GGUFFile(path)
         try:
             self._file.check_types()
-            self._places = dict(_places(self._file))
+            self._places = places_in(self._file)
         except BaseException:
             self._file.close()
             raise
@@ -81,9 +62,8 @@ class GGUFCheckpoint:
 
     def stored(self, name: str) -> StoredTensor:
         """A tensor's shape, and the dtype that `read` gives."""
-        tensor, shape, *_ = self._places[name]
-        dtype = tensor.type.name if tensor.type.is_raw else "F32"
-        return StoredTensor(dtype, shape, tensor.start, tensor.num_bytes)
+        place = self._places[name]
+        return StoredTensor(place.dtype, place.shape, place.tensors[0].start, place.num_bytes)
 
     def bytes_by_type(self) -> Mapping[str, int]:
         """The bytes of all tensors, by the type that they are stored in."""
@@ -98,79 +78,69 @@ class GGUFCheckpoint:
         It must have the dtype that `stored` says. Several threads may read at once.
 
         Raises:
-            ValueError: the file was cut short since it was opened.
+            ValueError: the file was cut short since it was opened, or holds values that no
+                published ones were converted to.
         """
         place = self._places[name]
-        if not place.heads:
-            self._read(place.tensor, place.first + first, into)
+        order, columns = place.rows(), place.columns()
+        if order is None and columns is None:
+            self._read(place, place.first + first, into)
             return
-        size = math.prod(place.shape) // place.heads
-        head = np.empty(size, into.dtype)
-        for start in range(first // size * size, first + into.size, size):
-            self._read(place.tensor, start, head)
-            low, high = max(first, start), min(first + into.size, start + size)
-            into[low - first : high - first] = _by_halves(head, place)[low - start : high - start]
+        width = math.prod(place.shape[1:])
+        begin, end, step = first // width, -(-(first + into.size) // width), _ELEMENTS // width + 1
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            low, high = max(first, start * width), min(first + into.size, stop * width)
+            wanted = np.arange(start, stop) if order is None else order[start:stop]
+            rows = self._rows(place, wanted, into.dtype)
+            if columns is not None:
+                rows = rows[:, columns]
+            read = rows.reshape(-1)[low - start * width : high - start * width]
+            into[low - first : high - first] = read
 
     def check_unchanged(self) -> None:
         """ValueError if the file was written to since it was opened."""
         self._file.check_unchanged()
 
-    def _read(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
-        read = self._file.read_raw if tensor.type.is_raw else self._file.read_quantised
-        read(tensor, first, into)
+    def _rows(self, place: Place, wanted: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """The rows that are `wanted` of the file, in the order in which they are."""
+        width = math.prod(place.shape[1:])
+        order = np.argsort(wanted)
+        ends = np.flatnonzero(np.diff(wanted[order]) > _NEAR) + 1
+        rows = np.empty((wanted.size, width), dtype)
+        for near in np.split(order, ends):
+            begin, end = wanted[near[0]], wanted[near[-1]] + 1
+            held = np.empty((end - begin, width), dtype)
+            self._read(place, int(begin) * width, held.reshape(-1))
+            rows[near] = held[wanted[near] - begin]
+        return rows
 
+    def _read(self, place: Place, first: int, into: np.ndarray) -> None:
+        """Fill `into` with elements as they follow each other in the place's tensors."""
+        last, begin = first + into.size, 0
+        for tensor in place.tensors:
+            size = math.prod(tensor.shape)
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                self._read_tensor(tensor, low - begin, into[low - first : high - first])
+            begin += size
+        if (change := place.conversion.change) is not None:
+            with np.errstate(all="ignore"):
+                changed = change.back(into)
+            if not np.isfinite(changed).all():
+                wrong = into[~np.isfinite(changed)][0]
+                raise ValueError(
+                    f"{self.path}: `{place.own}` must hold {change.words}, got "
+                    f"{shown(float(wrong))}. {self.remedy}"
+                )
+            into[...] = changed
 
-def _by_halves(head: np.ndarray, place: _Place) -> np.ndarray:
-    """A head's elements with the two channels of a pair half a head apart.
-
-    llama.cpp rotates channels 2i and 2i + 1 together, transformers i and i + half a head.
-    """
-    return head.reshape(-1, 2, place.shape[-1]).swapaxes(0, 1).reshape(-1)
-
-
-def _places(file: GGUFFile) -> Iterator[tuple[str, _Place]]:
-    """The published tensors and where they lie; others by a name that no published one has."""
-    layout = _Layout(file)
-    for own, tensor in file.tensors.items():
-        if own == ROPE_FACTORS:
-            continue
-        if own in OUTSIDE_BLOCKS:
-            yield OUTSIDE_BLOCKS[own], _Place(tensor, tensor.shape)
-        elif match := _BLOCK.fullmatch(own):
-            yield from layout.in_block(match, tensor)
+    def _read_tensor(self, tensor: Tensor, first: int, into: np.ndarray) -> None:
+        if not tensor.type.is_raw:
+            self._file.read_quantised(tensor, first, into)
+        elif (dtype := DTYPES[tensor.type.name]) == into.dtype:
+            self._file.read_raw(tensor, first, into)
         else:
-            yield _UNKNOWN + own, _Place(tensor, tensor.shape)
-
-
-class _Layout:
-    """How the tensors of a block lie in a file."""
-
-    def __init__(self, file: GGUFFile):
-        name, self._architecture = architecture_of(file)
-        metadata = metadata_of(file)
-        self._num_experts = metadata.find(f"{name}.expert_count", EXPERTS) or 0
-        self._heads: dict[str, int] = {}
-        if self._architecture.by_pairs:
-            heads = metadata.need(f"{name}.attention.head_count", SIZE)
-            kv_heads = metadata.find(f"{name}.attention.head_count_kv", SIZE) or heads
-            self._heads = {_QUERIES: heads, _KEYS: kv_heads}
-
-    def in_block(self, match: re.Match[str], tensor: Tensor) -> Iterator[tuple[str, _Place]]:
-        """The published tensors that one tensor of a block holds."""
-        number, own, kind = match.groups()
-        blocks, stacks = self._architecture.blocks, self._architecture.stacks
-        if own in blocks:
-            place = _Place(tensor, tensor.shape, heads=self._evenly(own, tensor))
-            yield f"{_LAYERS}{number}.{blocks[own]}.{kind}", place
-        elif own in stacks and tensor.shape[0] == self._num_experts:
-            shape = tensor.shape[1:]
-            for expert in range(self._num_experts):
-                place = _Place(tensor, shape, expert * math.prod(shape))
-                yield f"{_LAYERS}{number}.{stacks[own].format(expert)}.{kind}", place
-        else:
-            yield _UNKNOWN + match[0], _Place(tensor, tensor.shape)
-
-    def _evenly(self, own: str, tensor: Tensor) -> int:
-        """The heads that cut the rows evenly; 0 where none do, so that the shape is refused."""
-        heads = self._heads.get(own, 0)
-        return heads if heads and tensor.shape[0] % (2 * heads) == 0 else 0
+            held = np.empty(into.size, dtype)
+            self._file.read_raw(tensor, first, held)
+            into[...] = held

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType
-from gguf_files import ARCHITECTURES, write_gguf
+from gguf_files import ATTENDING, write_gguf
+from gguf_folders import HYBRIDS, published
 from harness import FIXTURES
 from safetensors.numpy import load_file
 
@@ -29,7 +30,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("fixture", ARCHITECTURES)
+@pytest.mark.parametrize("fixture", ATTENDING)
 def test_in_float32_it_is_the_folder_s_model(fixture, tmp_path):
     """Rows of queries and keys in their order, experts one by one, the rotation's scaling."""
     found = load_model(write_gguf(fixture, tmp_path / "x.gguf"), FLOAT32)
@@ -37,6 +38,18 @@ def test_in_float32_it_is_the_folder_s_model(fixture, tmp_path):
     assert_same(found, expected)
     for name in ("rope", "head_dim", "layer_types", "feed_forward_types", "rms_norm_eps", "parts"):
         assert getattr(found.config, name) == getattr(expected.config, name)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_in_float32_is_the_folder_s_model(name, tmp_path):
+    """Also value heads in turns, rates, centred norms: up to what exp, log and 1 + x round."""
+    folder = published(name, tmp_path / "folder")
+    found = load_model(write_gguf(folder, tmp_path / "x.gguf"), FLOAT32)
+    expected = load_model(folder, FLOAT32)
+    for a, b in zip(leaves(found), leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-7)
+    for field in ("rope", "head_dim", "layer_types", "feed_forward_types", "rms_norm_eps"):
+        assert getattr(found.config, field) == getattr(expected.config, field)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
@@ -87,7 +100,7 @@ def test_without_an_output_head_the_embedding_is_one(tmp_path):
     assert not any(placement.name == "lm_head.weight" for placement in model.checkpoint())
 
 
-@pytest.mark.parametrize("fixture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("fixture", ["llama", "qwen3_moe", "granitemoehybrid"])
 def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
     expected = reference(fixture)
     path = write_gguf(fixture, tmp_path / "model.gguf")
@@ -99,6 +112,22 @@ def test_the_engine_gives_the_reference_s_ids(fixture, tmp_path, reference):
         (output,) = llm.generate([prompt], params)
         assert output.outputs[0].token_ids == expected["greedy_ids"].tolist()
         assert llm.tokenizer.encode("hello") == [263, *b"llo"]
+
+
+def test_the_draft_head_in_a_file_drafts_as_the_folder_s_does(tmp_path, reference):
+    expected = reference("qwen3_5")
+    options = {"max_num_seqs": 1, "decode_buckets": [1], "prefill_buckets": [96]}
+    options |= {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    params = jaxspec.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompt = {"prompt_token_ids": expected["prompt_ids"].tolist()}
+    accepted = []
+    for path in (write_gguf("qwen3_5", tmp_path / "model.gguf"), FIXTURES / "qwen3_5"):
+        tokenizer = {} if path.is_file() else {"tokenizer": tmp_path / "model.gguf"}
+        with jaxspec.LLM(path, dtype="float32", max_model_len=256, **options, **tokenizer) as llm:
+            (output,) = llm.generate([prompt], params)
+        assert output.outputs[0].token_ids == expected["greedy_ids"].tolist()
+        accepted.append(output.metrics.mean_acceptance_length)
+    assert accepted[0] == accepted[1]
 
 
 def test_tensors_that_do_not_fit_are_named_as_they_were_published(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from gguf_files import llama3_factors, write_gguf
+from gguf_files import write_gguf
 
 from jaxspec.models import load_model
 from jaxspec.models.gguf.fields import read_fields
@@ -47,29 +47,10 @@ def test_every_end_token_counts_once(tmp_path):
     assert entries(tmp_path, tokens=False)["eos_token_id"] == []
 
 
-@pytest.mark.parametrize("positions", [32, 64, 333, 8192, 131072])
-@pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_the_scaling_is_found_in_its_factors(positions, factor, theta, tmp_path, fixture_folder):
-    """Whatever is found divides each frequency by what the file says."""
-    config = json.loads((fixture_folder("llama") / "config.json").read_text())
-    rope = config["rope_parameters"]
-    rope |= {"factor": factor, "original_max_position_embeddings": positions, "rope_theta": theta}
-    factors = llama3_factors(config)
-    if factors.max() < factor or factors.min() > 1:
-        return  # none turns slowly enough, or fast enough, to tell
-    found = entries(
-        tmp_path,
-        change=lambda held: held.update({"rope_freqs.weight": factors}),
-        entries={"llama.rope.freq_base": theta},
-    )["rope_scaling"]
-    again = config | {"rope_parameters": found | {"rope_theta": theta}}
-    np.testing.assert_allclose(llama3_factors(again), factors, rtol=1e-4)
-    assert found["factor"] == factor
-
-
 WRONG = {
     "llama.block_count": ("x", "must be an integer from 1 to"),
+    "llama.nextn_predict_layers": (2, "must be an integer from 0 to 1, got 2"),
+    "llama.expert_group_count": (4, "must be 0 or 1, got 4"),
     "llama.embedding_length": (0, "must be an integer from 1 to"),
     "llama.attention.head_count": ([4, 4], "must be an integer from 1 to"),
     "llama.attention.layer_norm_rms_epsilon": (True, "must be a number from"),
@@ -93,20 +74,6 @@ def test_a_wrong_entry_is_named_as_the_file_has_it(name, tmp_path):
 def test_a_missing_entry_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"x.gguf must give `llama.block_count`, and does not"):
         entries(tmp_path, entries={"llama.block_count": None})
-
-
-@pytest.mark.parametrize(
-    ("factors", "fault"),
-    [
-        (np.linspace(1, 8, 16, dtype=np.float32), "has other values"),
-        (np.full(16, np.nan, np.float32), "has other values"),
-        (np.ones(16, np.float32), "has other values"),
-        (np.ones(8, np.float32), r"has the shape \[8\] in F32"),
-    ],
-)
-def test_other_factors_are_refused(factors, fault, tmp_path):
-    with pytest.raises(ValueError, match=f"rope_freqs.weight` must be 16 factors.*{fault}"):
-        entries(tmp_path, change=lambda held: held.update({"rope_freqs.weight": factors}))
 
 
 def test_what_the_family_refuses_names_the_file(tmp_path):

@@ -1,0 +1,129 @@
+"""Described: what the header of a GGUF file says of a model, read by kind."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checks import shown
+from jaxspec.gguf.file import GGUFFile
+from jaxspec.models.gguf.rotation import rotation
+from jaxspec.models.kinds import MAX_LAYERS, SIZE, Block, Kind, whole
+
+EXPERTS = whole(0, 4096)
+"""Experts of a layer; 0: there are none."""
+_DRAFT_BLOCKS = whole(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """An open file, and the entries of its metadata under the architecture's name."""
+
+    file: GGUFFile
+    sizes: Block
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks behind those of the trunk, 0 or 1: the layer of a head that drafts."""
+        return self.sizes.find("nextn_predict_layers", _DRAFT_BLOCKS) or 0
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the trunk."""
+        drafting = self.num_draft_blocks
+        return self.sizes.need("block_count", whole(1 + drafting, MAX_LAYERS)) - drafting
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0: there are none."""
+        return self.sizes.find("expert_count", EXPERTS) or 0
+
+    def has(self, tail: str) -> bool:
+        """Whether some block has a tensor of this name behind `blk.N.`."""
+        return any(
+            name.startswith("blk.") and name.split(".", 2)[-1] == tail for name in self.file.tensors
+        )
+
+    def by_layer(self, name: str, kind: Kind[int]) -> list[int]:
+        """The entry's values for the layers of the trunk: one for each block, or one for all.
+
+        Raises:
+            ValueError: there is no such entry, or it has another number of values or kind.
+        """
+        value = self.sizes.entries.get(name)
+        if not isinstance(value, np.ndarray):
+            return [self.sizes.need(name, kind)] * self.num_layers
+        listed = value.tolist()
+        blocks = self.num_layers + self.num_draft_blocks
+        if len(listed) != blocks or not all(map(kind.holds, listed)):
+            raise ValueError(
+                f"{self.sizes.file}: `{self.sizes.prefix}{name}` must be {kind.words}, or {blocks} "
+                f"of them, one for each block, got {shown(listed)}. Take the {self.sizes.file} "
+                "that was published with the weights."
+            )
+        return listed[: self.num_layers]
+
+    def one_of_layers(self, name: str) -> int | None:
+        """The one size that `by_layer` gives those layers that have any; None: none has.
+
+        Raises:
+            ValueError: as `by_layer`, or there are two sizes.
+        """
+        sizes = sorted({size for size in self.by_layer(name, whole(0, 2**20)) if size})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self.sizes.file}: `{self.sizes.prefix}{name}` must be the same in all blocks "
+                f"that have any, got {shown(sizes)}, which jaxspec does not implement. Use another "
+                "model."
+            )
+        return sizes[0] if sizes else None
+
+    def value_dim(self) -> int:
+        """Channels of a recurrent head's values.
+
+        Raises:
+            ValueError: an entry is missing or malformed, or the heads can't share all channels.
+        """
+        sizes = self.sizes
+        channels, heads = (sizes.need(f"ssm.{x}", SIZE) for x in ("inner_size", "time_step_rank"))
+        if channels % heads:
+            raise ValueError(
+                f"{sizes.file}: `{sizes.prefix}ssm.inner_size` must be a multiple of "
+                f"`{sizes.prefix}ssm.time_step_rank`, the {heads} heads, got {channels}. Take the "
+                f"{sizes.file} that was published with the weights."
+            )
+        return channels // heads
+
+    def head_dim(self) -> int:
+        """Channels of a head of attention."""
+        given = self.sizes.find("attention.key_length", SIZE)
+        heads = self.sizes.need("attention.head_count", SIZE)
+        return given or max(1, self.sizes.need("embedding_length", SIZE) // heads)
+
+    def attention(self) -> dict[str, Any]:
+        """The fields of attention, but for the number of key heads, which blocks may differ in.
+
+        Raises:
+            ValueError: an entry is missing, malformed or not implemented.
+        """
+        head_dim = self.head_dim()
+        self.sizes.refuse_all_but({"attention.value_length": (head_dim,)})
+        return {
+            "num_attention_heads": self.sizes.need("attention.head_count", SIZE),
+            "head_dim": head_dim,
+            **rotation(self.file, self.sizes, head_dim),
+        }
+
+    def key_heads(self) -> dict[str, Any]:
+        """The number of key heads of a model that has attention in every layer."""
+        given = self.sizes.find("attention.head_count_kv", SIZE)
+        return {
+            "num_key_value_heads": given or self.sizes.need("attention.head_count", SIZE),
+        }
+
+    def mixed_key_heads(self) -> tuple[dict[str, Any], list[bool]]:
+        """The number of key heads, and which layers attend: those that have any."""
+        name = "attention.head_count_kv"
+        heads = self.one_of_layers(name) or self.sizes.need("attention.head_count", SIZE)
+        attending = [count > 0 for count in self.by_layer(name, whole(0, 2**20))]
+        return {"num_key_value_heads": heads}, attending

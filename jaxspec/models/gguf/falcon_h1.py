@@ -1,0 +1,42 @@
+"""Falcon-H1: attention and Mamba2 side by side; the file's weights have all multipliers in them."""
+
+from typing import Any
+
+from jaxspec.models.gguf.architecture import ATTENTION, Architecture
+from jaxspec.models.gguf.described import Described
+from jaxspec.models.gguf.mamba2 import mamba2_conversions, mamba2_sizes, mamba2_tensors
+from jaxspec.models.kinds import whole
+
+_BLOCKS = {
+    **ATTENTION,
+    **mamba2_tensors("mamba."),
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    # The converter leaves ".weight" out.
+    "ffn_norm": "pre_ff_layernorm.weight",
+    "ffn_norm.weight": "pre_ff_layernorm.weight",
+}
+
+
+def _entries(model: Described) -> dict[str, Any]:
+    mamba2 = mamba2_sizes(
+        model,
+        heads="mamba_n_heads",
+        head_dim="mamba_d_head",
+        groups="mamba_n_groups",
+        state_dim="mamba_d_state",
+        conv_kernel="mamba_d_conv",
+        conv_bias="mamba_conv_bias",
+    )
+    return {
+        **model.attention(),
+        **model.key_heads(),
+        **mamba2,
+        "intermediate_size": model.sizes.need("feed_forward_length", whole(1, 2**31 - 1)),
+        "mamba_rms_norm": model.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,  # llama.cpp has no other order
+    }
+
+
+FALCON_H1 = Architecture("FalconH1ForCausalLM", _entries, _BLOCKS, conversions=mamba2_conversions)

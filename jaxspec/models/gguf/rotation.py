@@ -1,0 +1,79 @@
+"""rotation: the fields of a config.json on the rotation, from a GGUF file's metadata."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxspec.gguf.file import GGUFFile
+from jaxspec.models.kinds import SIZE, Block, number
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor that holds no weights: what llama3's scaling divides each frequency by."""
+_POSITIVE = number(1e-30, 1e30)
+_THETA = 10000.0  # llama.cpp's, where the metadata is silent
+# The metadata has no field for these, which all published models of llama3's scaling share.
+_LOW, _HIGH, _POSITIONS = 1.0, 4.0, 8192
+
+
+def rotation(file: GGUFFile, sizes: Block, head_dim: int) -> dict[str, Any]:
+    """The fields of a head of `head_dim` channels. `sizes`: the architecture's entries.
+
+    Raises:
+        ValueError: an entry is malformed, or the file holds factors that are not llama3's.
+    """
+    theta = sizes.find("rope.freq_base", _POSITIVE) or _THETA
+    entries: dict[str, Any] = {"rope_theta": theta}
+    rotated = sizes.find("rope.dimension_count", SIZE) or head_dim
+    if rotated != head_dim:
+        entries["partial_rotary_factor"] = rotated / head_dim
+    if ROPE_FACTORS in file.tensors:
+        entries["rope_scaling"] = _llama3(file, theta, rotated)
+    return entries
+
+
+def _llama3(file: GGUFFile, theta: float, rotated: int) -> dict[str, Any]:
+    """The scaling whose factors the file holds.
+
+    Raises:
+        ValueError: it holds others than llama3's.
+    """
+    tensor = file.tensors[ROPE_FACTORS]
+    fault = f"has the shape {list(tensor.shape)} in {tensor.type.name}"
+    if tensor.shape == (rotated // 2,) and tensor.type.name == "F32":
+        found = np.empty(rotated // 2, np.float32)
+        file.read_raw(tensor, 0, found)
+        wavelengths = 2 * math.pi * theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+        scaling = _scaling_of(found.astype(np.float64), wavelengths)
+        if scaling is not None:
+            return scaling
+        fault = "has other values"
+    raise ValueError(
+        f"{file.path}: `{ROPE_FACTORS}` must be {rotated // 2} factors in F32 as llama3's rope "
+        f"scaling gives with low_freq_factor {_LOW:g} and high_freq_factor {_HIGH:g}, and {fault}, "
+        "which jaxspec does not implement. Use the folder of the model's safetensors."
+    )
+
+
+def _scaling_of(factors: np.ndarray, wavelengths: np.ndarray) -> dict[str, Any] | None:
+    """The scaling that divides the frequencies by these `factors`; None: llama3's does not.
+
+    What a pair of channels of middle speed is divided by tells the length of the context.
+    """
+    factor = factors.max(initial=1.0)
+    if not 1 < factor < math.inf:
+        return None
+    is_middle = (factors > 1.001) & (factors < factor * 0.999)
+    shares = (1 / factors[is_middle] - 1 / factor) / (1 - 1 / factor)
+    contexts = wavelengths[is_middle] * (_LOW + shares * (_HIGH - _LOW))
+    for positions in (_POSITIONS, *np.rint(contexts).astype(int).tolist()):
+        share = np.clip((positions / wavelengths - _LOW) / (_HIGH - _LOW), 0, 1)
+        if np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": round(float(factor), 4),
+                "low_freq_factor": _LOW,
+                "high_freq_factor": _HIGH,
+                "original_max_position_embeddings": positions,
+            }
+    return None
