@@ -148,7 +148,7 @@ def test_a_layer_has_one_matrix_before_its_mixers_and_one_behind_them(loaded):
     for mixer in (layer.mixer for layer in model.trunk.layers):
         assert mixer.mamba.in_proj.weight is mixer.attention.qkv.weight is mixer.in_proj.weight
         assert mixer.mamba.out_proj.weight is mixer.attention.out.weight is mixer.out_proj.weight
-        assert mixer.in_proj.weight.shape == (64, 320 + 256)  # padded: 294
+        assert mixer.in_proj.weight.shape == (64, 384 + 256)  # padded: 294
         assert mixer.out_proj.weight.shape == (96 + 128, 64)
     leaves = jax.tree.leaves(nnx.state(model))
     assert len({id(leaf) for leaf in leaves}) == len(leaves) == 3 + 3 * 10
