@@ -17,13 +17,13 @@ def normal(*dims):
 def test_layers_side_by_side_read_their_columns_of_one_matrix():
     parts = Linear(8, {"a": 3, "b": 2}, FLOAT32, multiple=4), Linear(8, {"c": 7}, FLOAT32)
     whole = side_by_side(parts)
-    whole.weight.set_value(normal(8, 64))
+    whole.weight.set_value(normal(8, 256))
     assert parts[0].weight is parts[1].weight is whole.weight
     x = normal(2, 8)
     for part, output in zip(parts, whole.split(whole.joined(x)), strict=True):
         np.testing.assert_allclose(part.joined(x), output, rtol=1e-5, atol=1e-6)
     (placement,) = parts[1].checkpoint("m.")
-    assert placement.index == (slice(0, 8), slice(8, 15)) and placement.param is whole.weight
+    assert placement.index == (slice(0, 8), slice(128, 135)) and placement.param is whole.weight
 
 
 def test_summed_layers_are_rows_of_one_matrix():

@@ -44,6 +44,27 @@ def test_outputs_lie_side_by_side_before_the_padding():
     }
 
 
+def test_outputs_that_are_aligned_have_padding_between():
+    """A joined tensor has none."""
+    layer = Linear(8, {"a": 3, "b": 2, "c": 4}, FLOAT32, align=4, multiple=8, joined_name="abc")
+    assert layer.weight.shape == (8, 16) and layer.starts == (0, 4, 8)
+    weight, x = np.full((8, 16), np.nan, np.float32), normal(2, 8)
+    columns = slice(0, 3), slice(4, 6), slice(8, 12)
+    for some in columns:
+        weight[:, some] = normal(8, some.stop - some.start)
+    layer.weight.set_value(jnp.asarray(weight))
+    for part, some in zip(layer(x), columns, strict=True):
+        np.testing.assert_allclose(part, x @ weight[:, some], rtol=1e-5, atol=1e-6)
+    places = list(layer.checkpoint("m."))
+    assert [place.index for place in places] == [(slice(0, 8), some) for some in columns]
+    joined = [other for place in places for other in place.instead()]
+    assert [(p.shape, p.part) for p in joined] == [
+        ((9, 8), slice(0, 3)),
+        ((9, 8), slice(3, 5)),
+        ((9, 8), slice(5, 9)),
+    ]
+
+
 def test_outputs_may_be_published_as_one_tensor():
     layer = Linear(8, {"a": 3, "b": 2}, FLOAT32, joined_name="ab")
     apart = list(layer.checkpoint("m."))

@@ -62,6 +62,28 @@ def nothing_kept_on_disk():
         compilation_cache.reset_cache()
 
 
+_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "f8e4m3fn": 1, "pred": 1}
+
+
+def operand_starts(program):
+    """Where operands begin, in bytes, that XLA hands to kernels as parts of other arrays.
+
+    It wraps such a kernel in a computation that slices its operands. What it copies first is not
+    here.
+    """
+    starts = []
+    for body in re.findall(r"^%dynamic-slice-fusion\S* \(.*?^}", program, re.M | re.S):
+        found = re.findall(r"= (\w+)\[\S* slice\((%[\w.-]+)\).*?slice=\{(.*?)\}", body)
+        for dtype, whole, ranges in found:
+            (dims,) = re.findall(rf"{re.escape(whole)} = \w+\[([\d,]+)\]", body)
+            start = 0
+            firsts = re.findall(r"\[(\d+):", ranges)
+            for size, first in zip(dims.split(","), firsts, strict=True):
+                start = start * int(size) + int(first)
+            starts.append(start * _BYTES[dtype])
+    return starts
+
+
 def array(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 

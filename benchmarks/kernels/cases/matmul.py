@@ -101,7 +101,7 @@ def split_matmul_cases() -> Iterator[Case]:
             yield _plain_case("split_matmul", ops, (model, "down", tokens), inner, HIDDEN[model])
     for tokens in (128, 256):
         yield _plain_case("split_matmul", ops, ("qwen3.5-9b", "o_proj", tokens), 4096, 4096)
-    for tokens in (16, 64):
+    for tokens in (1, 4, 8, 16, 64):
         yield _plain_case("split_matmul", ops, ("nemotron-3-nano", "o_proj", tokens), 4096, 2688)
     for tokens in (16, 64, 256):
         about = "nemotron-3-super", "latent and shared", tokens

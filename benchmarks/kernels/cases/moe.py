@@ -13,7 +13,7 @@ from benchmarks.measure.mixtures import Mixture, mixture
 from jaxspec.pallas.matmul.products import BLOCK_N, matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts_reference
 from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
-from jaxspec.pallas.moe.latent import latent_moe_feed_forward
+from jaxspec.pallas.moe.latent import Columns, latent_moe_feed_forward
 from jaxspec.pallas.moe.route import moe_route_reference
 from jaxspec.pallas.norm.add_norm import add_norm_reference
 from jaxspec.pallas.norm.residual import sum_parts
@@ -59,7 +59,7 @@ def _shapes(layer: Mixture) -> tuple[tuple[int, ...], ...]:
     rule, width, pieces = sizes.rule, sizes.intermediate_size, sizes.activation.pieces
     latent, columns = sizes.latent_size, rule.num_columns
     if latent is not None:
-        columns += latent + pieces * sizes.shared_size
+        columns = Columns.of(columns, latent, pieces * sizes.shared_size).shared.stop
     read, columns = latent or features, -(-columns // BLOCK_N) * BLOCK_N
     shapes = (features, columns), (rule.none, pieces * width, read), (rule.none, read, width)
     return shapes if latent is None else (*shapes, (latent + sizes.shared_size, features))
@@ -146,10 +146,10 @@ def _reference(stream, pending, norm, router, experts, live):
 def _latent_reference(stream, pending, norm, router, experts, output, live):
     """`latent_moe_feed_forward` in the same way."""
     choices, stream, _, product = _choices(stream, pending, norm, router, live)
-    first, latent = router.rule.num_columns, experts.down.outer
-    columns = experts.activation.pieces * (output.inner - latent)
-    ends = first + latent, first + latent + columns
-    small, wide = (product[:, a:b].astype(stream.dtype) for a, b in ((first, ends[0]), ends))
+    latent = experts.down.outer
+    shared = experts.activation.pieces * (output.inner - latent)
+    columns = Columns.of(router.rule.num_columns, latent, shared)
+    small, wide = (product[:, some].astype(stream.dtype) for some in columns)
     routed = sum_parts(moe_experts_reference(small, experts, choices), stream.dtype)
     both = jnp.concatenate([routed, experts.activation(wide)], axis=1)
     return stream, matmul(both, output)

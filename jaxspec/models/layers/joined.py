@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 
 from jaxspec.models.layers.linear import Linear
-from jaxspec.pallas.matmul.products import BLOCK_N
+from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
 
 
 def side_by_side(parts: Sequence[Linear]) -> Linear:
     """The linear layer that gives the outputs of all `parts` for their common input.
 
-    Its `split` gives each part's output, padding included. The parts must be new: their weights
-    are columns of its weight from now on, and so are what their `checkpoint` fills.
+    Its `split` gives each part's output, padding included; kernels can read it where it is. The
+    parts must be new: their weights are columns of its weight from now on, and so are what their
+    `checkpoint` fills.
     """
     outputs = {str(number): part.columns for number, part in enumerate(parts)}
-    whole = Linear(parts[0].in_features, outputs, parts[0].weight.dtype, multiple=BLOCK_N)
-    column = 0
-    for part in parts:
+    dtype, unit = parts[0].weight.dtype, ALIGNED_COLUMNS
+    whole = Linear(parts[0].in_features, outputs, dtype, align=unit, multiple=unit)
+    for part, column in zip(parts, whole.starts, strict=True):
         part.become_part(whole, 0, column)
-        column += part.columns
     return whole
 
 

@@ -12,6 +12,7 @@ from jaxspec.models.layers.linear import Linear, LinearOfTwo
 from jaxspec.models.layers.moe import Correction, MoEConfig
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import CENTRED_COLUMNS, Placement
+from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.matmul.products import BLOCK_N
 from jaxspec.pallas.moe.feed_forward import Router
@@ -44,7 +45,7 @@ class LatentMoE(nnx.Module):
         last = {"fc2_latent_proj": latent}
         if shared:
             first["shared_expert.up_proj"] = last["shared_expert.down_proj"] = shared
-        self.input = Linear(hidden_size, first, dtype, multiple=BLOCK_N)
+        self.input = Linear(hidden_size, first, dtype, align=ALIGNED_COLUMNS, multiple=BLOCK_N)
         self.output = LinearOfTwo(last, hidden_size, dtype, CENTRED_COLUMNS)
         self.correction = Correction(sizes)
         self.experts = ExpertStacks(

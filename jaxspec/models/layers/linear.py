@@ -36,20 +36,28 @@ class Linear(nnx.Module):
         outputs: Mapping[str, int],
         dtype: jnp.dtype,
         *,
+        align: int = 1,
         multiple: int = 1,
         joined_name: str | None = None,
         init: Init = NORMAL,
     ):
         """`outputs` maps each published tensor's name (without `.weight`) to its number of rows.
 
-        Behind the outputs come columns of padding, up to a `multiple`; their values mean nothing.
+        Each output begins at a multiple of `align` columns. Between them, and behind the last up
+        to a `multiple`, are columns of padding; their values mean nothing. A kernel can read an
+        output of a single row where it is if `align` is `gpu.operands.ALIGNED_COLUMNS`.
         A checkpoint may have all outputs in one tensor instead, `joined_name`, in their order.
         `init`: as of `declare`.
         """
         self.in_features = in_features
         self.outputs = tuple(outputs.items())
         self.joined_name = joined_name
-        self.columns = -(-sum(outputs.values()) // multiple) * multiple  # padding included
+        starts, end = [], 0
+        for size in outputs.values():
+            starts.append(-(-end // align) * align)
+            end = starts[-1] + size
+        self.starts = tuple(starts)  # the first column of each output
+        self.columns = -(-end // multiple) * multiple  # padding included
         self.weight = declare((in_features, self.columns), dtype, init)
         self.origin = (0, 0)  # row and column of `weight` where the matrix begins
 
@@ -100,6 +108,7 @@ class Linear(nnx.Module):
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
+        row = 0  # of the joined tensor, which has no padding
         for name, start, end in self._spans():
             shape = (end - start, self.in_features)
             index = self.index(start, end)
@@ -108,15 +117,14 @@ class Linear(nnx.Module):
                 place
                 if self.joined_name is None
                 else place.or_part_of(
-                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), start
+                    f"{prefix}{self.joined_name}.weight", sum(dict(self.outputs).values()), row
                 )
             )
+            row += end - start
 
     def _spans(self) -> Iterator[tuple[str, int, int]]:
-        end = 0
-        for name, size in self.outputs:
-            start, end = end, end + size
-            yield name, start, end
+        for (name, size), start in zip(self.outputs, self.starts, strict=True):
+            yield name, start, start + size
 
 
 class LinearOfTwo(nnx.Module):

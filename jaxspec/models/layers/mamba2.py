@@ -21,6 +21,7 @@ from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
 from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
@@ -35,9 +36,6 @@ from jaxspec.regions import DecodeRegion
 _Projected = Float[Array, "tokens columns"]
 _Heads = Float[Array, "tokens heads head_dim"]
 _Finished = Float[Array, "tokens features"]
-# A kernel's operand must begin at a multiple of 256 bytes, and a region begins with any row of the
-# projection.
-_COLUMNS = 128
 _NO_LIMIT = 1e30  # and above: configurations write infinity so, too
 
 
@@ -100,9 +98,10 @@ class Mamba2(nnx.Module):
         """`dtype`: of the weights, but for the rates' and the norm's."""
         self.sizes = sizes = config.part(Mamba2Config)
         self.eps, heads = config.rms_norm_eps, sizes.heads
-        # In the order that `Mamba2Heads` gives; published as z, x, B, C, dt.
+        # In the order that `Mamba2Heads` gives; published as z, x, B, C, dt. Kernels read a region
+        # where it is, and it begins with any row of the projection.
         outputs = {"xBC": heads.channels, "z": heads.features, "dt": heads.heads}
-        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=_COLUMNS)
+        self.in_proj = Linear(config.hidden_size, outputs, dtype, multiple=ALIGNED_COLUMNS)
         # Published transposed; the GPU kernel reads one tap of many channels at once.
         self.conv = declare((sizes.conv_kernel, heads.channels), dtype, _init_taps)
         zeros = jax.nn.initializers.zeros

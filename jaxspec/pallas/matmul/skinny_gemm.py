@@ -23,6 +23,9 @@ from jaxspec.weight import Weight
 
 MAX_ROWS = 8  # the smallest N of wgmma
 HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory's speed
+# `split_matmul` wins in Nemotron-3-Nano, too, where XLA makes two kernels of it; `norm_matmul` ties
+# (the same results, o_proj of nemotron-3-nano).
+SPLIT_HIDDEN = *HIDDEN, 2688
 GATE_UNIT = 512  # features that a block gates at a time
 _MAX_INNER = 8192  # a block must have room for the rows of a product that is not split
 
@@ -35,11 +38,19 @@ def num_parts(inner: int, outer: int, *, unit: int) -> int:
     return device.parts(-(-outer // BLOCK_N), inner // unit)
 
 
-def why_not_kernel(x: Float[Array, "rows inner"], weight: Weight, hidden: int) -> str | None:
-    """Why no kernel takes this product in a model of width `hidden`, or None."""
+def why_not_kernel(
+    x: Float[Array, "rows inner"],
+    weight: Weight,
+    hidden: int,
+    widths: tuple[int, ...] = HIDDEN,
+) -> str | None:
+    """Why no kernel takes this product in a model of width `hidden`, or None.
+
+    `widths`: of the models in which it is faster than XLA's.
+    """
     if why := why_not_dtypes(x, weight):
         return why
-    if hidden not in HIDDEN:
+    if hidden not in widths:
         return f"{hidden} features"
     if weight.inner % 64 or weight.inner > _MAX_INNER or weight.outer % 32:
         return f"a weight of {weight.inner} x {weight.outer}"

@@ -20,7 +20,7 @@ from jaxspec.weight import Weight
 def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
     """`x @ weight` as tokens in their dtype, or as float32 partial sums over parts of `inner`.
 
-    For up to 8 rows in 16 bits, and 1024 or 2048 columns, one kernel makes `[parts, tokens,
+    For up to 8 rows in 16 bits, and 1024, 2048 or 2688 columns, one kernel makes `[parts, tokens,
     outer]`, with a block for nearly every multiprocessor. `norm_matmul` and `add_norm` sum the
     parts up when they add them to the residual stream. For 16 to 256 rows a kernel of `gemm` makes
     partial sums, or tokens where one part gives blocks enough. Otherwise XLA makes tokens,
@@ -32,7 +32,8 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
     products.check_inner(x.shape[1], weight)
     is_skinny, hidden = x.shape[0] <= skinny_gemm.MAX_ROWS, weight.outer
     if is_skinny:
-        why, wave = skinny_gemm.why_not_kernel(x, weight, hidden), None
+        widths = skinny_gemm.SPLIT_HIDDEN
+        why, wave = skinny_gemm.why_not_kernel(x, weight, hidden, widths), None
     else:
         why, wave = gemm.choose(x, weight, hidden, max_parts=gemm.MAX_PARTS)
     if not dispatch.runs_kernel("split_matmul", why, by_choice=True):

@@ -1,8 +1,11 @@
 """The feed-forward layer of a mixture whose experts live in fewer features than the stream."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
 from jaxspec.pallas.matmul.products import matmul
 from jaxspec.pallas.matmul.split_matmul import split_matmul
 from jaxspec.pallas.moe.experts import Experts, moe_experts
@@ -32,32 +35,55 @@ def latent_moe_feed_forward(
         output = (sum of the chosen experts of latent) | a(shared), times `output`
 
     so the columns of `router.weight` are those of the scores, of the projection to the latent
-    features, and of the shared layer's first product; columns behind those are padding. The rows of
-    `output` are those of the projection back, then of the shared layer's second product. The scores
-    are float32. Tokens that are not `live` choose no expert.
+    features, and of the shared layer's first product. Each of the three begins at a multiple of 128
+    columns (`Columns`); those between and behind them are padding. The rows of `output` are those
+    of the projection back, then of the shared layer's second product. The scores are float32.
+    Tokens that are not `live` choose no expert.
 
     Raises:
         ValueError: the weights do not fit the stream or each other, or shared experts stand among
             those that compete.
     """
-    rule, latent = router.rule, experts.down.outer
-    check(stream.shape[1], latent, router, experts)
-    width = output.inner - latent  # of the shared layer
-    _check(stream.shape[1], router, experts, output)
+    check(stream.shape[1], experts.down.outer, router, experts)
+    columns = _check(stream.shape[1], router, experts, output)
     stream, normed = add_norm(stream, pending, norm)
     # One product reads `normed` once. In float32 the scores need no kernel to cut them out.
     product = matmul(normed, router.weight, jnp.float32)
-    choices = moe_route(product, router.bias, live, rule)
-    first, last = rule.num_columns, rule.num_columns + latent
-    routed = moe_experts(product[:, first:last].astype(stream.dtype), experts, choices)
-    columns = product[:, last : last + experts.activation.pieces * width]
-    shared = experts.activation(columns.astype(stream.dtype))
+    choices = moe_route(product, router.bias, live, router.rule)
+    routed = moe_experts(product[:, columns.latent].astype(stream.dtype), experts, choices)
+    shared = experts.activation(product[:, columns.shared].astype(stream.dtype))
     both = jnp.concatenate([sum_parts(routed, stream.dtype), shared], axis=1)
     return stream, split_matmul(both, output)
 
 
-def _check(features: int, router: Router, experts: Experts, output: Weight) -> None:
-    """ValueError where the router has too few columns, or has shared experts of its own."""
+class Columns(NamedTuple):
+    """The columns of a latent layer's first product; the scores' are the first.
+
+    XLA hands the latent features of a single token to a kernel where they are, so they must begin
+    where a kernel can read them.
+    """
+
+    latent: slice
+    shared: slice  # of the shared layer's gate, if it has one, and up
+
+    @staticmethod
+    def of(scores: int, latent: int, shared: int) -> "Columns":
+        """The columns of so many scores, latent features, and features of the shared layer.
+
+        Columns.of(8, 16, 40) is 128:144 and 256:296.
+        """
+        first = _aligned(scores)
+        then = _aligned(first + latent) if shared else first + latent
+        return Columns(slice(first, first + latent), slice(then, then + shared))
+
+
+def _aligned(column: int) -> int:
+    """The first column from this one on at which an output begins, as `Linear` has them."""
+    return -(-column // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
+
+
+def _check(features: int, router: Router, experts: Experts, output: Weight) -> Columns:
+    """The columns; ValueError where there are too few, or the router has shared experts."""
     rule, latent = router.rule, experts.down.outer
     if rule.num_shared:
         raise ValueError(
@@ -65,10 +91,12 @@ def _check(features: int, router: Router, experts: Experts, output: Weight) -> N
             "among them. Put its matrices into the router's and the output's weight."
         )
     width = output.inner - latent
-    wanted = rule.num_columns + latent + experts.activation.pieces * width
+    columns = Columns.of(rule.num_columns, latent, experts.activation.pieces * max(width, 0))
+    wanted = columns.shared.stop
     if width < 0 or output.outer != features or router.weight.outer < wanted:
         raise ValueError(
             f"The output of {latent} latent features and a shared layer of width {width} must be "
             f"{latent + max(width, 0)} x {features}, and the router must have {wanted} columns or "
             f"more, got {output.inner} x {output.outer} and {router.weight.outer}."
         )
+    return columns

@@ -4,7 +4,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from sm90 import array, assert_lean, compile_for
+from sm90 import array, assert_lean, compile_for, operand_starts
 
 from benchmarks.measure.shapes import ATTENTION
 from jaxspec.pallas import dispatch
@@ -34,3 +34,22 @@ def test_prefill_attention(h200, monkeypatch, capfd, shape, dtype):
     assert_lean(compiled, capfd.readouterr().out, pool)
     schedules = re.findall(r"custom-call\((%[\w.]+),", compiled.as_text())
     assert len(schedules) == 2 and len(set(schedules)) == 1  # one for all layers
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4)])
+def test_queries_behind_those_of_decode_rows_begin_where_the_kernel_reads_them(
+    h200, monkeypatch, heads, kv_heads
+):
+    """A token of 9 heads of 64, as SmolLM2-135M has them, is 1,152 bytes: no multiple of 256."""
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda op, why_not, **_: why_not is None)
+
+    def step(queries, kv, tables, chunks):
+        return prefill_attention((queries + queries)[1:], kv, 0, tables, chunks), kv
+
+    index, starts = (array(n, dtype=jnp.int32) for n in (2, 3))
+    chunks = PrefillRegion(slots=index, num_computed=index, query_start=starts, state_offset=index)
+    queries = array(257, heads, 64, dtype=jnp.bfloat16)
+    pool = array(1, 2, 64, 16, kv_heads, 64, dtype=jnp.bfloat16)
+    operands = queries, pool, array(3, 16, dtype=jnp.int32), chunks
+    compiled = compile_for(h200, monkeypatch, step, operands, donated=1)
+    assert operand_starts(compiled.as_text()) == ([1024] if heads == 8 else [])

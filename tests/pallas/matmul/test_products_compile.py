@@ -146,6 +146,20 @@ def test_matmul_squared_relu(h200, monkeypatch, capfd, features, inner, tokens):
     assert_lean(compiled, capfd.readouterr().out)
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_split_matmul_of_2688_features(h200, monkeypatch, capfd, tokens):
+    """What ends Nemotron-3-Nano's layers of attention and of Mamba2."""
+    dims = (tokens, 4096), (4096, 2688)
+    operands = [array(*each, dtype=jnp.bfloat16) for each in dims]
+
+    def step(heads, out):
+        return split_matmul(heads, Dense(out))
+
+    compiled = compile_for(h200, monkeypatch, step, operands)
+    assert_lean(compiled, capfd.readouterr().out)
+    assert not re.findall(r"(slice|fusion)\(", compiled.as_text())
+
+
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_the_products_of_2688_features(h200, monkeypatch, capfd, tokens):
     """Nemotron-3-Nano's projections of attention, and the one that ends a layer."""

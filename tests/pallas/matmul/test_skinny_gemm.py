@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.pallas.matmul.skinny_gemm import num_parts, why_not_kernel
+from jaxspec.pallas.matmul.skinny_gemm import (
+    HIDDEN,
+    SPLIT_HIDDEN,
+    num_parts,
+    why_not_kernel,
+)
 from jaxspec.weight import Dense
 
 
@@ -26,6 +31,17 @@ def test_kernels_take_few_rows_of_small_models(rows, inner, outer, dtype, hidden
     x = jax.ShapeDtypeStruct((rows, inner), dtype)
     weight = Dense(jax.ShapeDtypeStruct((inner, outer), dtype))
     assert why_not_kernel(x, weight, hidden) == why
+
+
+def test_a_product_that_is_split_is_faster_in_more_models():
+    x = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+    for hidden in (1024, 2048, 2560, 2688, 4096):
+        weight = Dense(jax.ShapeDtypeStruct((4096, hidden), jnp.bfloat16))
+        why, split = (
+            why_not_kernel(x, weight, hidden, widths) for widths in (HIDDEN, SPLIT_HIDDEN)
+        )
+        assert why == (None if hidden <= 2048 else f"{hidden} features")
+        assert split == (None if hidden in (1024, 2048, 2688) else f"{hidden} features")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_heads_that_are_normed_already_are_multiplied_as_they_are(op):
         (3, 1024, 1024, jnp.float16),
         (8, 512, 2048, jnp.bfloat16),
         (5, 64 * 27, 2048, jnp.bfloat16),  # in chunks of 64 features
+        (2, 512, 2688, jnp.bfloat16),
     ],
 )
 def test_the_kernel_equals_the_oracle_without_races(interpreter, tokens, inner, outer, dtype):
@@ -215,6 +216,15 @@ def test_on_a_gpu_the_ops_are_their_kernels_and_equal_the_oracle(model, tokens):
     assert_is_product(y, gated_norm(heads, norm), weight)
     for op in ops:
         assert dispatch.implementations()[op] == ("kernel",)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_on_a_gpu_a_model_of_2688_features_runs_the_kernel(tokens):
+    dispatch._chosen.pop("split_matmul", None)
+    x, weight = operands(tokens, 4096, 2688, jnp.bfloat16)
+    assert_is_product(jax.jit(split_matmul)(x, Dense(weight)), np.asarray(x, np.float64), weight)
+    assert dispatch.implementations()["split_matmul"] == ("kernel",)
 
 
 @pytest.mark.gpu

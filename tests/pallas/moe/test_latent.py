@@ -22,16 +22,17 @@ run = jax.jit(latent_moe_feed_forward)
 
 
 def weights(activation=Activation.SQUARED_RELU, dtype=jnp.float32, sizes=None, rule=RULE):
-    """A norm, the router's matrix with NaN behind its columns, experts, and the last matrix."""
+    """A norm, the router's matrix with NaN between its columns, experts, and the last matrix."""
     features, latent, inner, shared = sizes or (FEATURES, LATENT, INNER, SHARED)
     rng, pieces = np.random.default_rng(0), activation.pieces
 
     def draw(*dims, inner):
         return jnp.asarray(rng.normal(size=dims) * inner**-0.5, dtype)
 
-    columns = rule.num_experts + latent + pieces * shared
-    first = draw(features, columns, inner=features)
-    first = jnp.pad(first, ((0, 0), (0, 5)), constant_values=jnp.nan)
+    starts, columns = places(rule.num_experts, latent, pieces * shared)
+    first = jnp.full((features, columns + 5), jnp.nan, dtype)
+    for start, size in zip(starts, (rule.num_experts, latent, pieces * shared), strict=True):
+        first = first.at[:, start : start + size].set(draw(features, size, inner=features))
     up = draw(rule.num_experts, pieces * inner, latent, inner=latent)
     down = draw(rule.num_experts, latent, inner, inner=inner)
     output = draw(latent + shared, features, inner=latent + shared)
@@ -44,6 +45,12 @@ def weights(activation=Activation.SQUARED_RELU, dtype=jnp.float32, sizes=None, r
     )
 
 
+def places(*sizes):
+    """Where each part of the router's columns begins, at multiples of 128, and the last ends."""
+    starts = np.cumsum([0, *(-(-size // 128) * 128 for size in sizes)])
+    return starts[:-1], int(starts[-2] + sizes[-1])
+
+
 def tokens(count, seed=0, features=FEATURES, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(count, features)), dtype)
 
@@ -53,8 +60,9 @@ def oracle(stream, pending, norm, router, experts, output, live):
     stream, x = normed(stream, pending, norm)
     latent, pieces, rule = experts.down.outer, experts.activation.pieces, router.rule
     shared = pieces * (output.inner - latent)
-    ends = np.cumsum([rule.num_experts, latent, shared])
-    scores, small, wide, _ = np.split(x @ np.asarray(router.weight.array, np.float64), ends, axis=1)
+    sizes, product = (rule.num_experts, latent, shared), x @ np.float64(router.weight.array)
+    starts, _ = places(*sizes)
+    scores, small, wide = (product[:, a : a + n] for a, n in zip(starts, sizes, strict=True))
     routed = parts_of(small, experts, *choose(scores, router.bias, live, rule)).sum(axis=0)
     both = np.concatenate([routed, activated(wide, experts.activation)], axis=1)
     return stream, both @ np.asarray(output.array, np.float64)
@@ -110,9 +118,9 @@ def test_a_row_of_nan_and_padding_stay_alone():
 def test_weights_that_do_not_fit_are_refused():
     norm, router, experts, output = weights()
     live = jnp.ones(2, bool)
-    few = Router(Dense(router.weight.array[:, : 8 + LATENT + SHARED - 1]), None, RULE)
+    few = Router(Dense(router.weight.array[:, : 256 + SHARED - 1]), None, RULE)
     cases = [
-        ((few, experts, output), r"must have 64 columns or more, got 56 x 32 and 63"),
+        ((few, experts, output), r"must have 296 columns or more, got 56 x 32 and 295"),
         ((router, experts, Dense(output.array[:, 1:])), "must be 56 x 32"),
         ((router, experts, Dense(output.array[:15])), "must be 16 x 32"),
         ((router, Experts(experts.up, experts.up, experts.activation), output), "weights of 8 "),
