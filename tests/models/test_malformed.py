@@ -553,7 +553,6 @@ MAMBA2_FIELDS = {
     "use_conv_bias": [*NONE, True],
     "use_bias": [*NONE, False],
     "rms_norm": [*NONE, True],
-    "norm_before_gate": [*NONE, False],
     "time_step_limit": NONE,
 }
 GRANITE_FIELDS = {
