@@ -12,7 +12,7 @@ from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2, SPARSE, ModelCo
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, number, whole, words
 from jaxspec.models.layers.mamba2 import Mamba2Config
-from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.moe import MAX_EXPERTS, MoEConfig, shared_width
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.pallas.moe.route import Routing
 
@@ -87,7 +87,7 @@ class Granite(Model):
         """
         fields.refuse_all_but(_OPTIONS)
         mixers = _mixers(fields)
-        num_experts = fields.need("num_local_experts", whole(0, 4096))
+        num_experts = fields.need("num_local_experts", whole(0, MAX_EXPERTS))
         rotates = fields.entries.get("position_embedding_type") == "rope"
         config = fields.common(
             mixers,
@@ -155,5 +155,5 @@ def _experts(fields: Fields, num_experts: int) -> MoEConfig:
     return MoEConfig(
         Routing(num_experts, fields.need("num_experts_per_tok", whole(1, num_experts))),
         width,
-        shared_size=fields.need("shared_intermediate_size", whole(1, 64 * width)),
+        shared_size=fields.need("shared_intermediate_size", shared_width(width)),
     )
