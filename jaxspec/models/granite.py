@@ -49,14 +49,14 @@ class GraniteMultipliers:
 
     embedding: float
     residual: float
-    queries: float  # so that scores are multiplied by Granite's factor, not over a root
+    queries: float  # with it their scores are those of `attention_multiplier`
     logits: float  # they are divided by it
 
     @classmethod
     def read(cls, fields: Fields, head_dim: int) -> "GraniteMultipliers":
         """The fields of config.json, for heads of `head_dim` channels.
 
-        Granite's factor of scores takes the place of one over the root of a head's channels.
+        Granite's factor of scores takes the place of one over the root of these.
 
         Raises:
             ValueError: a field is missing or malformed.

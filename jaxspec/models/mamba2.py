@@ -12,8 +12,9 @@ from jaxspec.models.layers.mamba2 import Mamba2Config
 # Options that change the output, and their values that the layers compute. `norm_before_gate` is
 # none of them: Mamba-Codestral-7B has it, and transformers gates before the norm whatever it says.
 _OPTIONS = {"use_bias": (False,), "rms_norm": (True,)}
-# No position is encoded, so only the options of the engine bound a request. The state's memory of
-# what lies further back than the 2,048 tokens of the published models' training is anybody's guess.
+# No position is encoded and nothing grows with a request, so the layers set no bound. The state's
+# memory of what lies further back than the 2,048 tokens of the published models' training is
+# anybody's guess.
 _MAX_POSITIONS = 2**17
 _LAYER = re.compile(r"^(model\.layers\.\d{1,4}\.)(norm|mixer)(?=\.)")
 _PARTS = {"norm": "input_layernorm", "mixer": "mamba"}
