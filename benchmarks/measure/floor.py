@@ -20,12 +20,15 @@ from jaxspec.models.config import (
     MAMBA2,
     NO_FEED_FORWARD,
     NO_MIXER,
+    PARALLEL,
+    SHORT_CONV,
     SQUARED_RELU,
     ModelConfig,
 )
 from jaxspec.models.layers.gated_delta_net import GatedDeltaNetConfig
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.recurrent.replay import default_window
 
@@ -53,7 +56,7 @@ class RecurrentSize(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig, kind: str) -> "RecurrentSize":
-        """Of the model's Gated DeltaNet or Mamba2 layers."""
+        """Of the model's Gated DeltaNet layers, or of Mamba2, alone or beside attention."""
         if kind == LINEAR_ATTENTION:
             gdn = config.part(GatedDeltaNetConfig)
             keys = gdn.key_heads * gdn.key_dim
@@ -89,7 +92,10 @@ def mixer_size(config: ModelConfig, kind: str) -> int:
         return 0
     if kind == FULL_ATTENTION:
         return attention_size(config)
-    return RecurrentSize.of(config, kind).weights(config.hidden_size)
+    if kind == SHORT_CONV:
+        return config.hidden_size * (4 * config.hidden_size + config.part(ShortConvConfig).taps)
+    beside = attention_size(config) if kind == PARALLEL else 0
+    return beside + RecurrentSize.of(config, kind).weights(config.hidden_size)
 
 
 def distinct_experts(routing: Routing, tokens: float) -> float:
@@ -157,13 +163,17 @@ def step_bytes(
     draft = size * head_size(config, rows) if drafts else 0.0
     draft += ITEMSIZES[draft_head_dtype] * scored
     io = state = 0.0
-    for kind in (LINEAR_ATTENTION, MAMBA2):
+    for kind in (LINEAR_ATTENTION, MAMBA2, PARALLEL):
         if layers := config.layer_types.count(kind):
             sizes = RecurrentSize.of(config, kind)
-            window = 2 * (sizes.taps - 1) + drafts  # read, and written whole
-            moved = sizes.channels * (width + window) + 2 * sizes.features * width
+            moved = sizes.channels * (width + _window(sizes.taps, drafts))
+            moved += 2 * sizes.features * width
             io += rows * layers * size * moved
             state += rows * layers * _state_bytes(sizes, width, emitted, states, ring_dtype)
+    if layers := config.layer_types.count(SHORT_CONV):
+        window = _window(config.part(ShortConvConfig).taps, drafts)
+        # Of each token B, C and v, and the output.
+        io += rows * layers * size * config.hidden_size * (4 * width + window)
     attention = config.num_full_attention_layers
     return {
         "weights": size * forward_size(config, rows * width + prompt_tokens),
@@ -172,6 +182,11 @@ def step_bytes(
         "states": state,
         "drafts": drafts * (draft + rows * context * kv_token),
     }
+
+
+def _window(taps: int, drafts: int) -> int:
+    """Inputs of a convolution that are read before a step's own, and written whole behind it."""
+    return 2 * (taps - 1) + drafts
 
 
 def _state_bytes(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import device
+from jaxspec.cache import CacheSpec, Owned, Recurrent
 from jaxspec.inspection.find import find
 from jaxspec.inspection.report import Inspection
 from jaxspec.inspection.sizes import (
@@ -88,10 +89,16 @@ def _kinds(layer: DecoderLayer) -> str:
 
 def _needs(settled: Settled) -> dict[str, Any]:
     """What the options became for the model, and what a token and a request take with them."""
+    has_states = any(_has_states(spec) for spec in settled.holdings.specs)
     return {
         "num_drafts": settled.shapes.num_drafts,
         "kv_dtype": settled.kv_dtype.name,
-        "state_policy": settled.states.policy,
-        "state_dtype": settled.states.dtype,
+        "state_policy": settled.states.policy if has_states else None,
+        "state_dtype": settled.states.dtype if has_states else None,
         "cache": cache_bytes(settled),
     }
+
+
+def _has_states(spec: CacheSpec) -> bool:
+    """Whether its pool keeps recurrent states; a convolution's inputs alone have no policy."""
+    return isinstance(spec.spec if isinstance(spec, Owned) else spec, Recurrent)

@@ -37,11 +37,12 @@ class Found:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """What the loader refuses inside is noted, and ends the block."""
+        """What the loader refuses inside is noted once, and ends the block."""
         try:
             yield
         except (ValueError, FileNotFoundError) as error:
-            self.refused.append(str(error))
+            if str(error) not in self.refused:
+                self.refused.append(str(error))
 
 
 def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
@@ -81,7 +82,8 @@ def find(options: EngineConfig, dtype: jnp.dtype) -> Found:
         if names is not None:
             spellings = (family.canonical_name(name, config) for name in names)
             names = frozenset(name for name in spellings if name is not None)
-        found.model = undefined(family, config, dtype, names)
+        with found.noting():
+            found.model = undefined(family, config, dtype, names)
     return found
 
 

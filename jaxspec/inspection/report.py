@@ -36,7 +36,7 @@ class Inspection:
     weight_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # on the device
     num_drafts: int | None = None  # that a step verifies
     kv_dtype: str | None = None  # of keys and values
-    state_policy: str | None = None  # how recurrent states are kept
+    state_policy: str | None = None  # how recurrent states are kept; None: there are none
     state_dtype: str | None = None
     cache: CacheBytes | None = None
     fits: tuple[Fit, ...] = ()  # by the length of requests
@@ -99,7 +99,8 @@ def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.num_drafts:
         plural = "s" * (found.num_drafts > 1)
         drafts = f" with {found.num_drafts} draft{plural}, {plain} without"
-    yield "a request", f"{kept}{drafts} ({found.state_policy}, {found.state_dtype})"
+    how = f" ({found.state_policy}, {found.state_dtype})" if found.state_policy else ""
+    yield "a request", f"{kept}{drafts}{how}"
 
 
 def _table(found: Inspection) -> Iterator[str]:

@@ -9,7 +9,7 @@ from jaxspec.models.config import PARALLEL, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, Kind, number, whole
 from jaxspec.models.layers.mamba2 import Mamba2Config
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.parameters import Placement, scaled
 
 # Options that change the output, and their values that the layers compute.
 _OPTIONS = {
@@ -26,7 +26,7 @@ _PARTS = {"pre_ff_layernorm": "post_attention_layernorm", "feed_forward": "mlp"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Multipliers:
+class FalconMultipliers:
     """What Falcon-H1 multiplies activations with: a part of a `ModelConfig`.
 
     Each of them meets a matrix or a norm's weight before anything else, so these are multiplied
@@ -43,7 +43,7 @@ class Multipliers:
     mlp_down: float
 
     @classmethod
-    def read(cls, fields: Fields) -> "Multipliers":
+    def read(cls, fields: Fields) -> "FalconMultipliers":
         """The fields of config.json; one that is absent is 1.
 
         Raises:
@@ -89,7 +89,7 @@ class FalconH1(Model):
         fields.refuse_all_but(_OPTIONS)
         count = fields.need("num_hidden_layers", whole(1, MAX_LAYERS))
         config = fields.common((PARALLEL,) * count)
-        parts = (_mamba2(fields), Multipliers.read(fields))
+        parts = (_mamba2(fields), FalconMultipliers.read(fields))
         return dataclasses.replace(config, normed_heads=False, parts=parts)
 
     @staticmethod
@@ -102,10 +102,8 @@ class FalconH1(Model):
     def checkpoint(self) -> Iterator[Placement]:
         """The published tensors, with the multipliers as factors of their values."""
         tied = self.trunk.embedding is None
-        factors = self.config.part(Multipliers).of_tensors(tied=tied)
-        for placement in super().checkpoint():
-            ends = [end for end in factors if placement.name.endswith(end)]
-            yield placement.scaled(factors[ends[0]] if ends else 1.0)
+        factors = self.config.part(FalconMultipliers).of_tensors(tied=tied)
+        return scaled(super().checkpoint(), factors)
 
 
 def _mamba2(fields: Fields) -> Mamba2Config:

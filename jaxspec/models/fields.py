@@ -137,6 +137,7 @@ class Fields(Block):
         has_rotation: bool = True,
         default_partial_rotary: float = 1.0,
         default_theta: float | None = None,
+        head_dim: int | None = None,
         eps: str = "rms_norm_eps",
         intermediate_size: str = "intermediate_size",
         max_positions: int | None = None,
@@ -148,15 +149,16 @@ class Fields(Block):
         `has_attention`: some layer attends, so that there are heads; `has_rotation`: it is told of
         positions by a rotation; `default_partial_rotary`: the share of a head that is rotated
         unless config.json says; `default_theta`: the rotation's base likewise, None: config.json
-        must say; `eps` and `intermediate_size`: the fields that have them; `max_positions`: of a
-        family whose config.json says nothing of them.
+        must say; `head_dim`: channels of a head, of a family that reads them by itself; `eps` and
+        `intermediate_size`: the fields that have them; `max_positions`: of a family whose
+        config.json says nothing of them.
 
         Raises:
             ValueError: a field is missing, malformed or not implemented.
         """
         self.refuse_all_but(_COMMON_OPTIONS)
         hidden_size = self.need("hidden_size", SIZE)
-        heads = self._heads(hidden_size) if has_attention else (0, 0, 0)
+        heads = self._heads(hidden_size, head_dim) if has_attention else (0, 0, 0)
         rope = None
         if has_attention and has_rotation:
             rope = read_rope(self, heads[2], default_partial_rotary, default_theta)
@@ -187,12 +189,12 @@ class Fields(Block):
             tie_word_embeddings=self.tie_word_embeddings,
         )
 
-    def _heads(self, hidden_size: int) -> tuple[int, int, int]:
+    def _heads(self, hidden_size: int, head_dim: int | None) -> tuple[int, int, int]:
         """Heads of queries, heads of keys and values, and the channels of each."""
         num_heads = self.need("num_attention_heads", SIZE)
         num_kv_heads = self.need("num_key_value_heads", SIZE)
         check_groups(num_heads, num_kv_heads, "num_attention_heads, num_key_value_heads")
-        given = self.find("head_dim", SIZE)
+        given = self.find("head_dim", SIZE) if head_dim is None else head_dim
         if given is None and hidden_size % num_heads:
             raise ValueError(
                 f"config.json must give `head_dim`, because hidden_size {hidden_size} is not a "

@@ -12,8 +12,8 @@ from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2, SPARSE, ModelCo
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, number, whole, words
 from jaxspec.models.layers.mamba2 import Mamba2Config
-from jaxspec.models.layers.moe import MoEConfig
-from jaxspec.models.layers.parameters import Placement
+from jaxspec.models.layers.moe import MAX_EXPERTS, MoEConfig, shared_width
+from jaxspec.models.layers.parameters import Placement, scaled
 from jaxspec.pallas.moe.route import Routing
 
 # Options that change the output, and their values that the layers compute.
@@ -40,7 +40,7 @@ _EXPERTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Multipliers:
+class GraniteMultipliers:
     """What Granite multiplies activations with: a part of a `ModelConfig`.
 
     Each of them meets a matrix or a norm's weight before anything else, so these are multiplied
@@ -49,30 +49,38 @@ class Multipliers:
 
     embedding: float
     residual: float
-    attention: float  # of scores, in place of one over the root of a head's channels
+    queries: float  # with it their scores are those of `attention_multiplier`
     logits: float  # they are divided by it
 
     @classmethod
-    def read(cls, fields: Fields) -> "Multipliers":
-        """The fields of config.json.
+    def read(cls, fields: Fields, head_dim: int) -> "GraniteMultipliers":
+        """The fields of config.json, for heads of `head_dim` channels.
+
+        Granite's factor of scores takes the place of one over the root of these.
 
         Raises:
             ValueError: a field is missing or malformed.
         """
-        names = "embedding_multiplier", "residual_multiplier", "attention_multiplier"
-        return cls(*(float(fields.need(name, _FACTOR)) for name in (*names, "logits_scaling")))
+        return cls(
+            embedding=float(fields.need("embedding_multiplier", _FACTOR)),
+            residual=float(fields.need("residual_multiplier", _FACTOR)),
+            queries=fields.need("attention_multiplier", _FACTOR) * math.sqrt(head_dim),
+            logits=float(fields.need("logits_scaling", _FACTOR)),
+        )
 
-    def of_tensor(self, name: str, head_dim: int, *, tied: bool) -> float:
-        """The factor of a tensor, by its canonical name."""
-        if name == "model.embed_tokens.weight":
-            return self.embedding
-        if name == "model.norm.weight":
-            # With a tied embedding the output head has its factor, too.
-            return 1 / (self.logits * self.embedding if tied else self.logits)
-        if name.endswith("self_attn.q_proj.weight"):
-            return self.attention * math.sqrt(head_dim)
+    def of_tensors(self, *, tied: bool) -> dict[str, float]:
+        """Factors by the ends of tensors' canonical names.
+
+        With a tied embedding the output head has the embedding's factor, too, and the final norm
+        takes it away again.
+        """
         ends = ("o_proj.weight", "mamba.out_proj.weight", "down_proj.weight", "down_proj")
-        return self.residual if name.endswith(ends) else 1.0
+        return {
+            "embed_tokens.weight": self.embedding,
+            "model.norm.weight": 1 / (self.logits * self.embedding if tied else self.logits),
+            "self_attn.q_proj.weight": self.queries,
+            **dict.fromkeys(ends, self.residual),
+        }
 
 
 class Granite(Model):
@@ -87,7 +95,7 @@ class Granite(Model):
         """
         fields.refuse_all_but(_OPTIONS)
         mixers = _mixers(fields)
-        num_experts = fields.need("num_local_experts", whole(0, 4096))
+        num_experts = fields.need("num_local_experts", whole(0, MAX_EXPERTS))
         rotates = fields.entries.get("position_embedding_type") == "rope"
         config = fields.common(
             mixers,
@@ -95,7 +103,7 @@ class Granite(Model):
             has_rotation=rotates,
             intermediate_size="shared_intermediate_size",
         )
-        parts: tuple[Any, ...] = (Multipliers.read(fields),)
+        parts: tuple[Any, ...] = (GraniteMultipliers.read(fields, config.head_dim),)
         if MAMBA2 in mixers:
             parts += (_mamba2(fields),)
         if num_experts:
@@ -116,10 +124,9 @@ class Granite(Model):
 
     def checkpoint(self) -> Iterator[Placement]:
         """The published tensors, with the multipliers as factors of their values."""
-        multipliers, head_dim = self.config.part(Multipliers), self.config.head_dim
         tied = self.trunk.embedding is None
-        for placement in super().checkpoint():
-            yield placement.scaled(multipliers.of_tensor(placement.name, head_dim, tied=tied))
+        factors = self.config.part(GraniteMultipliers).of_tensors(tied=tied)
+        return scaled(super().checkpoint(), factors)
 
 
 def _mixers(fields: Fields) -> tuple[str, ...]:
@@ -155,5 +162,5 @@ def _experts(fields: Fields, num_experts: int) -> MoEConfig:
     return MoEConfig(
         Routing(num_experts, fields.need("num_experts_per_tok", whole(1, num_experts))),
         width,
-        shared_size=fields.need("shared_intermediate_size", whole(1, 64 * width)),
+        shared_size=fields.need("shared_intermediate_size", shared_width(width)),
     )

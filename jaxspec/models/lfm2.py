@@ -8,7 +8,7 @@ from jaxspec.models.base import Model
 from jaxspec.models.config import DENSE, FULL_ATTENTION, SHORT_CONV, SPARSE, ModelConfig
 from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, number, numbers, whole, words
-from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig
 from jaxspec.models.layers.short_conv import ShortConvConfig
 from jaxspec.pallas.moe.route import Routing
 
@@ -16,7 +16,6 @@ from jaxspec.pallas.moe.route import Routing
 _OPTIONS = {"use_pos_enc": (True,), "block_use_swiglu": (True,)}
 _THETA = 1e6  # where config.json does not give it
 _KINDS = {"conv": SHORT_CONV, "full_attention": FULL_ATTENTION}  # by the words of `layer_types`
-_EXPERTS, _SCALE = whole(1, 4096), number(1e-3, 1e3)
 _LAYER = re.compile(
     r"(model\.layers\.\d{1,4}\.)(operator_norm|ffn_norm|self_attn|feed_forward)\.(.+)"
 )
@@ -140,8 +139,8 @@ def _adjusted(fields: Fields, width: int) -> int:
 
 def _experts(fields: Fields) -> MoEConfig:
     """The experts' sizes, and how they are chosen: by sigmoids, corrected, without groups."""
-    num_experts = fields.need("num_experts", _EXPERTS)
-    scale = fields.find("routed_scaling_factor", _SCALE)
+    num_experts = fields.need("num_experts", EXPERTS)
+    scale = fields.find("routed_scaling_factor", SCALE)
     routing = Routing(
         num_experts,
         fields.need("num_experts_per_tok", whole(1, num_experts)),

@@ -9,10 +9,12 @@ from jaxspec.models.fields import Fields
 from jaxspec.models.kinds import MAX_LAYERS, whole
 from jaxspec.models.layers.mamba2 import Mamba2Config
 
-# Options that change the output, and their values that the layers compute.
-_OPTIONS = {"use_bias": (False,), "rms_norm": (True,), "norm_before_gate": (False,)}
-# Neither positions nor pages bound a request. The state's memory of what lies further back than the
-# 2,048 tokens of the published models' training is anybody's guess.
+# Options that change the output, and their values that the layers compute. `norm_before_gate` is
+# none of them: Mamba-Codestral-7B has it, and transformers gates before the norm whatever it says.
+_OPTIONS = {"use_bias": (False,), "rms_norm": (True,)}
+# No position is encoded and nothing grows with a request, so the layers set no bound. The state's
+# memory of what lies further back than the 2,048 tokens of the published models' training is
+# anybody's guess.
 _MAX_POSITIONS = 2**17
 _LAYER = re.compile(r"^(model\.layers\.\d{1,4}\.)(norm|mixer)(?=\.)")
 _PARTS = {"norm": "input_layernorm", "mixer": "mamba"}
@@ -23,7 +25,11 @@ _NAMES = {
 
 
 class Mamba2(Model):
-    """A Mamba2 checkpoint in the spelling of transformers. It has no attention and no pages."""
+    """A Mamba2 checkpoint in the spelling of transformers.
+
+    It has no attention, and keeps nothing in pages. The engine counts them all the same, so a
+    `num_pages` of its options bounds requests as it does for other models.
+    """
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:

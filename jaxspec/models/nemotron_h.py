@@ -20,9 +20,9 @@ from jaxspec.models.config import (
     ModelConfig,
 )
 from jaxspec.models.fields import Fields, check_groups
-from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, number, whole, words
+from jaxspec.models.kinds import FLAG, MAX_LAYERS, SIZE, WORD, whole, words
 from jaxspec.models.layers.mamba2 import Mamba2Config
-from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.layers.moe import EXPERTS, SCALE, MoEConfig, shared_width
 from jaxspec.models.layers.mtp_head import PREFIX, MTPHead
 from jaxspec.pallas.matmul.activation import Activation
 from jaxspec.pallas.moe.route import Routing
@@ -53,6 +53,7 @@ _LETTERS = {
     "moe": "E",
 }
 _HEAD = "*E"  # the layers of the draft head that jaxspec has
+_HEAD_DIM = "head_dim", "attention_head_dim"  # the second is the name of older checkpoints
 _TRUNK_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(norm|mixer)\.(.+)")
 _HEAD_LAYER = re.compile(r"mtp\.layers\.([01])\.(norm|mixer)\.(.+)")
 _NAMES = {
@@ -65,8 +66,6 @@ _NAMES = {
     "mtp.layers.1.final_layernorm.weight": "mtp.norm.weight",
 }
 _PREFIXES = {MAMBA2: "mamba.", FULL_ATTENTION: "self_attn.", NO_MIXER: "mlp."}
-_EXPERTS, _SCALE = whole(1, 4096), number(1e-3, 1e3)
-_MAX_SHARED = 64  # times the width of an expert; two are published
 
 
 class NemotronH(Model):
@@ -75,18 +74,25 @@ class NemotronH(Model):
     def __init__(
         self, config: ModelConfig, dtype: jnp.dtype, tensors: Collection[str] | None = None
     ):
-        """See `Model`. The draft head is found by its tensors where there are any to ask."""
+        """See `Model`. The draft head is found by its tensors where there are any to ask.
+
+        Raises:
+            ValueError: there is a head, and config.json was read without its sizes.
+        """
         super().__init__(config, dtype, tensors)
         if tensors is None:
             has_head = config.num_draft_layers > 0
         else:
             has_head = any(name.startswith(PREFIX) for name in tensors)
         if has_head:
+            _check_has_sizes_of_head(config)
             self.draft_head = MTPHead(config, self.trunk.layers, dtype)
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
         """The common fields, the kind of each layer, and the sizes of the kinds that there are.
+
+        The layers of a draft head that config.json promises count.
 
         Raises:
             ValueError: a field is missing, malformed or not implemented.
@@ -95,21 +101,24 @@ class NemotronH(Model):
         is_latent = fields.find("moe_latent_size", SIZE) is not None
         sparse = LATENT_SPARSE if is_latent else SPARSE
         pattern = _layers(fields)
+        num_draft_layers = _draft_layers(fields)
+        letters = pattern + _HEAD * num_draft_layers
         mixers, feeds = zip(*(_HALVES[letter] for letter in pattern), strict=True)
         config = fields.common(
             mixers,
             tuple(sparse if feed == SPARSE else feed for feed in feeds),
-            has_attention="*" in pattern,
+            has_attention="*" in letters,
             has_rotation=False,
+            head_dim=fields.need_either(_HEAD_DIM, SIZE) if "*" in letters else None,
             eps="layer_norm_epsilon",
         )
         parts: list[Any] = [_mamba2(fields)] if "M" in pattern else []
         return dataclasses.replace(
             config,
             normed_heads=False,
-            num_draft_layers=_draft_layers(fields),
+            num_draft_layers=num_draft_layers,
             draft_feed_forward_type=sparse,
-            parts=(*parts, _experts(fields)) if "E" in pattern else tuple(parts),
+            parts=(*parts, _experts(fields)) if "E" in letters else tuple(parts),
         )
 
     @staticmethod
@@ -157,14 +166,18 @@ def _pattern(fields: Fields, letters: str, listed: str) -> str | None:
     """What either field says of layers, in letters; None where there is neither.
 
     Raises:
-        ValueError: a layer is of a kind that Nemotron's have not.
+        ValueError: a layer is of a kind that Nemotron's have not, or the two fields differ.
     """
-    pattern: list[str] | str | None = fields.find(letters, WORD)
+    spelled, named = fields.find(letters, WORD), fields.find(listed, words(MAX_LAYERS))
+    in_letters = None if named is None else [_LETTERS.get(word, word) for word in named]
+    if spelled is not None and in_letters not in (None, list(spelled)):
+        raise ValueError(
+            f"config.json: `{letters}` and `{listed}` mean the same, and differ: {shown(spelled)} "
+            f"and {shown(named)}. Take the config.json that was published with the weights."
+        )
+    pattern = in_letters if spelled is None else spelled
     if pattern is None:
-        found = fields.find(listed, words(MAX_LAYERS))
-        if found is None:
-            return None
-        pattern = [_LETTERS.get(word, word) for word in found]
+        return None
     if unknown := sorted(set(pattern) - _HALVES.keys()):
         raise ValueError(
             f"config.json: `{letters}` must have letters of {''.join(_HALVES)!r}, or `{listed}` "
@@ -187,6 +200,19 @@ def _draft_layers(fields: Fields) -> int:
     return count
 
 
+def _check_has_sizes_of_head(config: ModelConfig) -> None:
+    """ValueError where neither the trunk nor config.json's promise of a head needs its sizes."""
+    if config.num_heads and config.find_part(MoEConfig) is not None:
+        return
+    raise ValueError(
+        "config.json must promise the draft head that the checkpoint has, and give the sizes of "
+        "its attention and experts, which the layers before it lack: `num_nextn_predict_layers` "
+        "1, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `n_routed_experts`, "
+        "`num_experts_per_tok`, `moe_intermediate_size` and others. Take the config.json that was "
+        f"published with the weights, or a checkpoint without tensors of `{PREFIX}`."
+    )
+
+
 def _mamba2(fields: Fields) -> Mamba2Config:
     return Mamba2Config.read(
         fields,
@@ -202,7 +228,7 @@ def _mamba2(fields: Fields) -> Mamba2Config:
 
 def _experts(fields: Fields) -> MoEConfig:
     """The experts' sizes, and how they are chosen: as DeepSeek-V3's."""
-    num_experts = fields.need("n_routed_experts", _EXPERTS)
+    num_experts = fields.need("n_routed_experts", EXPERTS)
     width = fields.need("moe_intermediate_size", SIZE)
     groups = fields.find("n_group", whole(1, num_experts)) or 1
     check_groups(num_experts, groups, "n_routed_experts, n_group")
@@ -214,11 +240,11 @@ def _experts(fields: Fields) -> MoEConfig:
         score="sigmoid",
         renormalise=fields.need("norm_topk_prob", FLAG),
         eps=1e-20,
-        scale=float(fields.need("routed_scaling_factor", _SCALE)),
+        scale=float(fields.need("routed_scaling_factor", SCALE)),
         groups=groups,
         top_groups=top_groups,
     )
-    shared = fields.need("moe_shared_expert_intermediate_size", whole(1, _MAX_SHARED * width))
+    shared = fields.need("moe_shared_expert_intermediate_size", shared_width(width))
     latent = fields.find("moe_latent_size", SIZE)
     return MoEConfig(
         routing,

@@ -55,6 +55,16 @@ def test_experts_are_told():
     assert re.search("experts +8 a layer, of which a token goes to 3\n", str(plain))
 
 
+def test_a_convolution_without_states_has_no_policy():
+    found = jaxspec.inspect(FIXTURES / "lfm2")
+    assert (found.family, found.refused) == ("LFM2", ())
+    assert found.state_policy is None and found.state_dtype is None
+    assert re.search("a request +[0-9.]+ KiB\n", str(found))
+    hybrid = jaxspec.inspect(FIXTURES / "mamba2")
+    assert re.search("a token keeps +nothing\n", str(hybrid))
+    assert re.search(r"a request +[0-9.]+ KiB \(\w+, float32\)\n", str(hybrid))
+
+
 def test_a_model_without_norms_of_heads_is_told():
     found = jaxspec.inspect(FIXTURES / "llama")
     assert (found.family, found.draft_heads, found.refused) == ("Llama", (), ())

@@ -11,7 +11,7 @@ from harness import FIXTURES
 from safetensors.numpy import load_file
 
 from jaxspec.models import load_model
-from jaxspec.models.falcon_h1 import Multipliers
+from jaxspec.models.falcon_h1 import FalconMultipliers
 from jaxspec.models.layers import parallel, short_conv
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mamba2 import Mamba2
@@ -19,7 +19,7 @@ from jaxspec.models.layers.parallel import Parallel
 from jaxspec.models.layers.short_conv import ShortConv
 from jaxspec.models.lfm2 import LFM2
 
-real_factors, real_projection = Multipliers.of_tensors, Mamba2._projection
+real_factors, real_projection = FalconMultipliers.of_tensors, Mamba2._projection
 real_split, real_decode = Linear.split, Parallel.decode
 real_update, real_prefill = short_conv.conv_update, short_conv.conv_prefill
 real_prepare, real_finish, real_name = ShortConv.prepare, Mamba2.finish, LFM2.canonical_name
@@ -58,10 +58,10 @@ def factors_of_tied_embeddings(self, *, tied):
 FACTORS = ["embed_tokens", "lm_head", "self_attn.k_proj", "self_attn.o_proj", "mamba.out_proj"]
 FACTORS += ["mlp.gate_proj", "mlp.down_proj"]
 WEIGHTS = [
-    *((Multipliers, "of_tensors", without_factor_of(f"{end}.weight")) for end in FACTORS),
+    *((FalconMultipliers, "of_tensors", without_factor_of(f"{end}.weight")) for end in FACTORS),
     *((Mamba2, "_projection", without_multiplier(part)) for part in range(5)),
-    (Multipliers, "of_tensors", multiplied_twice),
-    (Multipliers, "of_tensors", factors_of_tied_embeddings),
+    (FalconMultipliers, "of_tensors", multiplied_twice),
+    (FalconMultipliers, "of_tensors", factors_of_tied_embeddings),
 ]
 
 # Bugs in its forward pass.

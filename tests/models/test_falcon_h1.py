@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.cache import CacheOptions, Snapshot
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import PARALLEL
-from jaxspec.models.falcon_h1 import Multipliers
+from jaxspec.models.falcon_h1 import FalconMultipliers
 from jaxspec.models.layers.mamba2 import Mamba2Config
 from jaxspec.pallas.mamba2.step import why_not_kernel
 
@@ -176,7 +176,7 @@ def test_a_published_configuration_is_read():
     config = parse_config(PUBLISHED)
     assert config.layer_types == (PARALLEL,) * 24 and config.num_full_attention_layers == 24
     assert not config.normed_heads and config.rope.rotary_dim == 128
-    sizes, factors = config.part(Mamba2Config), config.part(Multipliers)
+    sizes, factors = config.part(Mamba2Config), config.part(FalconMultipliers)
     assert sizes.heads == (48, 64, 1, 256) and sizes.norm_groups == 0
     assert sizes.multipliers == (0.625, 0.3125, 0.625, 0.625, 0.625)
     assert factors.mlp_gate == 0.8838834764831844 and factors.key == 0.390625
@@ -186,7 +186,7 @@ def test_what_the_configuration_does_not_say_is_as_transformers_has_it():
     silent = {name: x for name, x in PUBLISHED.items() if "multiplier" not in name}
     for name in ("mamba_norm_before_gate", "mamba_rms_norm"):
         del silent[name]
-    sizes, factors = (parse_config(silent).part(part) for part in (Mamba2Config, Multipliers))
+    sizes, factors = (parse_config(silent).part(part) for part in (Mamba2Config, FalconMultipliers))
     assert sizes.multipliers == (1.0,) * 5 and set(factors.of_tensors(tied=True).values()) == {1.0}
     assert not sizes.gate_first and sizes.norm_groups == 0
 

@@ -179,7 +179,7 @@ def test_experts_without_a_gate_are_their_equations(spelling):
 def test_experts_of_latent_features_are_their_equations(fixture, spelling):
     groups = json.loads((FIXTURES / fixture / "config.json").read_text())["n_group"]
     assert groups == LATENT.routing.groups
-    w = nemotron(fixture, 1)
+    w = nemotron("nemotron_h_latent", 1)
     assert_near(run(LATENT_SPARSE, config(LATENT), spelling(w)), nemotron_moe(w, groups))
 
 
@@ -205,7 +205,7 @@ def test_a_latent_mixture_refuses_what_it_does_not_compute():
 @pytest.mark.parametrize("fixture", ["granitemoehybrid", "granitemoehybrid_raw"])
 def test_softmax_over_the_chosen_is_a_routing_that_renormalises(fixture):
     """Granite's. Gate and up come in one tensor, the shared expert's too."""
-    w, x = granite(fixture), normed()
+    w, x = granite("granitemoehybrid"), normed()
     scores = x @ w["gate.weight"].T
     chosen = json.loads((FIXTURES / fixture / "config.json").read_text())["num_experts_per_tok"]
     experts = np.argsort(-scores, axis=1, kind="stable")[:, :chosen]

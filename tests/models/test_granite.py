@@ -11,9 +11,9 @@ from flax import nnx
 from oracle import Oracle
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.models import granite, load_model, parse_config
+from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import DENSE, FULL_ATTENTION, MAMBA2
-from jaxspec.models.granite import Multipliers
+from jaxspec.models.granite import GraniteMultipliers
 
 # The fields that jaxspec reads of Granite-4.0-H-1B's, and some that it does not.
 PUBLISHED = {
@@ -125,7 +125,7 @@ def test_a_published_configuration_is_read():
     assert config.feed_forward_types == (DENSE,) * 40 and config.intermediate_size == 4096
     assert config.rope is None and config.head_dim == 128
     multipliers, mamba2 = config.parts
-    assert multipliers == Multipliers(12.0, 0.22, 0.0078125, 6.0)
+    assert multipliers == GraniteMultipliers(12.0, 0.22, 0.0078125 * 128**0.5, 6.0)
     assert mamba2.heads.channels == 3328 and mamba2.norm_groups == 1
     rotated = parse_config(PUBLISHED | {"position_embedding_type": "rope"})
     assert rotated.rope is not None and rotated.rope.rotary_dim == 128
@@ -153,12 +153,13 @@ def test_the_reference_sees_a_factor_that_is_left_out(
     ends, loaded, fixture_folder, single_request, monkeypatch
 ):
     _, expected = loaded
-    real = Multipliers.of_tensor
+    real = GraniteMultipliers.of_tensors
 
-    def forgetful(self, name, head_dim, *, tied):
-        return 1.0 if name.endswith(ends) else real(self, name, head_dim, tied=tied)
+    def forgetful(self, *, tied):
+        factors = real(self, tied=tied)
+        return {end: factor for end, factor in factors.items() if not end.endswith(ends)}
 
-    monkeypatch.setattr(granite.Multipliers, "of_tensor", forgetful)
+    monkeypatch.setattr(GraniteMultipliers, "of_tensors", forgetful)
     model = load_model(fixture_folder("granitemoehybrid"), jnp.float32)
 
     _, logits = single_request(model).prefill(expected["prompt_ids"])

@@ -512,6 +512,7 @@ LFM2_RAW_FIELDS = {
 }
 # The same of Nemotron-H, of Mamba2 and of Granite.
 NEMOTRON_FIELDS = {
+    "attention_head_dim": NONE,  # the older name of `head_dim`
     "layers_block_type": [],
     "hybrid_override_pattern": NONE,  # the list of words says the same
     "num_hidden_layers": NONE,  # the list has as many
@@ -553,7 +554,6 @@ MAMBA2_FIELDS = {
     "use_conv_bias": [*NONE, True],
     "use_bias": [*NONE, False],
     "rms_norm": [*NONE, True],
-    "norm_before_gate": [*NONE, False],
     "time_step_limit": NONE,
 }
 GRANITE_FIELDS = {
@@ -577,6 +577,8 @@ GRANITE_FIELDS = {
     "mamba_proj_bias": [*NONE, False],
     "time_step_limit": NONE,
 }
+TABLES = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
+TABLES |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
 # An id that stands for the end of a text is right or wrong by its value alone.
 NOT_WRONG = {"eos_token_id": [0, [1]]}
 # Here they mean another model of the same tensors.
@@ -603,6 +605,7 @@ NOT_WRONG_OF_FALCON |= {"mamba_norm_before_gate": [*NONE, True]}  # transformers
 CULPRITS = {
     "mamba_conv_bias": "mamba.conv1d.bias",
     "use_conv_bias": "mixer.conv1d.bias",
+    "attention_head_dim": "head_dim",  # its other name
     "num_local_experts": "block_sparse_moe",  # without experts there are none of their tensors
     "mamba_rms_norm": "mamba.norm.weight",
     "layer_types": "full_attn_idxs",  # the other field that lists layers
@@ -670,7 +673,8 @@ def test_a_field_of_another_kind_is_named(corpus, fields, not_wrong):
     "corpus",
     [
         *("qwen3_5", "qwen3_5_vl", "qwen3", "llama", "falcon_h1", "lfm2", "lfm2_raw"),
-        *("nemotron_h", "mamba2", "granitemoehybrid", *EXPERTS),
+        *("nemotron_h", "nemotron_h_latent", "nemotron_h_latent_raw"),
+        *("mamba2", "granitemoehybrid", *EXPERTS),
     ],
     indirect=True,
 )
@@ -688,20 +692,23 @@ def test_the_tables_have_every_field_that_is_read(corpus, monkeypatch):
     monkeypatch.setattr(Block, "find", noted_find)
     monkeypatch.setattr(Block, "refuse_all_but", noted_refuse)
     corpus.check("as it is", SAME)
-    tables = FIELDS | EXPERT_FIELDS | LLAMA_FIELDS | FALCON_FIELDS | LFM2_FIELDS
-    tables |= LFM2_RAW_FIELDS | NEMOTRON_FIELDS | MAMBA2_FIELDS | GRANITE_FIELDS
-    assert len(seen) > 20 and seen <= tables.keys()
+    assert len(seen) > 20 and seen <= TABLES.keys()
 
 
 @pytest.mark.parametrize(
-    "corpus", ["qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next"], indirect=True
+    "corpus",
+    [
+        *("qwen3_5", "qwen3_5_vl", "qwen3", "qwen3_5_moe", "qwen3_next", "llama", "falcon_h1"),
+        *("lfm2", "nemotron_h", "nemotron_h_latent", "mamba2", "granitemoehybrid"),
+    ],
+    indirect=True,
 )
 def test_a_size_that_is_near_the_right_one_is_refused(corpus):
     config = corpus.config.get("text_config", corpus.config)
     # What the tensors do not show.
     free = {"max_position_embeddings", "mtp_num_hidden_layers", "num_experts_per_tok"}
-    fields = FIELDS | EXPERT_FIELDS
-    sizes = [name for name in fields.keys() - free if type(config.get(name)) is int]
+    free |= {"num_nextn_predict_layers", "block_multiple_of", "n_group", "topk_group"}
+    sizes = [name for name in TABLES.keys() - free if type(config.get(name)) is int]
     for name, value in [(name, config[name]) for name in sizes]:
         for other in {value + 1, value - 1, value * 2, value // 2, value * 1000} - {value}:
             changed = config | {name: other}
@@ -710,6 +717,45 @@ def test_a_size_that_is_near_the_right_one_is_refused(corpus):
             with corpus.changed(config=json.dumps(changed).encode()):
                 corpus.check(f"{name} {other}", "config.json")
     corpus.done(30)
+
+
+# Fields of Nemotron that are right by themselves, and what is named where they are not together.
+LISTS = ["hybrid_override_pattern", "layers_block_type"]
+HEADS_LISTS = ["mtp_hybrid_override_pattern", "mtp_layers_block_type"]
+HEAD_DIMS = ["head_dim", "attention_head_dim"]
+NAMED = ["mamba", "moe", "attention", "mlp", "mamba", "moe"]
+PAIRS = [
+    ({"hybrid_override_pattern": "ME*-ME", "layers_block_type": NAMED}, SAME),
+    ({"hybrid_override_pattern": "ME*-ME", "layers_block_type": NAMED[::-1]}, LISTS),
+    ({"hybrid_override_pattern": "ME*-ME", "layers_block_type": NAMED[:5]}, LISTS),
+    ({"hybrid_override_pattern": "MEM-ME", "layers_block_type": NAMED}, LISTS),
+    ({"hybrid_override_pattern": "", "layers_block_type": NAMED}, LISTS),
+    ({"mtp_hybrid_override_pattern": "*E", "mtp_layers_block_type": ["attention", "moe"]}, SAME),
+    ({"mtp_hybrid_override_pattern": "*E", "mtp_layers_block_type": ["moe"]}, HEADS_LISTS),
+    ({"mtp_hybrid_override_pattern": "E*", "mtp_layers_block_type": None}, HEADS_LISTS),
+    ({"attention_head_dim": 32}, SAME),
+    ({"head_dim": None, "attention_head_dim": 32}, SAME),
+    ({"attention_head_dim": 16}, HEAD_DIMS),
+    ({"head_dim": None, "attention_head_dim": 16}, ["self_attn", "q_proj"]),
+    ({"head_dim": None}, HEAD_DIMS),
+    # Trunks whose tensors are others, and which lack what the head needs.
+    (
+        {"hybrid_override_pattern": "MEM-ME", "num_nextn_predict_layers": 0},
+        ["num_attention_heads"],
+    ),
+    ({"hybrid_override_pattern": "M-*-M-", "num_nextn_predict_layers": 0}, ["n_routed_experts"]),
+    ({"hybrid_override_pattern": "MEM-ME", "head_dim": None}, HEAD_DIMS),
+    ({"hybrid_override_pattern": "M-*-M-", "n_routed_experts": None}, ["n_routed_experts"]),
+]
+
+
+@pytest.mark.parametrize("corpus", ["nemotron_h_latent_raw"], indirect=True)
+def test_fields_of_nemotron_that_do_not_go_together_are_named(corpus):
+    for changes, culprits in PAIRS:
+        content = json.dumps(corpus.config | changes).encode()
+        with corpus.changed(config=content):
+            corpus.check(str(changes), culprits)
+    corpus.done(len(PAIRS))
 
 
 @pytest.mark.parametrize("corpus", ["qwen3_5_vl"], indirect=True)

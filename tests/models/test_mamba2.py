@@ -22,7 +22,6 @@ PUBLISHED = {
     "layer_norm_epsilon": 1e-05,
     "model_type": "mamba2",
     "n_groups": 1,
-    "norm_before_gate": False,
     "num_heads": 80,
     "num_hidden_layers": 64,
     "residual_in_fp32": True,
@@ -92,15 +91,34 @@ def test_a_published_configuration_is_read():
     assert len(config.layer_types) == 64 and config.tie_word_embeddings
 
 
+def test_that_of_codestral_is_read_and_gates_before_the_norm():
+    """It says the opposite, which transformers never reads."""
+    sizes = {"hidden_size": 4096, "num_heads": 128, "n_groups": 8, "vocab_size": 32768}
+    codestral = PUBLISHED | sizes | {"norm_before_gate": True, "tie_word_embeddings": False}
+    config = parse_config(codestral)
+    (mamba2,) = config.parts
+    assert mamba2.heads == (128, 64, 8, 128) and len(config.layer_types) == 64
+    assert mamba2.gate_first and mamba2.norm_groups == 8 and not config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("limits", [[0, 10**400], [0, float("inf")], [0.0, 1e30], None])
+def test_limits_that_limit_nothing_mean_the_same(limits):
+    assert parse_config(PUBLISHED | {"time_step_limit": limits}) == parse_config(PUBLISHED)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"use_bias": True}, "`use_bias` must be False, got True"),
-        ({"norm_before_gate": True}, "`norm_before_gate` must be False, got True"),
         ({"num_heads": 81, "n_groups": 2}, "81 is not a multiple of 2"),
         ({"time_step_limit": [0.001, 1e30]}, "`time_step_limit` must be absent, or 0 and infinity"),
         ({"time_step_limit": [0.0, 0.1]}, "jaxspec does not clamp step sizes"),
         ({"time_step_limit": "no"}, "`time_step_limit` must be absent"),
+        ({"time_step_limit": [False, 1e30]}, "`time_step_limit` must be absent"),
+        ({"time_step_limit": [0.0, True]}, "`time_step_limit` must be absent"),
+        ({"time_step_limit": [0.0, float("nan")]}, "`time_step_limit` must be absent"),
+        ({"conv_kernel": 1}, "`conv_kernel` must be an integer from 2 to 64, got 1"),
+        ({"conv_kernel": 2**20}, "`conv_kernel` must be an integer from 2 to 64, got 1048576"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes, message):

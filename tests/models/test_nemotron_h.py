@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracle import Oracle
+from safetensors.numpy import save_file
 
+import jaxspec
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import FULL_ATTENTION, LATENT_SPARSE, MAMBA2, NO_MIXER, SPARSE
+from jaxspec.models.layers.moe import MoEConfig
+from jaxspec.models.nemotron_h import NemotronH
+from jaxspec.models.weights import undefined
 from jaxspec.pallas import dispatch
 
 FIXTURES = ["nemotron_h", "nemotron_h_latent", "nemotron_h_wide"]
+FILE = "model.safetensors"
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 # The fields that jaxspec reads of Nemotron-3-Nano-30B-A3B's, and some that it does not.
 PUBLISHED = {
@@ -197,7 +203,10 @@ def test_a_latent_mixture_is_another_layer():
     [
         ({"hybrid_override_pattern": "M" * 51}, "each of 52 layers, 1 to 1,000, got 51"),
         ({"hybrid_override_pattern": "MX" * 26}, "letters of 'M\\*-E', .*got \\['X'\\]"),
-        ({"hybrid_override_pattern": None}, "must give `hybrid_override_pattern` or `layers_block_type`"),
+        (
+            {"hybrid_override_pattern": None},
+            "must give `hybrid_override_pattern` or `layers_block_type`",
+        ),
         ({"mlp_hidden_act": "silu"}, "`mlp_hidden_act` must be 'relu2', got 'silu'"),
         ({"n_shared_experts": 2}, "`n_shared_experts` must be 1, got 2"),
         ({"use_bias": True}, "`use_bias` must be False, got True"),
@@ -212,11 +221,74 @@ def test_a_latent_mixture_is_another_layer():
             "`mtp_hybrid_override_pattern` or `mtp_layers_block_type` must be '\\*E'",
         ),
         ({"num_nextn_predict_layers": 2}, "`num_nextn_predict_layers` must be .* from 0 to 1"),
+        (
+            {"layers_block_type": ["mamba"] * 52},
+            "`hybrid_override_pattern` and `layers_block_type` mean the same, and differ",
+        ),
+        (
+            {"mtp_hybrid_override_pattern": "*E", "mtp_layers_block_type": ["moe", "attention"]},
+            "`mtp_hybrid_override_pattern` and `mtp_layers_block_type` mean the same, and differ",
+        ),
+        (
+            {"attention_head_dim": 64},
+            "`head_dim` and `attention_head_dim` mean the same, and differ: 128 and 64",
+        ),
+        ({"head_dim": None}, "config.json must give `head_dim`"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         parse_config(PUBLISHED | changes)
+
+
+def test_fields_of_two_names_may_have_both_or_the_older_one():
+    config = parse_config(PUBLISHED)
+    older = {name: value for name, value in PUBLISHED.items() if name != "head_dim"}
+    assert parse_config(older | {"attention_head_dim": 128}) == config
+    assert parse_config(PUBLISHED | {"attention_head_dim": 128}) == config
+    kinds = {"M": "mamba", "E": "moe", "*": "attention"}
+    listed = [kinds[letter] for letter in PATTERN]
+    assert parse_config(PUBLISHED | {"layers_block_type": listed}) == config
+
+
+# Trunks that lack one of the two layers of the draft head, or both, and the fields they lack.
+ATTENTION = ["num_attention_heads", "num_key_value_heads", "head_dim"]
+EXPERTS = ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"]
+EXPERTS += ["moe_shared_expert_intermediate_size", "norm_topk_prob", "routed_scaling_factor"]
+LACKING = [("MEME", ATTENTION), ("M*M*", EXPERTS), ("M-M-", ATTENTION + EXPERTS)]
+
+
+def shortened(pattern, lacking=(), **changes):
+    config = {name: value for name, value in PUBLISHED.items() if name not in lacking}
+    return config | {"hybrid_override_pattern": pattern, "num_hidden_layers": 4} | changes
+
+
+@pytest.mark.parametrize(("pattern", "lacking"), LACKING)
+def test_a_promised_head_brings_the_sizes_that_the_trunk_lacks(pattern, lacking):
+    plain = parse_config(shortened(pattern, lacking))
+    assert (plain.num_heads == 0) == ("*" not in pattern)
+    assert (plain.find_part(MoEConfig) is None) == ("E" not in pattern)
+    config = parse_config(shortened(pattern, num_nextn_predict_layers=1))
+    assert config.num_heads == 32 and config.part(MoEConfig).intermediate_size == 1856
+    model = undefined(NemotronH, config, jnp.dtype("float32"), None)
+    assert model.has_draft_head
+    for name in lacking:
+        promised = shortened(pattern, [name], num_nextn_predict_layers=1)
+        with pytest.raises(ValueError, match=f"config.json must give `{name}`"):
+            parse_config(promised)
+
+
+@pytest.mark.parametrize(("pattern", "lacking"), LACKING)
+def test_a_head_without_sizes_is_refused_by_config_json(tmp_path, pattern, lacking):
+    """Nothing promises it, and its tensors are there."""
+    config = shortened(pattern, lacking)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = *(f"backbone.layers.{i}.norm.weight" for i in range(4)), "mtp.layers.0.enorm.weight"
+    save_file({name: np.zeros(2688, np.float32) for name in names}, tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"config\.json must promise the draft head .*`head_dim`"):
+        load_model(tmp_path, jnp.float32)
+    (reason,) = jaxspec.inspect(tmp_path).refused
+    assert "`num_nextn_predict_layers` 1" in reason
 
 
 def test_a_head_is_found_by_its_tensors(fixture_folder, tmp_path):

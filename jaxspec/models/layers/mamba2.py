@@ -14,7 +14,7 @@ from jaxspec.cache import CacheOptions, Conv, PerSlot, Pools, Recurrent, Recurre
 from jaxspec.checks import shown
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
-from jaxspec.models.kinds import FLAG, SIZE
+from jaxspec.models.kinds import FLAG, SIZE, number, whole
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.norm import RMSNorm
@@ -36,7 +36,8 @@ from jaxspec.regions import DecodeRegion
 _Projected = Float[Array, "tokens columns"]
 _Heads = Float[Array, "tokens heads head_dim"]
 _Finished = Float[Array, "tokens features"]
-_NO_LIMIT = 1e30  # and above: configurations write infinity so, too
+# Limits that limit nothing: configurations write infinity as 1e30, too.
+_NO_LEAST, _NO_MOST = number(0, 0), number(1e30, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Mamba2Config:
         bias = fields.find(conv_bias, FLAG)
         return cls(
             heads=sizes,
-            conv_kernel=fields.need(conv_kernel, SIZE),
+            conv_kernel=fields.need(conv_kernel, _TAPS),
             norm_groups=sizes.groups if norm_by_group else 1,
             conv_bias=bias is None or bias,
         )
@@ -278,8 +279,8 @@ def _refuse_limits(fields: Fields) -> None:
     if limits is None:
         return
     if isinstance(limits, list) and len(limits) == 2:
-        low, high = (_number(limit) for limit in limits)
-        if low == 0 and high is not None and high >= _NO_LIMIT:
+        low, high = limits
+        if _NO_LEAST.holds(low) and (_is_infinity(high) or _NO_MOST.holds(high)):
             return
     raise ValueError(
         f"config.json: `time_step_limit` must be absent, or 0 and infinity, got {shown(limits)}; "
@@ -288,8 +289,6 @@ def _refuse_limits(fields: Fields) -> None:
     )
 
 
-def _number(limit: Any) -> float | None:
-    """A limit as a number; transformers writes infinity as `{"__float__": "Infinity"}`."""
-    if isinstance(limit, dict) and limit.get("__float__") == "Infinity":
-        return math.inf
-    return float(limit) if isinstance(limit, int | float) else None
+def _is_infinity(limit: Any) -> bool:
+    """Whether it is infinity as transformers writes it, `{"__float__": "Infinity"}`."""
+    return isinstance(limit, dict) and limit.get("__float__") == "Infinity"

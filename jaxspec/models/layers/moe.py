@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields
-from jaxspec.models.kinds import SIZE, whole
+from jaxspec.models.kinds import SIZE, Kind, number, whole
 from jaxspec.models.layers.experts import ExpertStacks
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.norm import RMSNorm
@@ -21,7 +21,10 @@ from jaxspec.pallas.moe.feed_forward import Router, moe_feed_forward
 from jaxspec.pallas.moe.route import Routing
 from jaxspec.pallas.norm.residual import Pending, Stream
 
-_EXPERTS = whole(1, 4096)
+# Bounds for all families, far beyond what is published.
+MAX_EXPERTS = 4096
+EXPERTS = whole(1, MAX_EXPERTS)
+SCALE = number(1e-3, 1e3)  # of what the chosen experts give
 _MAX_SHARED = 64  # times the width of an expert; one or two are published
 # Options that change the output, and their values that the layer computes.
 _OPTIONS = {
@@ -33,6 +36,11 @@ _OPTIONS = {
     "moe_latent_size": (),
     "swiglu_limit": (),
 }
+
+
+def shared_width(width: int) -> Kind[int]:
+    """Widths that the expert of every token may have, beside experts of `width`."""
+    return whole(1, _MAX_SHARED * width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +64,10 @@ class MoEConfig:
         """
         fields.refuse_all_but(_OPTIONS)
         # transformers 5 renames the first to the second for some families.
-        num_experts = fields.need_either(("num_experts", "num_local_experts"), _EXPERTS)
+        num_experts = fields.need_either(("num_experts", "num_local_experts"), EXPERTS)
         num_chosen = fields.need("num_experts_per_tok", whole(1, num_experts))
         width = fields.need("moe_intermediate_size", SIZE)
-        wide = whole(1, _MAX_SHARED * width)
+        wide = shared_width(width)
         return cls(
             Routing(num_experts, num_chosen, renormalise=renormalise),
             intermediate_size=width,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -59,6 +59,13 @@ class Placement:
     def is_integer(self) -> bool:
         """Whether the tensor is one of integers, such as token ids, and not of weights."""
         return jnp.issubdtype(self.param.dtype, jnp.integer)
+
+
+def scaled(placements: Iterable[Placement], factors: Mapping[str, float]) -> Iterator[Placement]:
+    """The placements, with the factors of tensors that are found by the ends of their names."""
+    for placement in placements:
+        ends = [end for end in factors if placement.name.endswith(end)]
+        yield placement.scaled(factors[ends[0]] if ends else 1.0)
 
 
 Init = Callable[..., jax.Array]  # (key, shape, dtype) to a value; one object for each kind

@@ -23,9 +23,9 @@ from jaxspec.weight import Weight
 
 MAX_ROWS = 8  # the smallest N of wgmma
 HIDDEN = 1024, 2048  # widths of models; in wider ones cuBLAS reads near the memory's speed
-# `split_matmul` wins in Nemotron-3-Nano, too, where XLA makes two kernels of it; `norm_matmul` ties
-# (the same results, o_proj of nemotron-3-nano).
-SPLIT_HIDDEN = *HIDDEN, 2688
+# `split_matmul` wins in mamba2-2.7b and Nemotron-3-Nano, too, where XLA makes two kernels of it;
+# `norm_matmul` ties (`benchmarks/results/decode_h200.json`).
+SPLIT_HIDDEN = *HIDDEN, 2560, 2688
 GATE_UNIT = 512  # features that a block gates at a time
 _MAX_INNER = 8192  # a block must have room for the rows of a product that is not split
 

@@ -1,7 +1,5 @@
 """The output norm of Mamba2: all heads are gated, then groups of their features are normed."""
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,7 @@ class GatedGroupNorm:
     `gates` is the whole projection. The gates are its columns from `first` on; the other columns
     are not read.
 
-    One kernel does all of it for groups of 512 to 8192 features in steps of 512; XLA makes two.
+    One kernel does all of it for groups of 128 to 8192 features in steps of 128; XLA makes two.
     """
 
     gates: Float[Array, "tokens columns"]
@@ -41,12 +39,6 @@ class GatedGroupNorm:
     groups: int = flax.struct.field(pytree_node=False)
     eps: float = flax.struct.field(pytree_node=False)
     gate_first: bool = flax.struct.field(pytree_node=False, default=True)
-
-    def split(self, tokens: int) -> "tuple[GatedGroupNorm, GatedGroupNorm]":
-        """The norm of the first `tokens`, and the norm of the rest."""
-        parts = self.gates[:tokens], self.gates[tokens:]
-        first, rest = (dataclasses.replace(self, gates=gates) for gates in parts)
-        return first, rest
 
     def check(self, tokens: int, features: int) -> None:
         """Refuse gates, a weight and groups that do not fit this many tokens of these features.
@@ -125,6 +117,6 @@ def _why_not_kernel(norm, heads):
     if dtypes != (jnp.float32, jnp.float32) or norm.gates.dtype not in _DTYPES:
         return f"heads and weight in {dtypes[0]} and {dtypes[1]}, gates in {norm.gates.dtype}"
     size = heads.shape[1] * heads.shape[2] // norm.groups
-    if size % (4 * device.THREADS) or size > _MAX_GROUP:
-        return f"groups of {size} features, no multiple of 512 up to {_MAX_GROUP}"
+    if size % device.THREADS or size > _MAX_GROUP:
+        return f"groups of {size} features, no multiple of {device.THREADS} up to {_MAX_GROUP}"
     return None

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.pallas.gpu import access
+from jaxspec.pallas.gpu import access, device
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -20,8 +20,9 @@ def gated_group_norm_kernel(norm, y, *, interpret=None):
     """
     tokens, features = y.shape
     size = features // norm.groups
-    # Neighbours that a thread loads at once: as many as each row of the gates is aligned for.
-    vector = math.gcd(4, norm.first, norm.gates.shape[1])
+    # Neighbours that a thread loads at once: as many as each row of the gates is aligned for, and
+    # as all threads share a group evenly.
+    vector = math.gcd(4, norm.first, norm.gates.shape[1], size // device.THREADS)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
 
     def body(y, gates, weight, out):
