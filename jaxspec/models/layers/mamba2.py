@@ -36,6 +36,7 @@ from jaxspec.regions import DecodeRegion
 _Projected = Float[Array, "tokens columns"]
 _Heads = Float[Array, "tokens heads head_dim"]
 _Finished = Float[Array, "tokens features"]
+_TAPS = whole(2, 64)
 # Limits that limit nothing: configurations write infinity as 1e30, too.
 _NO_LEAST, _NO_MOST = number(0, 0), number(1e30, math.inf)
 

@@ -41,7 +41,7 @@ def test_a_product_that_is_split_is_faster_in_more_models():
             why_not_kernel(x, weight, hidden, widths) for widths in (HIDDEN, SPLIT_HIDDEN)
         )
         assert why == (None if hidden <= 2048 else f"{hidden} features")
-        assert split == (None if hidden in (1024, 2048, 2688) else f"{hidden} features")
+        assert split == (None if hidden in (1024, 2048, 2560, 2688) else f"{hidden} features")
 
 
 @pytest.mark.parametrize(
