@@ -70,9 +70,9 @@ WEIGHTS = [
 def columns_of_the_other_mixer(self, y):
     """As if attention's came first; `projection` has those of Mamba2 there."""
     parts = real_split(self, y)
-    if [part.shape[1] for part in parts] != [320, 256]:
+    if [part.shape[1] for part in parts] != [384, 256]:
         return parts
-    return y[..., 256 : 256 + 320], y[..., :256]
+    return y[..., 256 : 256 + 384], y[..., :256]
 
 
 def heads_in_the_other_order(mixed, attended):
