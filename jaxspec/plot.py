@@ -1,4 +1,4 @@
-"""Pictures of what an LLM did, with matplotlib (`pip install "jaxspec[notebook]"`).
+"""Pictures of what an LLM did, with matplotlib (`pip install -e ".[notebook]"`).
 
 `tokens` paints text. Each other function draws on `ax`, or on a new figure, and returns the axes.
 """
@@ -19,7 +19,7 @@ try:
     from matplotlib.ticker import PercentFormatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        'jaxspec.plot needs matplotlib, which is not installed: pip install "jaxspec[notebook]".'
+        'jaxspec.plot needs matplotlib, which is not installed: pip install -e ".[notebook]".'
     ) from error
 
 _Runs = Mapping[str, DraftCounts | Mapping[str, Any]]  # or of one engine what `LLM.metrics` gives

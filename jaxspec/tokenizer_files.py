@@ -15,7 +15,7 @@ MAX_TOKENIZER_BYTES = 2**28
 _MAX_REASON_CHARACTERS = 300
 
 
-def raise_for(error: BaseException, what: str) -> NoReturn:
+def raise_for(error: BaseException, what: str, file: str = "tokenizer.json") -> NoReturn:
     """Raise an error of the library `tokenizers` as a ValueError, and any other as it is.
 
     The library raises nothing narrower than Exception, and its panics are not even that.
@@ -25,8 +25,7 @@ def raise_for(error: BaseException, what: str) -> NoReturn:
         raise error
     reason = str(error)[:_MAX_REASON_CHARACTERS]
     raise ValueError(
-        f"{what}: {reason}. Download tokenizer.json again, or update `tokenizers` "
-        f"{tokenizers.__version__}."
+        f"{what}: {reason}. Download {file} again, or update `tokenizers` {tokenizers.__version__}."
     ) from error
 
 
@@ -55,7 +54,8 @@ def read(source: Path) -> Contents:
     except (ValueError, FileNotFoundError):
         raise
     except BaseException as error:
-        raise_for(error, f"{source} must hold a tokenizer that `tokenizers` runs, and does not")
+        what = f"{source} must hold a tokenizer that `tokenizers` runs, and does not"
+        raise_for(error, what, "the file")
     return Contents(tokenizer, config, _tokens_in(config))
 
 

@@ -9,5 +9,5 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file with the format's suffix, and no folder."""
-    return path.suffix == SUFFIX and path.is_file()
+    """Whether `path` is a file with the format's suffix, in any case, and no folder."""
+    return path.suffix.lower() == SUFFIX and path.is_file()

@@ -23,7 +23,11 @@ from jaxspec.gguf.package import TensorType
 MAX_HEADER_BYTES = 2**28
 """The longest header that is read: some twenty times that of the largest published ones."""
 _MAX_ENTRIES = 2**16
-_MAX_TENSORS = 2**20
+_MAX_TENSORS = 2**16
+MAX_TEXTS = 2**21
+"""Texts in all lists of a header: the tokens and merges of the largest published tokenizers
+take a third."""
+_MAX_NUMBERS = 2**22  # of an array
 _MAX_NAME_BYTES = 2**16
 _MAX_DIMENSIONS = 4  # as many as ggml has
 _MAX_ALIGNMENT = 2**16
@@ -85,6 +89,7 @@ class _Reader:
         self._file, self._size = file, size
         self._window, self._at = b"", 0  # bytes of the file, and the next one among them
         self._next = 0  # the byte of the file behind the window
+        self._texts_left = MAX_TEXTS
 
     def header(self) -> Header:
         self._check_beginning()
@@ -135,15 +140,23 @@ class _Reader:
         if kind != _ARRAY:
             return _plain(self._numbers(kind, 1, key)[0])
         kind, count = self._number("<u4"), self._number("<u8")
+        if kind == _ARRAY:
+            raise self._damaged(f"{shown(key)} is an array of arrays, which is not read")
         if kind != _STRING:
             return self._numbers(kind, count, key)
         self._check_left(count * 8)  # the length of each
+        self._texts_left -= count
+        if self._texts_left < 0:
+            raise self._damaged(f"its lists would have more than {MAX_TEXTS:,} texts")
         return [self._string() for _ in range(count)]
 
     def _numbers(self, kind: int, count: int, key: str) -> np.ndarray:
         dtype = _NUMBERS.get(kind)
         if dtype is None:
             raise self._damaged(f"{shown(key)} is of the type {kind}, which the format lacks")
+        self._check_left(count * dtype.itemsize)
+        if count > _MAX_NUMBERS:
+            raise self._damaged(f"{shown(key)} would have {count:,} numbers")
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _tensor(self, name: str) -> Tensor:

@@ -80,6 +80,6 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(
             "A GGUF file needs the package `gguf`, which is not installed. Install it with "
-            '`pip install "jaxspec[gguf]"`.'
+            '`pip install -e ".[gguf]"`.'
         ) from error
     return gguf

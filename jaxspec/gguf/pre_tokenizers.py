@@ -34,7 +34,8 @@ _EXPRESSIONS = {
 _GPT2 = ("default", "gpt-2")  # older files do not say more than the first
 _DIGIT_BY_DIGIT = ("refact", "smollm", "starcoder")  # and else as GPT-2
 _COMPOSED = ("qwen2", "qwen35")  # whose texts are normalised first
-_LLAMA = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3")
+# llama.cpp takes a whole word that is a token as it is, and begins a text with the BOS token.
+_WHOLE_WORDS = ("falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
 
 NAMES = tuple(sorted([*_EXPRESSIONS, *_GPT2, *_DIGIT_BY_DIGIT]))
 """The names, as `tokenizer.ggml.pre` has them."""
@@ -58,9 +59,9 @@ def normalizer(name: str) -> normalizers.Normalizer | None:
 
 def merges_whole_words(name: str) -> bool:
     """Whether merges are passed over for a piece that is a token as it is."""
-    return name in _LLAMA
+    return name in _WHOLE_WORDS
 
 
 def begins_by_default(name: str) -> bool:
     """Whether a text begins with the BOS token where the metadata does not say."""
-    return name in _LLAMA
+    return name in _WHOLE_WORDS

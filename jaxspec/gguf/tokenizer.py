@@ -1,5 +1,6 @@
 """The tokenizer in a GGUF file's metadata, as the library `tokenizers` runs it."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from jaxspec.gguf.vocabulary import PREFIX, Vocabulary
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens
 _MOST_CHARACTERS = 64  # of a token that is made of two; SentencePiece's have 16
+MAX_SPLITS = 2**20
+"""Ways to make a token of two others that are kept: twice those of the largest published one."""
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -27,17 +30,17 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         Exception: the library `tokenizers` fails on what the file holds.
     """
     with GGUFFile(path) as file:
-        kind = file.metadata.get(PREFIX + "model")
-        if kind in (None, "none", "no_vocab"):
+        model = file.metadata.get(PREFIX + "model")
+        if model in (None, "none", "no_vocab"):
             raise FileNotFoundError(
                 f"Text needs a tokenizer, but the metadata of {path} has none. Pass token ids, "
                 '{"prompt_token_ids": [...]}, or name a tokenizer with the option `tokenizer`.'
             )
         vocabulary = Vocabulary(file)
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(model, str) or model not in _KINDS:
         known = ", ".join(sorted(_KINDS))
-        raise vocabulary.broken("model", f"must be one of {known}, got {shown(kind)}")
-    tokenizer = _KINDS[kind](vocabulary)
+        raise vocabulary.broken("model", f"must be one of {known}, got {shown(model)}")
+    tokenizer = _KINDS[model](vocabulary)
     for is_special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
         marked = [vocabulary.tokens[index] for index in (vocabulary.types == kind).nonzero()[0]]
         added = [AddedToken(token, special=is_special, normalized=False) for token in marked]
@@ -82,7 +85,12 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if scores is None:
         raise vocabulary.broken("scores", "must hold a number for each token, and is absent")
     ids = _ids(vocabulary)
-    ranked = sorted(_splits(ids), key=lambda split: (-scores[ids["".join(split)]], ids[split[0]]))
+    splits = list(itertools.islice(_splits(ids), MAX_SPLITS + 1))
+    if len(splits) > MAX_SPLITS:
+        raise vocabulary.broken(
+            "tokens", f"must give at most {MAX_SPLITS:,} ways to make a token of two others"
+        )
+    ranked = sorted(splits, key=lambda split: (-scores[ids["".join(split)]], ids[split[0]]))
     model = models.BPE(
         vocab=ids,
         merges=ranked,
@@ -104,10 +112,12 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 def _splits(ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """All ways to make a token of two others."""
+    known = {token: token for token in ids}  # so that no text is held twice
     for token in ids:
         for end in range(1, min(len(token), _MOST_CHARACTERS)):
-            if token[:end] in ids and token[end:] in ids:
-                yield token[:end], token[end:]
+            left, right = known.get(token[:end]), known.get(token[end:])
+            if left is not None and right is not None:
+                yield left, right
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.checks import shown
 from jaxspec.files import read_json
+from jaxspec.gguf import is_gguf
 from jaxspec.models.config import (
     DENSE,
     FULL_ATTENTION,
@@ -54,8 +55,16 @@ class Fields(Block):
     Each family's `parse_config` makes a `ModelConfig` of them.
     """
 
-    def __init__(self, published: Mapping[str, Any], generation: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        published: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        *,
+        remedy: str | None = None,
+    ):
         """`published`: config.json's content; `generation`: generation_config.json's, if any.
+
+        `remedy`: as that of `Block`, where something else stands for the config.json.
 
         Raises:
             ValueError: config.json names no model, or a field of these is of a wrong kind.
@@ -63,7 +72,7 @@ class Fields(Block):
         top = Block(published)
         text = top.block("text_config")
         given = {name: value for name, value in text.entries.items() if value is not None}
-        super().__init__({**published, **given})
+        super().__init__({**published, **given}, remedy=remedy)
         self.architecture = _architecture(top, text)
         generated = Block(generation or {}, file="generation_config.json")
         self.eos_token_ids = _joined(generated, text, top)
@@ -213,9 +222,14 @@ def read_fields(folder: Path) -> Fields:
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not os.path.lexists(path):
+        way_out = (
+            "Give the folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer "
+            "files) or its hub id."
+        )
+        if (file := next(filter(is_gguf, sorted(folder.glob("*"))), None)) is not None:
+            way_out = f"To load the GGUF file in it, give its path: {file}."
         raise FileNotFoundError(
-            f"A model folder must hold a config.json, and {folder} has none. Give the folder of a "
-            "Hugging Face checkpoint (config.json, *.safetensors, tokenizer files) or its hub id."
+            f"A model folder must hold a config.json, and {folder} has none. {way_out}"
         )
     return Fields(read_json(path), read_json(generation) if os.path.lexists(generation) else {})
 

@@ -95,6 +95,11 @@ def _download(name: str, progress: bool, weights: bool, revision: str | None) ->
     except Exception as error:  # networks fail with exceptions of many kinds
         named = shown(name) if revision is None else f"{shown(name)} at revision {revision!r}"
         raise FileNotFoundError(f"{_RULE}; {named} {_why_not(error)}") from error
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"{_RULE}; the hub's {shown(name)} has no config.json. If it holds GGUF files, which "
+            "jaxspec does not download, download one and give its path."
+        )
     _check_digests([path for pattern in patterns for path in folder.glob(pattern)])
     return folder
 

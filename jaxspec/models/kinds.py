@@ -80,10 +80,21 @@ class Block:
     An entry of null is as if absent.
     """
 
-    def __init__(self, entries: Mapping[str, Any], *, file: str = "config.json", prefix: str = ""):
-        """`file` and `prefix` say in errors where the entries stand, such as `rope_parameters.`."""
+    def __init__(
+        self,
+        entries: Mapping[str, Any],
+        *,
+        file: str = "config.json",
+        prefix: str = "",
+        remedy: str | None = None,
+    ):
+        """`file` and `prefix` say in errors where the entries stand, such as `rope_parameters.`.
+
+        `remedy`: the sentence that names the way out; None: to take the published file.
+        """
         self.entries = entries
         self.file, self.prefix = file, prefix
+        self.remedy = remedy or f"Take the {file} that was published with the weights."
 
     def find(self, name: str, kind: Kind[_Value]) -> _Value | None:
         """The entry; None where there is none.
@@ -95,8 +106,8 @@ class Block:
         if value is None or kind.holds(value):
             return value
         raise ValueError(
-            f"{self.file}: `{self.prefix}{name}` must be {kind.words}, got {shown(value)}. Take "
-            f"the {self.file} that was published with the weights."
+            f"{self.file}: `{self.prefix}{name}` must be {kind.words}, got {shown(value)}. "
+            f"{self.remedy}"
         )
 
     def need(self, name: str, kind: Kind[_Value]) -> _Value:
@@ -108,8 +119,7 @@ class Block:
         value = self.find(name, kind)
         if value is None:
             raise ValueError(
-                f"{self.file} must give `{self.prefix}{name}`, and does not. Take the {self.file} "
-                "that was published with the weights."
+                f"{self.file} must give `{self.prefix}{name}`, and does not. {self.remedy}"
             )
         return value
 
@@ -126,8 +136,7 @@ class Block:
         if self.find(usual, kind) not in (None, value):
             raise ValueError(
                 f"{self.file}: `{usual}` and `{other}` mean the same, and differ: "
-                f"{shown(self.entries[usual])} and {shown(value)}. Take the {self.file} that was "
-                "published with the weights."
+                f"{shown(self.entries[usual])} and {shown(value)}. {self.remedy}"
             )
         return value
 
@@ -138,7 +147,7 @@ class Block:
             ValueError: it is no object.
         """
         entries = self.find(name, OBJECT) or {}
-        return Block(entries, file=self.file, prefix=f"{self.prefix}{name}.")
+        return Block(entries, file=self.file, prefix=f"{self.prefix}{name}.", remedy=self.remedy)
 
     def refuse_all_but(self, expected: Mapping[str, tuple[Any, ...]]) -> None:
         """ValueError for an option that changes the output and has none of the `expected` values.

@@ -74,7 +74,9 @@ LIES = {
     "a text would have": gguf_file([struct.pack("<Q", BIG)]),
     "no UTF-8": gguf_file([entry("k", STRING, text(b"\xff"))]),
     "of the type 13": gguf_file([entry("k", 13, bytes(8))]),
-    "of the type 9": gguf_file([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1))]),
+    "'k' is an array of arrays, which is not read": gguf_file(
+        [entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1))]
+    ),
     f"{8 * BIG:,} bytes": gguf_file([entry("k", ARRAY, struct.pack("<IQ", STRING, BIG))]),
     f"{4 * BIG:,} bytes": gguf_file([entry("k", ARRAY, struct.pack("<IQ", UINT32, BIG))]),
     "general.alignment is 0": gguf_file([entry("general.alignment", UINT32, bytes(4))]),

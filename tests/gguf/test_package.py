@@ -28,5 +28,5 @@ def test_readable_are_floats_and_what_the_package_dequantises():
 
 def test_without_the_package_a_user_hears_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"needs the package `gguf`.*pip install \"jaxspec\[gguf"):
+    with pytest.raises(ValueError, match=r"needs the package `gguf`.*pip install -e \"\.\[gguf\]"):
         package.find_type(0)

@@ -58,9 +58,9 @@ def test_no_character_is_lost(name):
         assert [begin for _, (begin, _) in pieces] == ends[:-1] and ends[-1] == len(text)
 
 
-def test_only_qwen_composes_characters_and_only_llama_keeps_whole_words():
+def test_only_qwen_composes_characters_and_some_keep_whole_words():
     composing = [n for n in pre_tokenizers.NAMES if pre_tokenizers.normalizer(n) is not None]
     assert composing == ["qwen2", "qwen35"]
     keeping = [n for n in pre_tokenizers.NAMES if pre_tokenizers.merges_whole_words(n)]
-    assert keeping == ["falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3"]
+    assert keeping == ["falcon-h1", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken"]
     assert [n for n in pre_tokenizers.NAMES if pre_tokenizers.begins_by_default(n)] == keeping

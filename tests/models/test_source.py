@@ -26,3 +26,12 @@ def test_an_error_about_a_config_json_names_the_file_that_stands_for_it(tmp_path
         with pytest.raises(ValueError) as caught, naming(source):
             raise ValueError("config.json must be right.")
         assert str(caught.value).startswith(beginning)
+
+
+def test_a_folder_of_a_gguf_file_alone_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="has none. Give the folder of a Hugging Face"):
+        read_fields(tmp_path)
+    path = write_gguf("llama", tmp_path / "M.GGUF")
+    with pytest.raises(FileNotFoundError, match=f"the GGUF file in it, give its path: {path}"):
+        read_fields(tmp_path)
+    assert read_fields(path).architecture

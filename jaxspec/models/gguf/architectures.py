@@ -3,6 +3,7 @@
 from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.models.gguf import (
+    REMEDY,
     attention,
     falcon_h1,
     gated_hybrid,
@@ -13,6 +14,7 @@ from jaxspec.models.gguf import (
 )
 from jaxspec.models.gguf.architecture import Architecture
 from jaxspec.models.gguf.described import Described
+from jaxspec.models.gguf.options import OPTIONS, Noted
 from jaxspec.models.kinds import WORD, Block
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -35,29 +37,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By `general.architecture` of the metadata."""
 
 _KEY = "general.architecture"
-# Options of any architecture that change the output, and their values that the layers compute.
-_OPTIONS = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.recurrent_layers": (),
-    "attention.scale": (0.0,),
-    "attention.sliding_window": (0,),
-    "attention.temperature_scale": (),
-    "attn_logit_softcapping": (0.0,),
-    "embedding_scale": (1.0, 0.0),
-    "expert_group_count": (0, 1),
-    "expert_weights_scale": (1.0, 0.0),
-    "final_logit_softcapping": (0.0,),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (1.0, 0.0),
-    "moe_latent_size": (0,),
-    "residual_scale": (1.0, 0.0),
-    "rope.scale_linear": (1.0, 0.0),
-    "rope.scaling.type": ("none",),
-    "router_logit_softcapping": (0.0,),
-    "use_parallel_residual": (False,),
-}
 
 
 def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
@@ -66,7 +45,7 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
     Raises:
         ValueError: it names none, or one that jaxspec has no family for.
     """
-    name = Block(file.metadata, file=str(file.path)).need(_KEY, WORD)
+    name = Block(file.metadata, file=str(file.path), remedy=REMEDY).need(_KEY, WORD)
     if name not in ARCHITECTURES:
         raise ValueError(
             f"{file.path}: `{_KEY}` must be one of {', '.join(sorted(ARCHITECTURES))}, got "
@@ -88,7 +67,7 @@ def described(file: GGUFFile) -> Described:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    sizes = Block(entries, file=str(file.path), prefix=prefix)
-    options = {**_OPTIONS, **architecture.options}
+    sizes = Block(Noted(entries), file=str(file.path), prefix=prefix, remedy=REMEDY)
+    options = {**OPTIONS, **architecture.options}
     sizes.refuse_all_but({key: values for key, values in options.items() if values is not None})
     return Described(file, sizes)

@@ -57,10 +57,16 @@ LLAMA = Architecture(
     conversions=rotated_by_pairs,
     options={"expert_count": (0,)},
 )
-QWEN3 = Architecture("Qwen3ForCausalLM", _dense, _BLOCKS | HEAD_NORMS | DENSE)
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM",
+    _dense,
+    _BLOCKS | HEAD_NORMS | DENSE,
+    options={"expert_count": (0,)},
+)
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     lambda model: _dense(model) | qwen_experts(model),
     _BLOCKS | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"},
     stacks=EXPERT_STACKS,
+    options={"expert_weights_norm": None},
 )

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.header import Tensor
+from jaxspec.models.gguf import REMEDY
 from jaxspec.models.gguf.places import Place, places_in
 from jaxspec.models.safetensors_file import DTYPES, StoredTensor
 
@@ -24,7 +25,7 @@ class GGUFCheckpoint:
     """
 
     asked_by = "metadata"
-    remedy = "Download the file again, convert it anew, or use the folder of its safetensors."
+    remedy = REMEDY
 
     def __init__(self, path: Path):
         """Open the file and check its header.

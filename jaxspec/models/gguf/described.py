@@ -58,8 +58,7 @@ class Described:
         if len(listed) != blocks or not all(map(kind.holds, listed)):
             raise ValueError(
                 f"{self.sizes.file}: `{self.sizes.prefix}{name}` must be {kind.words}, or {blocks} "
-                f"of them, one for each block, got {shown(listed)}. Take the {self.sizes.file} "
-                "that was published with the weights."
+                f"of them, one for each block, got {shown(listed)}. {self.sizes.remedy}"
             )
         return listed[: self.num_layers]
 
@@ -89,8 +88,8 @@ class Described:
         if channels % heads:
             raise ValueError(
                 f"{sizes.file}: `{sizes.prefix}ssm.inner_size` must be a multiple of "
-                f"`{sizes.prefix}ssm.time_step_rank`, the {heads} heads, got {channels}. Take the "
-                f"{sizes.file} that was published with the weights."
+                f"`{sizes.prefix}ssm.time_step_rank`, the {heads} heads, got {channels}. "
+                f"{sizes.remedy}"
             )
         return channels // heads
 
@@ -115,11 +114,16 @@ class Described:
         }
 
     def key_heads(self) -> dict[str, Any]:
-        """The number of key heads of a model that has attention in every layer."""
-        given = self.sizes.find("attention.head_count_kv", SIZE)
-        return {
-            "num_key_value_heads": given or self.sizes.need("attention.head_count", SIZE),
-        }
+        """The number of key heads of a model that has attention in every layer.
+
+        Raises:
+            ValueError: it is malformed, or not the same in all blocks.
+        """
+        name = "attention.head_count_kv"
+        if self.sizes.entries.get(name) is None:
+            return {"num_key_value_heads": self.sizes.need("attention.head_count", SIZE)}
+        self.by_layer(name, SIZE)  # every block has some
+        return {"num_key_value_heads": self.one_of_layers(name)}
 
     def mixed_key_heads(self) -> tuple[dict[str, Any], list[bool]]:
         """The number of key heads, and which layers attend: those that have any."""

@@ -39,4 +39,10 @@ def _entries(model: Described) -> dict[str, Any]:
     }
 
 
-FALCON_H1 = Architecture("FalconH1ForCausalLM", _entries, _BLOCKS, conversions=mamba2_conversions)
+FALCON_H1 = Architecture(
+    "FalconH1ForCausalLM",
+    _entries,
+    _BLOCKS,
+    conversions=mamba2_conversions,
+    options={"expert_count": (0,)},
+)

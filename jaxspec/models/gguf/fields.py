@@ -5,8 +5,10 @@ from typing import Any
 
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.models.fields import Fields
+from jaxspec.models.gguf import REMEDY
 from jaxspec.models.gguf.architectures import architecture_of, described
 from jaxspec.models.gguf.described import Described
+from jaxspec.models.gguf.options import refuse_unread
 from jaxspec.models.kinds import SIZE, Block, number, whole
 
 _POSITIVE = number(1e-30, 1e30)
@@ -20,10 +22,10 @@ def read_fields(path: Path) -> Fields:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: as `GGUFFile`; its architecture has no family here; or the metadata lacks a
-            size, has one of a wrong kind, or an option that is not implemented.
+            size, has one of a wrong kind, or an option that is unknown or not implemented.
     """
     with GGUFFile(path) as file:
-        return Fields(_entries(file))
+        return Fields(_entries(file), remedy=REMEDY)
 
 
 def _entries(file: GGUFFile) -> dict[str, Any]:
@@ -31,16 +33,18 @@ def _entries(file: GGUFFile) -> dict[str, Any]:
     _, architecture = architecture_of(file)
     model = described(file)
     sizes = model.sizes
-    return {
+    entries = {
         "architectures": [architecture.published],
         "hidden_size": sizes.need("embedding_length", whole(1, 2**31 - 1)),
         "max_position_embeddings": sizes.need("context_length", whole(1, 2**31 - 1)),
         "num_hidden_layers": model.num_layers,
         "vocab_size": _vocab_size(model),
-        "eos_token_id": _ends(Block(file.metadata, file=str(file.path))),
+        "eos_token_id": _ends(Block(file.metadata, file=str(file.path), remedy=REMEDY)),
         architecture.eps: sizes.need("attention.layer_norm_rms_epsilon", _POSITIVE),
         **architecture.entries(model),
     }
+    refuse_unread(sizes)
+    return entries
 
 
 def _vocab_size(model: Described) -> int:

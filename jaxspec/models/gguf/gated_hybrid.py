@@ -59,6 +59,7 @@ _DRAFT_HEAD = {
     "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
+_ONE_SHARED = {"expert_shared_count": (0, 1), "expert_weights_norm": None}
 _CENTRED = (
     "attn_norm.weight",
     "attn_k_norm.weight",
@@ -152,7 +153,7 @@ QWEN35_MOE = Architecture(
     stacks=EXPERT_STACKS,
     conversions=_in_turns,
     draft_head=_DRAFT_HEAD,
-    options={"expert_gating_func": (1,)},
+    options=_ONE_SHARED,
 )
 QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
@@ -160,5 +161,5 @@ QWEN3_NEXT = Architecture(
     _BLOCKS | _BY_KEY_HEAD | _EXPERTS,
     stacks=EXPERT_STACKS,
     conversions=_by_parts,
-    options={"expert_gating_func": (1,)},
+    options=_ONE_SHARED,
 )

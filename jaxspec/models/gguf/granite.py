@@ -36,7 +36,7 @@ _OPTIONS = {
     "embedding_scale": None,
     "residual_scale": None,
     "logit_scale": None,
-    "expert_gating_func": (1,),
+    "expert_shared_count": (0, 1),
 }
 
 

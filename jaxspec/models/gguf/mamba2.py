@@ -88,4 +88,5 @@ MAMBA2 = Architecture(
     conversions=mamba2_conversions,
     layer="backbone.layers.",
     eps="layer_norm_epsilon",
+    options={"expert_count": (0,)},
 )

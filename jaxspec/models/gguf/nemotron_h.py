@@ -99,6 +99,7 @@ NEMOTRON_H = Architecture(
         "expert_gating_func": (2,),
         "expert_group_count": None,
         "expert_shared_count": (1,),
+        "expert_weights_norm": None,
         "expert_weights_scale": None,
         "moe_latent_size": None,
     },

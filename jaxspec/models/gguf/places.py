@@ -9,12 +9,15 @@ import numpy as np
 
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.gguf.header import Tensor
+from jaxspec.models.gguf import REMEDY
 from jaxspec.models.gguf.architectures import architecture_of, described
 from jaxspec.models.gguf.conversion import AS_IT_IS, Conversion, Shape
 from jaxspec.models.gguf.rotation import ROPE_FACTORS
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.([\w.]+)")
 _DRAFT_LAYER = "mtp.layers.0."
+MAX_NAMES = 2**18
+"""Published tensors of a file, experts one by one: some four times those of published models."""
 _UNKNOWN = "gguf:"  # before the names of tensors that the architecture does not have
 
 
@@ -53,11 +56,16 @@ def places_in(file: GGUFFile) -> Mapping[str, Place]:
     """The published tensors and where they lie; others by a name that no published one has.
 
     Raises:
-        ValueError: as `described`.
+        ValueError: as `described`, or there are more than `MAX_NAMES`.
     """
     layout, found = _Layout(file), {}
     for own in file.tensors:
         for name, place in layout.places(own):
+            if len(found) == MAX_NAMES:
+                raise ValueError(
+                    f"{file.path} must hold at most {MAX_NAMES:,} published tensors, with each "
+                    f"expert's own, and holds more. {REMEDY}"
+                )
             # A second tensor of one published name counts as unknown.
             found[name if name not in found else _UNKNOWN + own] = place
     return found
@@ -71,7 +79,8 @@ class _Layout:
         _, self._architecture = architecture_of(file)
         self._tensors = file.tensors
         self._num_experts = model.num_experts
-        self._num_layers, self._num_drafting = model.num_layers, model.num_draft_blocks
+        self._num_layers = model.num_layers
+        self._num_blocks = model.num_layers + model.num_draft_blocks
         self._conversions = self._architecture.conversions(model)
         # The tensors whose rows come behind those of others.
         self._leaders = {
@@ -86,7 +95,7 @@ class _Layout:
             return
         if own in self._architecture.outside:
             yield self._architecture.outside[own], self._place(own, own)
-        elif match := _BLOCK.fullmatch(own):
+        elif (match := _BLOCK.fullmatch(own)) and int(match[1]) < self._num_blocks:
             yield from self._in_block(own, int(match[1]), match[2])
         else:
             yield self._unknown(own)
@@ -95,7 +104,7 @@ class _Layout:
         """Those of a tensor that `tail` names behind `blk.N.`."""
         architecture = self._architecture
         layer = f"{architecture.layer}{number}."
-        if self._num_drafting and number == self._num_layers:
+        if number == self._num_layers:
             if not architecture.draft_head:
                 return  # of a head that jaxspec does not read from GGUF files
             if tail in architecture.draft_head:
@@ -139,7 +148,8 @@ class _Layout:
         return Place(own, tensors, shape, conversion=conversion)
 
     def _is_stack(self, own: str) -> bool:
-        return self._tensors[own].shape[0] == self._num_experts
+        shape = self._tensors[own].shape
+        return len(shape) == 3 and shape[0] == self._num_experts
 
     def _experts(self, own: str) -> Iterator[Place]:
         tensor = self._tensors[own]

@@ -1,6 +1,7 @@
 """rotation: the fields of a config.json on the rotation, from a GGUF file's metadata."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ _POSITIVE = number(1e-30, 1e30)
 _THETA = 10000.0  # llama.cpp's, where the metadata is silent
 # The metadata has no field for these, which all published models of llama3's scaling share.
 _LOW, _HIGH, _POSITIONS = 1.0, 4.0, 8192
+_MOST_POSITIONS = 2**31 - 1
+_MOST_CHANNELS = 1024  # of a head whose factors are read
+_TRIES = 8  # different lengths of the context that are tried
 
 
 def rotation(file: GGUFFile, sizes: Block, head_dim: int) -> dict[str, Any]:
@@ -40,7 +44,9 @@ def _llama3(file: GGUFFile, theta: float, rotated: int) -> dict[str, Any]:
     """
     tensor = file.tensors[ROPE_FACTORS]
     fault = f"has the shape {list(tensor.shape)} in {tensor.type.name}"
-    if tensor.shape == (rotated // 2,) and tensor.type.name == "F32":
+    if rotated > _MOST_CHANNELS:
+        fault = f"would be for heads of {rotated:,} channels, more than {_MOST_CHANNELS:,}"
+    elif tensor.shape == (rotated // 2,) and tensor.type.name == "F32":
         found = np.empty(rotated // 2, np.float32)
         file.read_raw(tensor, 0, found)
         wavelengths = 2 * math.pi * theta ** (np.arange(0, rotated, 2, dtype=np.float64) / rotated)
@@ -58,7 +64,8 @@ def _llama3(file: GGUFFile, theta: float, rotated: int) -> dict[str, Any]:
 def _scaling_of(factors: np.ndarray, wavelengths: np.ndarray) -> dict[str, Any] | None:
     """The scaling that divides the frequencies by these `factors`; None: llama3's does not.
 
-    What a pair of channels of middle speed is divided by tells the length of the context.
+    What a pair of channels of middle speed is divided by tells the length of the context. Rounding
+    moves it, so that the pairs may differ by a little: the lengths that most of them tell count.
     """
     factor = factors.max(initial=1.0)
     if not 1 < factor < math.inf:
@@ -66,7 +73,8 @@ def _scaling_of(factors: np.ndarray, wavelengths: np.ndarray) -> dict[str, Any] 
     is_middle = (factors > 1.001) & (factors < factor * 0.999)
     shares = (1 / factors[is_middle] - 1 / factor) / (1 - 1 / factor)
     contexts = wavelengths[is_middle] * (_LOW + shares * (_HIGH - _LOW))
-    for positions in (_POSITIONS, *np.rint(contexts).astype(int).tolist()):
+    told = Counter(np.rint(np.minimum(contexts, _MOST_POSITIONS)).astype(int).tolist())
+    for positions in (_POSITIONS, *(context for context, _ in told.most_common(_TRIES))):
         share = np.clip((positions / wavelengths - _LOW) / (_HIGH - _LOW), 0, 1)
         if np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-4):
             return {

@@ -36,6 +36,16 @@ def test_an_entry_is_for_all_layers_or_for_each(tmp_path):
         found.one_of_layers(name)
 
 
+def test_key_heads_are_one_number_or_the_same_for_each_layer(tmp_path):
+    name = "llama.attention.head_count_kv"
+    for value in (2, [2, 2]):
+        with model(tmp_path, **{name: value}) as found:
+            assert found.key_heads() == {"num_key_value_heads": 2}
+    for value, rule in (([2, 4], "must be the same in all blocks"), ([0, 2], "must be an integer")):
+        with model(tmp_path, **{name: value}) as found, pytest.raises(ValueError, match=rule):
+            found.key_heads()
+
+
 @pytest.mark.parametrize("value", [[1], [1, 2, 3], [1, 101], [0.5, 1.0], ["x", "y"]])
 def test_another_number_or_kind_of_values_is_refused(value, tmp_path):
     with (
@@ -49,7 +59,7 @@ def test_the_draft_block_is_no_layer(tmp_path):
     with model(tmp_path, "qwen3_5") as found:
         assert (found.num_layers, found.num_draft_blocks) == (4, 1)
         listed = np.array([1, 2, 3, 4, 5], np.uint32)
-        found.sizes.entries["x"] = listed
+        found.sizes.entries = {"x": listed, **found.sizes.entries}
         assert found.by_layer("x", WIDTHS) == [1, 2, 3, 4]
         assert found.has("ssm_conv1d.weight") and not found.has("ssm_conv1d.bias")
 

@@ -108,7 +108,7 @@ def test_the_draft_head_is_one_more_block(tmp_path):
     path = write_gguf("qwen3_5", tmp_path / "y.gguf", change=without, entries=none)
     assert load_model(path, FLOAT32).draft_head is None
     path = write_gguf("qwen3_5", tmp_path / "z.gguf", entries=none)
-    with pytest.raises(ValueError, match=r"Unexpected \(15\): gguf:blk\.4\.nextn\.eh_proj"):
+    with pytest.raises(ValueError, match=r"Unexpected \(15\): gguf:blk\.4\.attn_k"):
         load_model(path, FLOAT32)
 
 
