@@ -165,7 +165,7 @@ def test_kernels_stay_near_the_reference(fixture_folder, reference, single_reque
         head = single_request(model, dtype)
         _, logits = head.draft(ids[1:], hidden[:-1], 0, prefill=True)
         assert_near(logits, expected["mtp_logits_tf"])
-    names = "moe_route", "moe_experts", "attention_inputs", "mamba2_conv_replay"
+    names = "moe_route", "moe_experts", "attention_inputs", "mamba2_inputs", "mamba2_step"
     for name in names:
         assert {how for op, how, _ in chosen if op == name} == {"kernel"}, name
 

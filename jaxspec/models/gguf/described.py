@@ -9,8 +9,9 @@ from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
 from jaxspec.models.gguf.rotation import rotation
 from jaxspec.models.kinds import MAX_LAYERS, SIZE, Block, Kind, whole
+from jaxspec.models.layers.moe import MAX_EXPERTS
 
-EXPERTS = whole(0, 4096)
+EXPERTS = whole(0, MAX_EXPERTS)
 """Experts of a layer; 0: there are none."""
 _DRAFT_BLOCKS = whole(0, 1)
 
