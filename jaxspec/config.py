@@ -14,6 +14,9 @@ TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
 
 
+PrefixMode = Literal["off", "pages", "align", "all"]
+
+
 class ModelSizes(NamedTuple):
     """What a model says of the sizes of its programs, on the default device."""
 
@@ -52,6 +55,10 @@ class StepShapes:
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
+    # What is kept of requests for those to come: pages alone, or checkpoints of states as well.
+    prefix_caching: PrefixMode = dataclasses.field(default="off", compare=False)
+    num_checkpoints: int = dataclasses.field(default=0, compare=False)  # the null one not counted
+    checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in prompts
 
     def __post_init__(self) -> None:
         """Check every size."""

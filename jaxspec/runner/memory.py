@@ -88,6 +88,7 @@ class Holdings:
         held = {"weights": self.weights, **holders(self.specs, state.pools)}
         held |= {"page_tables": state.page_tables, "rows": state.rows}
         held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
+        held |= {"checkpoints": state.checkpoints}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
@@ -150,6 +151,7 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
         "slots": f"{shapes.num_slots} slots",
     }
     counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
+    counts |= {"checkpoints": f"{shapes.num_checkpoints} states of prefixes"}
     counts |= dict.fromkeys(("seen_tokens", "bias_tables", "draft_logits"), units["slots"])
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))

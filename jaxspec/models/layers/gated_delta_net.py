@@ -24,6 +24,7 @@ from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
@@ -182,6 +183,15 @@ class GatedDeltaNet(nnx.Module):
         heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
         pool = dataclasses.replace(pool, conv=conv, states=states)
         return self.finish(heads, projected), pools | {self.pool: pool}
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """See `Mixer.states`."""
+        pool = pools[self.pool]
+        return {self.pool: pool.policy.states(self, pool, rows, layer)}
+
+    def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
+        """See `Recurrence.replayed`."""
+        return replayed_states(pool.states, pool.ring, layer, rows)
 
     def finish(self, heads: Heads, projected: _Projected) -> _Finished:
         """The heads normed and gated, unless `replay`'s kernel has done it."""

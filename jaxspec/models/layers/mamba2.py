@@ -25,6 +25,7 @@ from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
+from jaxspec.pallas.mamba2.replay import replayed_states
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
@@ -187,6 +188,16 @@ class Mamba2(nnx.Module):
         heads, states = mamba2_prefill(tokens, pool.states, layer, chunks)
         pool = dataclasses.replace(pool, conv=conv, states=states)
         return self.finish(heads, projected), pools | {self.pool: pool}
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """See `Mixer.states`."""
+        pool = pools[self.pool]
+        return {self.pool: pool.policy.states(self, pool, rows, layer)}
+
+    def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
+        """See `Recurrence.replayed`."""
+        rates = -jnp.exp(self.rates[:, 0])
+        return replayed_states(pool.states, pool.ring, rates, layer, rows)
 
     def finish(self, heads: _Heads, projected: _Projected) -> _Finished:
         """The heads gated and normed."""

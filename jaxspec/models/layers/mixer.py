@@ -20,6 +20,7 @@ from jaxspec.models.layers.rope import frequencies, rotation
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import Rotation
 from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.regions import DecodeRegion
 
 Tokens = TypeVar("Tokens")  # a mixer's own pytree; the first axis of each array is the tokens
 
@@ -84,6 +85,14 @@ class Mixer(Protocol[Tokens]):
         self, tokens: Tokens, inputs: ModelInputs, pools: Pools, layer: int, /
     ) -> tuple[Array, Pools]:
         """The finished heads of the prefill region's tokens, `inputs.prefill`."""
+        ...
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int, /) -> dict[str, Array]:
+        """Each row's recurrent state `[rows, heads, ...]`, by the name of its pool.
+
+        It is what the row's next token would start from, whatever the policy keeps. Empty for a
+        mixer that has none.
+        """
         ...
 
     def finish(self, heads: Array, tokens: Tokens, /) -> Array:
