@@ -57,6 +57,7 @@ class StepShapes:
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
     # What is kept of requests for those to come: pages alone, or checkpoints of states as well.
     prefix_caching: PrefixMode = dataclasses.field(default="off", compare=False)
+    prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for checkpoints
     num_checkpoints: int = dataclasses.field(default=0, compare=False)  # the null one not counted
     checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in prompts
 

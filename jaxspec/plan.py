@@ -58,6 +58,8 @@ EXPORT = dataclasses.replace(MOVES, checkpoint="export")
 # Places rows as `MOVES` does. Its one source is a checkpoint, if the model keeps states at all.
 RESTORE = dataclasses.replace(MOVES, checkpoint="restore")
 
+WITHOUT_STEPS = MOVES, COUNTED_MOVES, TABLES, EXPORT, RESTORE
+
 
 def moves_of(sampler: Sampler) -> Program:
     """The program that copies slots of requests that want `sampler`."""

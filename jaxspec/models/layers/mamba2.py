@@ -16,7 +16,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, SIZE
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
@@ -156,17 +156,17 @@ class Mamba2(nnx.Module):
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[_Heads, RecurrentPool]:
         """The rectangle's heads under the snapshot policy: the state after each token is kept."""
-        projected = _rectangle(projected, rows)
+        projected = rectangle(projected, rows)
         tokens, conv = mamba2_inputs(projected, self._params, pool.conv, layer, rows)
         heads, states = mamba2_step(tokens, pool.states, layer, rows)
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states)
 
     def replay(
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[_Heads, RecurrentPool]:
         """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
         heads, conv, states, ring = mamba2_conv_replay(
-            _rectangle(projected, rows),
+            rectangle(projected, rows),
             self._params,
             pool.conv,
             pool.states,
@@ -174,7 +174,7 @@ class Mamba2(nnx.Module):
             layer,
             rows,
         )
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
 
     def prefill(
         self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
@@ -253,14 +253,6 @@ class Mamba2(nnx.Module):
     def _params(self) -> Mamba2Params:
         bias = None if self.conv_bias is None else self.conv_bias[...]
         return Mamba2Params(self.conv[...], bias, self.rates[...], self.sizes.heads)
-
-
-def _rectangle(projected: _Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:
-    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
-
-
-def _flat(heads: Float[Array, "rows width heads head_dim"]) -> _Heads:
-    return heads.reshape(-1, *heads.shape[2:])
 
 
 def _state_rows(head_dim: int) -> int:

@@ -108,6 +108,18 @@ class Mixer(Protocol[Tokens]):
         ...
 
 
+def rectangle(
+    projected: Float[Array, "tokens columns"], rows: DecodeRegion
+) -> Float[Array, "rows width columns"]:
+    """The rectangle's tokens row by row."""
+    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
+
+
+def flat(heads: Float[Array, "rows width *features"]) -> Float[Array, "tokens ..."]:
+    """The rectangle's heads token by token."""
+    return heads.reshape(-1, *heads.shape[2:])
+
+
 class FeedForward(Protocol):
     """A feed-forward layer: each token for itself."""
 
