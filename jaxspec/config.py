@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxspec.checks import INT32_MAX, integer, shown
 
@@ -74,6 +74,7 @@ class StepShapes:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
+        self._check_prefixes()
         integer("path_length", self.path_length, 0, MAX_PATH)
         integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
@@ -111,6 +112,16 @@ class StepShapes:
             raise ValueError(
                 f"max_model_len must be at least 2, one token in and one out, got "
                 f"{self.max_model_len}."
+            )
+
+    def _check_prefixes(self) -> None:
+        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
+        check_sizes(checkpoint_interval=self.checkpoint_interval or 1)
+        modes, share = get_args(PrefixMode), self.prefix_cache_share
+        if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
+            raise ValueError(
+                f"prefix_caching must be one of {', '.join(modes)} with a prefix_cache_share in "
+                f"[0, 1), got {shown(self.prefix_caching)} and {shown(share)}."
             )
 
     @staticmethod

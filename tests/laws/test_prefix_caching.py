@@ -141,7 +141,11 @@ def test_states_at_an_interval_are_found_at_multiples_of_it():
 
 
 def kept_states(engine):
-    """What the device keeps, `[layers, ...]`, by the tokens in front of it."""
+    """What the device keeps, `[layers, ...]`, by the tokens in front of it.
+
+    Not what the next plan would copy first.
+    """
+    coming = {export.checkpoint for export in engine.scheduler.prefixes.store.exports}
     checkpoints = engine.runner.state.checkpoints["recurrent"]
     states = np.asarray(checkpoints.states)
     found = {}
@@ -149,7 +153,8 @@ def kept_states(engine):
         slot, text = node.checkpoint, ()
         while node.parent is not None:
             text, node = node.tokens + text, node.parent
-        found[text] = states[:, slot]
+        if slot not in coming:
+            found[text] = states[:, slot]
     return found
 
 
@@ -167,7 +172,6 @@ def test_what_is_kept_is_the_oracle_s_state(fixture, states):
         engine.scheduler._preempt(request)
         engine.run()
     assert engine.scheduler.prefixes.stats.num_resumed > 20
-    ask(engine, (1, 2))  # what is to be kept is copied before the next step
     found = kept_states(engine)
     assert len(found) > 8
     for text, got in found.items():
@@ -267,9 +271,10 @@ def test_a_hit_compiles_nothing_and_adds_no_dispatch_to_wait_for():
             ask(engine, (*PROMPT[:end], 1, 2, 3))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    before = [each.program for plan in plans for each in plan.before if plan.before]
-    assert before.count(RESTORE) >= 4 and before.count(EXPORT) >= 5
-    assert all(plan.program.num_steps for plan in plans) and heard == []
+    before = [each.program for plan in plans for each in plan.before]
+    assert before.count(RESTORE) >= 3 and before.count(EXPORT) >= 4
+    assert len(before) == sum(not plan.program.num_steps for plan in plans)  # none by itself
+    assert heard == []
 
 
 SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
@@ -295,8 +300,8 @@ def test_whatever_happens_among_shared_prefixes_every_request_gives_its_own_toke
     happened = random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
     assert engine.check() <= 3 and min(happened.values()) > 2
     figures = engine.engine.figures()["prefix_cache"]
-    assert figures["num_hits"] > 0.3 * figures["num_queries"] and figures["num_resumed"] > 50
-    assert figures["num_evicted_checkpoints"] > 10
+    assert figures["num_hits"] > 0.2 * figures["num_queries"] and figures["num_resumed"] > 10
+    assert figures["num_evicted_checkpoints"] > 10 and figures["num_checkpoints"] > 50
     check_all_is_free(engine)
 
 
