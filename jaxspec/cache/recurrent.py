@@ -98,7 +98,7 @@ class Recurrent:
         return dataclasses.replace(pool, conv=copied(pool.conv), states=copied(pool.states))
 
     def allocate_checkpoints(self, sizes: PoolSizes) -> KeptStates:
-        """Of each slot one state and the inputs of its convolution: no candidates, and no ring."""
+        """A checkpoint is one state and the inputs of its convolution, without a ring."""
         slots = self.layers, sizes.num_slots
         conv_rows = self.conv.taps - 1 + sizes.width
         return KeptStates(

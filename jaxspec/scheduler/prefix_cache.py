@@ -210,7 +210,8 @@ class PrefixCache:
 
     def leave(self, request: Request) -> None:
         """A request has no row any more, and is followed no longer."""
-        self._at.pop(request, None)
+        if self._at.pop(request, None) is not None:
+            self.store.tree.prune(request.cache_salt)
         self._stops.pop(request, None)
 
     def over(self, request: Request) -> None:

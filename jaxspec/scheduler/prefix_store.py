@@ -111,11 +111,16 @@ class PrefixStore:
             self.exports.append(Export(request.row, slot))
 
     def settle(self, request: Request) -> None:
-        """All that was in flight has come, so it is known where the row stood at the end."""
+        """All that was in flight has come, so it is known where the row stood at the end.
+
+        Nothing, if nothing of the request waits for that.
+        """
         if request not in self._pending:
             return
         node, pages, slot = self._pending.pop(request)
         length, first = len(request.tokens) - 1, node.depth
+        if first == 0:
+            node = self.tree.root(request.cache_salt)
         if node.is_alive:
             node = self._add(request, node, length // self._shapes.page_size, pages)
         tail = self._tail(request, length)

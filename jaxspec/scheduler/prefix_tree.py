@@ -142,11 +142,15 @@ class PrefixTree:
         family = parent.children if len(node.tokens) == self.page_size else parent.tails
         del family[node.tokens]
         self.version = next(self._count)
-        if parent.parent is None and parent.is_leaf:  # the last text of its salt
-            parent.is_alive = False
-            del self._roots[parent.tokens[0]]
         self._offer(parent)
+        if parent.parent is None:
+            self.prune(parent.tokens[0])
         return gone
+
+    def prune(self, salt: Hashable) -> None:
+        """Forget a salt that has no texts."""
+        if salt in self._roots and self._roots[salt].is_leaf:
+            self._roots.pop(salt).is_alive = False
 
     # What the pool of pages asks for.
 
@@ -185,3 +189,7 @@ class PrefixTree:
     def _offer(self, node: Node) -> None:
         if self._may_go(node):
             heapq.heappush(self._leaves, (node.last_use, next(self._count), node))
+        if len(self._leaves) > 64 + 4 * len(self._by_page):  # most are out of date
+            live = [each for each in self._by_page.values() if self._may_go(each)]
+            self._leaves = [(each.last_use, next(self._count), each) for each in live]
+            heapq.heapify(self._leaves)

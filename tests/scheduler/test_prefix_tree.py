@@ -117,6 +117,28 @@ def test_a_salt_whose_texts_are_gone_is_forgotten():
     assert not tree._roots
 
 
+def test_a_salt_that_never_had_a_text_can_be_forgotten():
+    tree = PrefixTree(2)
+    root = tree.root("a")
+    tree.prune("a")
+    tree.prune("b")
+    assert not tree._roots and not root.is_alive
+    with_text(tree, [1, 2], "a")
+    tree.prune("a")
+    assert found(tree, [1, 2], "a") == [1]
+
+
+def test_what_is_out_of_date_does_not_pile_up():
+    tree = PrefixTree(1)
+    with_text(tree, [1, 2, 3])
+    for _ in range(1000):
+        tree.unpin(3)
+        tree.pin(3)
+    assert len(tree._leaves) < 100
+    tree.unpin(3)
+    assert tree.oldest().page == 3
+
+
 def test_counts_add_up_over_random_lives():
     random, tree, held = np.random.default_rng(0), PrefixTree(2), set()
     page = 0
