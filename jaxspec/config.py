@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxspec.checks import INT32_MAX, integer, shown
 
@@ -12,6 +12,9 @@ MAX_PATH = 64
 """Tokens of a path, which a plan brings for each row of an engine that drafts on the host."""
 TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
+
+
+PrefixMode = Literal["off", "pages", "align", "all"]
 
 
 class ModelSizes(NamedTuple):
@@ -52,6 +55,11 @@ class StepShapes:
     # Verified and prefilled tokens of a step together; prompt tokens of one request in a step.
     max_num_batched_tokens: int = dataclasses.field(default=TOKENS_PER_STEP, compare=False)
     long_prefill_token_threshold: int | None = dataclasses.field(default=None, compare=False)
+    # What is kept of requests for those to come: pages alone, or checkpoints of states as well.
+    prefix_caching: PrefixMode = dataclasses.field(default="off", compare=False)
+    prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for checkpoints
+    num_checkpoints: int = dataclasses.field(default=0, compare=False)  # the null one not counted
+    checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in prompts
 
     def __post_init__(self) -> None:
         """Check every size."""
@@ -66,6 +74,7 @@ class StepShapes:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold or 1,
         )
+        self._check_prefixes()
         integer("path_length", self.path_length, 0, MAX_PATH)
         integer("vocab_size", self.vocab_size, 0, INT32_MAX)
         if not 0 <= self.num_drafts <= MAX_DRAFTS:
@@ -103,6 +112,16 @@ class StepShapes:
             raise ValueError(
                 f"max_model_len must be at least 2, one token in and one out, got "
                 f"{self.max_model_len}."
+            )
+
+    def _check_prefixes(self) -> None:
+        integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
+        check_sizes(checkpoint_interval=self.checkpoint_interval or 1)
+        modes, share = get_args(PrefixMode), self.prefix_cache_share
+        if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
+            raise ValueError(
+                f"prefix_caching must be one of {', '.join(modes)} with a prefix_cache_share in "
+                f"[0, 1), got {shown(self.prefix_caching)} and {shown(share)}."
             )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Diagnostics: what an engine says of itself, its figures, flights, traces and memory."""
+"""Diagnostics: what an engine says of itself, its figures, flights, traces, memory and prefixes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -90,6 +90,16 @@ class Diagnostics:
                 "There is no flight to save with flight_recorder='off'. Use 'full' or 'hashed'."
             )
         return self._flight
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix that was kept: prompts are computed anew. True, as vLLM's.
+
+        Requests that run go on, and nothing of them is kept.
+        """
+        self.session.require_usable()
+        prefixes = self.session.scheduler.prefixes
+        self.session.in_turn(lambda: self.session.guarded(prefixes.clear))
+        return True
 
     def memory_map(self) -> str:
         """What holds the device's memory, for people: a line each, the biggest first."""

@@ -159,6 +159,7 @@ class Engine:
             "num_preemptions": self.scheduler.num_preemptions,
             "max_in_flight": self.max_in_flight,
             **self.scheduler.drafter.figures(),
+            **self.scheduler.prefixes.figures(),
         }
 
     @property

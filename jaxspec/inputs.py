@@ -7,10 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import INT64_MAX, integer, is_integer, items, shown
+from jaxspec.checks import integer, shown
 from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
-from jaxspec.prompts import MAX_SAMPLES, Prompt, PromptParts, TokensPrompt, parts_of, read_ids
+from jaxspec.prompts import (
+    MAX_SAMPLES,
+    Prompt,
+    PromptParts,
+    TokensPrompt,
+    names_of,
+    parts_of,
+    priorities_of,
+    read_ids,
+)
 from jaxspec.request import INT32_MAX, Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.stop_strings import StopStrings
@@ -66,15 +75,16 @@ class InputProcessor:
                 another number of request ids or priorities.
         """
         _check_samples(params)
-        given = None if request_ids is None else _read_names(request_ids, len(prompts))
-        priorities = _read_priorities(priority, len(prompts))
+        given = None if request_ids is None else names_of(request_ids, len(prompts))
+        priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
-        encoded, held = list[tuple[int, ...]](), 0
+        encoded, salts, held = list[tuple[int, ...]](), list[str | None](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
             with _named(f"prompt {number}", len(prompts)):
-                ids = tuple(self._encode(parts_of(prompt), param))
+                parts = parts_of(prompt)
+                ids = tuple(self._encode(parts, param))
             if not ids:
                 raise ValueError(
                     f"A prompt must have at least one token, and {name} has none. Give it some "
@@ -84,6 +94,7 @@ class InputProcessor:
             held += len(ids) * param.n
             self._check_length(name, len(ids), held)
             encoded.append(ids)
+            salts.append(parts.cache_salt)
         with self._lock:
             first = self._num_prompts
             self._num_prompts += len(encoded)
@@ -92,7 +103,15 @@ class InputProcessor:
         return [
             self._samples(*each)
             for each in zip(
-                names, encoded, params, stop_ids, bad_words, numbers, priorities, strict=True
+                names,
+                encoded,
+                params,
+                stop_ids,
+                bad_words,
+                numbers,
+                priorities,
+                salts,
+                strict=True,
             )
         ]
 
@@ -164,6 +183,7 @@ class InputProcessor:
         bad_words: tuple[tuple[int, ...], ...],
         number: int,
         priority: int,
+        cache_salt: str | None,
     ) -> list[Sample]:
         # The first word keeps seeds that users give apart from those drawn here.
         if params.seed is None:
@@ -186,6 +206,7 @@ class InputProcessor:
                 own_eos=() if params.ignore_eos else self.eos_ids,
                 room=self._max_model_len,
                 priority=priority,
+                cache_salt=cache_salt,
             )
             stream, stops = None, None
             if self._tokenizer and params.detokenize:
@@ -236,27 +257,6 @@ def _named(name: str, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise ValueError(f"In {name} of {count}: {error}") from error
-
-
-def _read_names(names: Any, count: int) -> list[str]:
-    found = items(names, count)
-    if found is None or len(found) != count or not all(isinstance(name, str) for name in found):
-        raise ValueError(
-            f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
-        )
-    return found
-
-
-def _read_priorities(priority: Any, count: int) -> list[int]:
-    if priority is None or is_integer(priority):
-        priority = [priority or 0] * count
-    found = items(priority, count)
-    if found is None or len(found) != count:
-        raise ValueError(
-            f"priority must be an integer, or a list of {count} of them, one for each prompt, got "
-            f"{shown(priority)}."
-        )
-    return [integer("Each of priority", each, -INT64_MAX) for each in found]
 
 
 def _check_samples(params: Sequence[SamplingParams]) -> None:

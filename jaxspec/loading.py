@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxspec.cache import kv_dtype_of
+from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
 from jaxspec.extraction.follower import HiddenStateFollower
 from jaxspec.extraction.state_file import prepare_folder
@@ -127,6 +127,47 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
     return dataclasses.replace(sizes, vocab_size=model.vocab_size)
 
 
+def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
+    """The fields of `StepShapes` that say what is kept of requests for those to come.
+
+    Raises:
+        ValueError: states are to be kept without memory for them or off the pages' grid, or nobody
+            knows how to keep a pool.
+    """
+    has_states, strange = bool(by_slot(specs)), unknown(specs)
+    wanted = config.enable_prefix_caching
+    if strange and wanted:
+        raise ValueError(
+            f"Prefixes can be kept where every pool lies in pages or says how to keep a slot of it "
+            f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
+            "enable_prefix_caching=False, or `by_page = True` in a spec that copies pages alone."
+        )
+    if strange or not (wanted or (wanted is None and not has_states)):
+        return {}
+    if not has_states:
+        return {"prefix_caching": "pages"}
+    mode, interval = config.mamba_cache_mode, config.checkpoint_interval
+    if mode == "none":  # keys and values without the states of their tokens would be wrong
+        return {}
+    if config.prefix_cache_share == 0:
+        raise ValueError(
+            "prefix_cache_share must be above 0 for a model with recurrent states, or there is "
+            "nothing to begin on; got 0. Use 0.2, or enable_prefix_caching=False."
+        )
+    if mode == "align":
+        interval = interval or 32 * config.page_size
+        if interval % config.page_size:
+            raise ValueError(
+                f"checkpoint_interval must be a multiple of page_size={config.page_size} with "
+                f"mamba_cache_mode='align', got {interval}. Round it, or use 'all'."
+            )
+    return {
+        "prefix_caching": mode,
+        "prefix_cache_share": config.prefix_cache_share,
+        "checkpoint_interval": interval,
+    }
+
+
 def settle(
     config: EngineConfig, model: Model, dtype: jnp.dtype, drafter: Published | None = None
 ) -> Settled:
@@ -147,8 +188,9 @@ def settle(
     counts = speculation.draft_counts if speculation else (0,)
     shapes = shapes_of(config, model, counts)
     ahead = path_length(speculation, config.max_in_flight, shapes.steps_per_dispatch)
-    shapes = dataclasses.replace(shapes, path_length=ahead)
     holdings = Holdings.of(model, proposer, drafter, dtype=dtype, kv_dtype=kv_dtype, states=states)
+    kept = prefix_sizes(config, holdings.specs)
+    shapes = dataclasses.replace(shapes, path_length=ahead, **kept)
     return Settled(speculation, proposer, states, kv_dtype, shapes, holdings)
 
 
@@ -211,6 +253,8 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         max_num_batched_tokens=runner.shapes.max_num_batched_tokens,
         prefill_buckets=runner.shapes.prefill_tokens,
         max_prefill_seqs=runner.shapes.max_prefill_seqs,
+        enable_prefix_caching=runner.shapes.prefix_caching != "off",
+        checkpoint_interval=runner.shapes.checkpoint_interval or config.checkpoint_interval,
         steps_per_dispatch=runner.shapes.steps_per_dispatch,
         speculative_config=settled.speculation,
     )

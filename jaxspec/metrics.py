@@ -38,6 +38,7 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     """Those of vLLM's metrics whose figure the engine has; all are labelled with the model."""
     scheduler, drafts = engine.scheduler, engine.draft_counts
     pages = scheduler.shapes.num_pages - 1  # beside the null page
+    prefixes = scheduler.prefixes.stats
     labels = {"model_name": model_name, "engine": "0"}
     used = (pages - scheduler.pages.num_free) / pages
     return [
@@ -45,6 +46,8 @@ def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
         Gauge("vllm:num_requests_waiting", labels, len(scheduler.waiting)),
         Gauge("vllm:kv_cache_usage_perc", labels, used),
         Counter("vllm:num_preemptions", labels, scheduler.num_preemptions),
+        Counter("vllm:prefix_cache_queries", labels, prefixes.num_queries),
+        Counter("vllm:prefix_cache_hits", labels, prefixes.num_hits),
         Counter("vllm:generation_tokens", labels, engine.metrics.num_tokens),
         Counter("vllm:spec_decode_num_drafts", labels, drafts.num_drafts),
         Counter("vllm:spec_decode_num_draft_tokens", labels, drafts.num_draft_tokens),

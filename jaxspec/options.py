@@ -106,6 +106,26 @@ class EngineConfig:
         "pages of the pool, the null page counted in",
         none="as many as max_num_seqs samples of max_model_len need, or as fit",
     )
+    enable_prefix_caching: bool | None = option(
+        None,
+        "whether prompts that begin as earlier ones did are computed from where they part "
+        "(docs/prefix-caching.md)",
+        none="only if the model has no recurrent states, where it takes no memory",
+    )
+    mamba_cache_mode: Literal["none", "align", "all"] = option(
+        "all",
+        "where recurrent states are kept for that: all is where prompts part, and at the ends of "
+        "prompts and outputs; align is at multiples of checkpoint_interval; none is nowhere, so "
+        "that a model with such states finds no prefix",
+    )
+    prefix_cache_share: float = option(
+        0.2, "share of the memory of caches that kept states take, in [0, 1); at least two of them"
+    )
+    checkpoint_interval: int | None = option(
+        None,
+        "tokens of a prompt between states that are kept on the way",
+        none="none are kept; with align 32 pages",
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of what JAX may take of a GPU's memory that weights and caches may fill, in (0, 1]; "
@@ -186,6 +206,11 @@ class EngineConfig:
             object.__setattr__(self, field.name, read(field, getattr(self, field.name)))
         if self.max_step_ms is not None and self.max_step_ms <= 0:
             raise ValueError(f"max_step_ms must be above 0, got {self.max_step_ms}.")
+        if not 0 <= self.prefix_cache_share < 1:
+            raise ValueError(
+                f"prefix_cache_share must be in [0, 1), got {self.prefix_cache_share}: it is a "
+                "share of the memory that pages take as well."
+            )
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "

@@ -61,7 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     request_id: str = ""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0  # of the prompt, found computed by earlier requests: none yet
+    num_cached_tokens: int = 0  # of the prompt, found computed by earlier requests
 
     @staticmethod
     def of(prompt: str | None, samples: "Sequence[Sample]") -> "RequestOutput":
@@ -73,6 +73,7 @@ class RequestOutput:
             outputs=[sample.output() for sample in samples],
             request_id=first.request_id,
             prompt_logprobs=first.prompt_logprobs(),
+            num_cached_tokens=first.request.num_cached_tokens,
         )
 
     @property

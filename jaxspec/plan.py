@@ -6,7 +6,7 @@ packed as `jaxspec.row` says.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Program:
     sampler: Sampler  # what its sampling can do
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
     num_drafts: int = 0  # of a row, verified in a step and then made anew: K or less
+    checkpoint: Literal["none", "export", "restore"] = "none"  # what it does with one
 
     def __post_init__(self) -> None:
         """Drop what changes nothing: equal programs are compiled once."""
@@ -42,8 +43,8 @@ class Program:
 
     @property
     def is_moves(self) -> bool:
-        """Whether it copies slots and pages, as `MOVES`."""
-        return self.num_steps == 0 and self != TABLES
+        """Whether it places rows, and copies slots and pages, as `MOVES`."""
+        return self.num_steps == 0 and self not in (TABLES, EXPORT)
 
 
 # Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
@@ -52,6 +53,12 @@ MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
 COUNTED_MOVES = dataclasses.replace(MOVES, sampler=Sampler.of(PENALTIES))  # and counts of tokens
 # Writes the tables of one slot, and touches nothing else.
 TABLES = dataclasses.replace(MOVES, sampler=Sampler.of(BIAS))
+# Keeps the state of one row for requests to come, and touches no row.
+EXPORT = dataclasses.replace(MOVES, checkpoint="export")
+# Places rows as `MOVES` does. Its one source is a checkpoint, if the model keeps states at all.
+RESTORE = dataclasses.replace(MOVES, checkpoint="restore")
+
+WITHOUT_STEPS = MOVES, COUNTED_MOVES, TABLES, EXPORT, RESTORE
 
 
 def moves_of(sampler: Sampler) -> Program:
@@ -64,6 +71,8 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
     if program == TABLES:
         return table_layout(shapes.vocab_size)
+    if program == EXPORT:
+        return _EXPORT_LAYOUT
     rows, drafts, page_size = shapes.max_num_seqs, shapes.num_drafts, shapes.page_size
     seqs = shapes.prefill_seqs(program.prefill_tokens)
     new = shapes.max_new_rows
@@ -73,6 +82,8 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     appends = (program.decode_rows + seqs) * growth + seqs + program.prefill_tokens // page_size
     # A target gets its whole page table, so it may start on any number of pages.
     moves = new if program.is_moves else 0
+    if program == RESTORE:  # rarely more than one, and room costs as much as copies
+        moves = 1
     tables = moves, shapes.pages_per_seq
     chunks = (program.prefill_tokens,)
     has_paths = shapes.path_length > 0 and not program.is_moves
@@ -96,6 +107,16 @@ def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
             *(_path_fields(rows, shapes.path_length) if has_paths else ()),
         ]
     )
+
+
+_EXPORT_LAYOUT = PackedLayout(
+    [
+        Field("row", "The row, by its index in the last plan."),
+        Field("checkpoint", "The slot of checkpoints that gets its state; 0: none."),
+        Field("source_page", "A page that is copied."),
+        Field("target_page", "Where to; 0: nowhere."),
+    ]
+)
 
 
 def _path_fields(rows: int, length: int) -> tuple[Field, ...]:
@@ -185,10 +206,19 @@ def output_layout(num_drafts: int) -> PackedLayout:
     return PackedLayout((Field(each.name, **each.metadata) for each in columns), num_drafts)
 
 
-class Fork(NamedTuple):
-    """A request that starts where another one's prompt ends, on a copy of its state."""
+class Export(NamedTuple):
+    """A state that is kept for requests to come; the fields are those of `EXPORT`'s layout."""
 
-    source_slot: int
+    row: int
+    checkpoint: int
+    source_page: int = 0  # its partly filled last page, if the row goes on to fill it
+    target_page: int = 0
+
+
+class Fork(NamedTuple):
+    """A request that starts behind tokens that were computed, on a copy of their state."""
+
+    source_slot: int  # of another row; in a plan for `RESTORE` of a checkpoint
     target_slot: int
     source_page: int  # the partly filled last page; 0: the prompt fills its pages exactly
     target_page: int
@@ -205,6 +235,15 @@ class StepPlan:
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, shapes)`
     before: tuple["StepPlan", ...] = ()  # what must be dispatched in front of it
+
+
+def pack_export(export: Export) -> StepPlan:
+    """The plan that keeps a state."""
+    packed = np.zeros(_EXPORT_LAYOUT.size, np.int32)
+    fields = _EXPORT_LAYOUT.unpack(packed)
+    for name, value in export._asdict().items():
+        fields[name][...] = value
+    return StepPlan(EXPORT, packed)
 
 
 def pack_plan(program: Program, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:

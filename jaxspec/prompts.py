@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from jaxspec.checks import are_integers, is_integer, items, shown
+from jaxspec.checks import INT64_MAX, are_integers, integer, is_integer, items, shown
 
 MAX_SAMPLES = 2**18
 """Samples of one call; each holds some 1.4 kB from the start."""
@@ -14,16 +14,25 @@ _MAX_READ = 2**22  # token ids of a prompt that is to be truncated
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text.
+
+    A `cache_salt` keeps prompts apart: only those with the same one share what was computed, so
+    nobody else can tell from the time it takes whether there was such a prompt.
+    """
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids. Its text, if it is given, is only handed through to the output."""
+    """A prompt as token ids. Its text, if it is given, is only handed through to the output.
+
+    `cache_salt`: as `TextPrompt`'s.
+    """
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -39,6 +48,7 @@ class PromptParts(NamedTuple):
 
     text: str | None
     token_ids: Any = None  # not read yet
+    cache_salt: str | None = None
 
 
 def prompts_of(prompts: Any) -> list[Any]:
@@ -88,13 +98,19 @@ def parts_of(prompt: Any) -> PromptParts:
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
     if unknown := [key for key in prompt if key not in _KEYS]:
         raise ValueError(
-            f"A prompt's dict may have the keys 'prompt' and 'prompt_token_ids', got the key "
-            f"{shown(unknown[0])}, which jaxspec does not take. Leave it out."
+            "A prompt's dict may have the keys 'prompt', 'prompt_token_ids' and 'cache_salt', got "
+            f"the key {shown(unknown[0])}, which jaxspec does not take. Leave it out."
+        )
+    salt = prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(
+            f"cache_salt must be a text of at least one character, got {shown(salt)}. Leave it out "
+            "if anybody may share the prompt."
         )
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if not (isinstance(text, str) or (text is None and ids is not None)):
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
-    return PromptParts(text, ids)
+    return PromptParts(text, ids, salt)
 
 
 def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
@@ -118,6 +134,37 @@ def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
             "truncate_prompt_tokens, or raise max_model_len."
         )
     return list(map(int, ids if truncated_to is None else ids[-truncated_to:]))
+
+
+def names_of(names: Any, count: int) -> list[str]:
+    """What each of `count` prompts is called.
+
+    Raises:
+        ValueError: they are no texts, or not as many.
+    """
+    found = items(names, count)
+    if found is None or len(found) != count or not all(isinstance(name, str) for name in found):
+        raise ValueError(
+            f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
+        )
+    return found
+
+
+def priorities_of(priority: Any, count: int) -> list[int]:
+    """The priority of each of `count` prompts: one for all, or one each; None: 0.
+
+    Raises:
+        ValueError: they are no integers, or not as many.
+    """
+    if priority is None or is_integer(priority):
+        priority = [priority or 0] * count
+    found = items(priority, count)
+    if found is None or len(found) != count:
+        raise ValueError(
+            f"priority must be an integer, or a list of {count} of them, one for each prompt, got "
+            f"{shown(priority)}."
+        )
+    return [integer("Each of priority", each, -INT64_MAX) for each in found]
 
 
 def _may_be_ids(values: Any) -> bool:

@@ -16,7 +16,7 @@ from jaxspec.flight.about import OWN, check_speculation, digest_of, is_here
 from jaxspec.flight.file import read
 from jaxspec.loading import load_runner
 from jaxspec.options import EngineConfig
-from jaxspec.plan import TABLES, StepOutput, StepPlan, output_layout, plan_layout
+from jaxspec.plan import EXPORT, TABLES, StepOutput, StepPlan, output_layout, plan_layout
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.output import PendingOutput
 
@@ -162,7 +162,7 @@ class _Comparison:
 
     def add(self, step: Step, output: StepOutput) -> None:
         self._step += 1
-        if step.program == TABLES:
+        if step.program in (TABLES, EXPORT):
             return
         fields = plan_layout(step.program, self._shapes).unpack(step.packed)
         self._follow(fields)

@@ -157,11 +157,13 @@ class Request:
     own_eos: tuple[int, ...] = ()  # those of `stop_ids` that are the model's own
     room: int = INT32_MAX  # tokens, prompt included, that any request of the engine may have
     priority: int = 0  # lower ones enter first
+    cache_salt: str | None = None  # only requests with the same one share what is kept
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.
     logprobs: list[Any] = dataclasses.field(default_factory=list)  # of each token emitted
     prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)  # None: not known yet
+    num_cached_tokens: int = 0  # of the prompt, which were not computed for it
     finish: Finish = Finish.RUNNING
     is_streamed: bool = False  # somebody reads its tokens as they come
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)

@@ -44,6 +44,7 @@ _KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 RENAMED: dict[str, Renamed] = {
     "block_size": Renamed("page_size"),
     "kv_cache_dtype": Renamed("kv_dtype", _KV_DTYPES),
+    "mamba_block_size": Renamed("checkpoint_interval"),
     "mamba_ssm_cache_dtype": Renamed("state_dtype", {"auto": "float32"}),
     "num_gpu_blocks_override": Renamed("num_pages"),
     "max_num_partial_prefills": Renamed("max_prefill_seqs"),
@@ -54,7 +55,6 @@ RENAMED: dict[str, Renamed] = {
 """vLLM's names of options, and its words for their values."""
 
 _ONE_DEVICE = "Several GPUs come later: use one"
-_NO_CACHE = "Prefix caching comes later: every prompt is computed"
 _NOT_LOADED = "Adapters are not loaded: merge them into the weights"
 _FOLDER = "Give `model` a folder with what you need"
 _CONFIG = "Change config.json in a folder of your own"
@@ -75,7 +75,6 @@ UNDERSTOOD: dict[str, Given] = {
     "enable_chunked_prefill": Given("prompts come in chunks", (True, None), "Leave it out"),
     "enable_expert_parallel": Given("one device", (False,), _ONE_DEVICE),
     "enable_lora": Given("there are no adapters", (False,), _NOT_LOADED),
-    "enable_prefix_caching": Given("no prefix is kept", (False, None), _NO_CACHE),
     "enable_prompt_embeds": Given("prompts are texts or ids", (False,), "Pass ids"),
     "enable_sleep_mode": Given("the engine does not sleep", (False,), "Close it and make another"),
     "enforce_eager": Given("programs are compiled all the same, once", (True, False, None)),
@@ -88,7 +87,6 @@ UNDERSTOOD: dict[str, Given] = {
     "limit_mm_per_prompt": Given("prompts are text alone", (None, {})),
     "logits_processors": Given("those of SamplingParams", (None, [])),
     "lora_modules": Given("there are no adapters", (None,), _NOT_LOADED),
-    "mamba_block_size": Given("states have no blocks", (None,)),
     "mamba_cache_dtype": Given("convolutions keep the model's dtype", ("auto",), "See state_dtype"),
     "max_logprobs": Given("SamplingParams bounds them", (20, None)),
     "max_seq_len_to_capture": Given("every size is compiled"),
@@ -97,6 +95,7 @@ UNDERSTOOD: dict[str, Given] = {
         "generation_config.json as it is", (None, {}), "Pass SamplingParams"
     ),
     "pipeline_parallel_size": Given("one device", (1,), _ONE_DEVICE),
+    "prefix_caching_hash_algo": Given("tokens themselves are compared"),
     "quantization": Given("weights are as published", (None,), _PLAIN),
     "rope_scaling": Given("config.json's", (None, {}), _CONFIG),
     "rope_theta": Given("config.json's", (None,), _CONFIG),

@@ -63,3 +63,36 @@ def test_metrics_have_vllm_s_names(llm):
     assert found["vllm:kv_cache_usage_perc"].value == 0.0
     accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     assert sum(accepted) == found["vllm:spec_decode_num_accepted_tokens"].value
+
+
+def test_prefixes_are_found_counted_and_forgotten():
+    """By default where the model has no states; a conversation's next turn begins on the last."""
+    options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}
+    with LLM(FIXTURES / "qwen3", max_model_len=128, page_size=4, **options) as llm:
+        first = llm.generate({"prompt_token_ids": PROMPTS[2]}, GREEDY)[0]
+        text = [*PROMPTS[2], *first.outputs[0].token_ids]
+        salted = {"prompt_token_ids": text, "cache_salt": "a"}
+        found = [llm.generate(p, GREEDY)[0] for p in (text, salted, text, salted)]
+        cached = [each.num_cached_tokens for each in (first, *found)]
+        known = len(text) - 1 - (len(text) - 1) % 4
+        assert cached == [0, known, 0, known, known]
+        assert len({tuple(each.outputs[0].token_ids) for each in found}) == 1
+        counts = llm.metrics()["prefix_cache"]
+        assert counts["num_hits"] == 3 * known and counts["num_pages"] > 0
+        values = {each.name: each for each in llm.get_metrics()}
+        assert values["vllm:prefix_cache_hits"].value == 3 * known
+        assert llm.reset_prefix_cache() and llm.metrics()["prefix_cache"]["num_pages"] == 0
+        assert llm.generate(text, GREEDY)[0].num_cached_tokens == 0
+    with pytest.raises(RuntimeError, match="once it is closed"):
+        llm.reset_prefix_cache()
+
+
+def test_states_have_their_line_in_the_memory_map():
+    sizes = {"max_num_seqs": 2, "max_model_len": 64}
+    with LLM(FIXTURES / "qwen3_5", enable_prefix_caching=True, **sizes) as llm:
+        count = llm.shapes.num_checkpoints
+        assert f"{count} states of prefixes" in llm.memory_map() and count >= 2
+        held = llm.metrics()["memory_bytes"]["checkpoints"]
+        kept = llm._runner.state.checkpoints["recurrent"]
+        assert held == kept.states.nbytes + kept.conv.nbytes
+        assert llm.metrics()["prefix_cache"]["num_states"] == 0

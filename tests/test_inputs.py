@@ -61,10 +61,25 @@ def test_what_is_no_prompt_is_refused(prompt):
         prompt_of(prompt)
 
 
-@pytest.mark.parametrize("key", ["text", "multi_modal_data", "cache_salt", 3])
+@pytest.mark.parametrize("key", ["text", "multi_modal_data", "mm_processor_kwargs", 3])
 def test_a_key_that_no_prompt_has_is_refused_by_name(key):
     with pytest.raises(ValueError, match=f"got the key {key!r}, which jaxspec does not take"):
         prompt_of({**IDS, key: None})
+
+
+def test_each_prompt_keeps_its_own_salt():
+    salts = ["a", "\ud800", None]
+    batch = [{**IDS, "cache_salt": salt} for salt in salts]
+    groups = processor().process(batch, [SamplingParams(n=2)] * 3)
+    assert [[each.request.cache_salt for each in group] for group in groups] == [
+        [salt] * 2 for salt in salts
+    ]
+
+
+@pytest.mark.parametrize("salt", ["", b"a", 3, ["a"]])
+def test_a_salt_that_is_no_text_is_refused(salt):
+    with pytest.raises(ValueError, match="cache_salt must be a text of at least one character"):
+        prompt_of({**IDS, "cache_salt": salt})
 
 
 @pytest.mark.parametrize(

@@ -409,8 +409,13 @@ CALLS = [
     ),
     (
         lambda llm: llm.generate({**IDS, "multi_modal_data": {}}),
-        "A prompt's dict may have the keys 'prompt' and 'prompt_token_ids', got the key "
-        "'multi_modal_data', which jaxspec does not take. Leave it out.",
+        "A prompt's dict may have the keys 'prompt', 'prompt_token_ids' and 'cache_salt', got the "
+        "key 'multi_modal_data', which jaxspec does not take. Leave it out.",
+    ),
+    (
+        lambda llm: llm.generate({**IDS, "cache_salt": 7}),
+        "cache_salt must be a text of at least one character, got 7. Leave it out if anybody may "
+        "share the prompt.",
     ),
     (
         lambda llm: llm.generate(None),

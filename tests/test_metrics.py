@@ -12,6 +12,7 @@ def test_each_figure_is_the_engine_s_own():
     engine = Engine(scheduler, runner=None)
     group = make_group(1, 6, 30)
     scheduler.add(group)
+    scheduler.prefixes.stats.of_request(9, num_cached=4, num_matched=6)
     engine.metrics.num_tokens, scheduler.num_preemptions = 7, 2
     engine.draft_counts.record([3, 2], [2, 1])
     found = {metric.name.removeprefix("vllm:"): metric for metric in metrics_of(engine, "a")}
@@ -22,6 +23,8 @@ def test_each_figure_is_the_engine_s_own():
         "num_requests_waiting": len(group),
         "kv_cache_usage_perc": 0.0,
         "num_preemptions": 2,
+        "prefix_cache_queries": 9,
+        "prefix_cache_hits": 4,
         "generation_tokens": 7,
         "spec_decode_num_drafts": 3,
         "spec_decode_num_draft_tokens": 5,

@@ -1,5 +1,14 @@
 """What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
 
+from jaxspec.cache.checkpoints import (
+    BySlot,
+    Kept,
+    allocate_checkpoints,
+    by_slot,
+    export,
+    restore,
+    unknown,
+)
 from jaxspec.cache.hidden_states import HiddenStates
 from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
@@ -30,11 +39,13 @@ HOLDERS: dict[str, Holder] = {
 
 __all__ = [
     "HOLDERS",
+    "BySlot",
     "CacheOptions",
     "CacheSpec",
     "Conv",
     "HiddenStates",
     "History",
+    "Kept",
     "Moves",
     "Owned",
     "PagedKV",
@@ -50,12 +61,17 @@ __all__ = [
     "StatePolicy",
     "TokenHistory",
     "allocate",
+    "allocate_checkpoints",
+    "by_slot",
     "copy",
+    "export",
     "holders",
     "kv_dtype_of",
     "merged",
     "owned",
     "pools_of",
+    "restore",
     "state_policy",
+    "unknown",
     "with_pools_of",
 ]

@@ -23,6 +23,7 @@ class HiddenStates:
     dtype: jnp.dtype
     name: str = "hidden_states"
     layers: int = 1
+    by_page: ClassVar = True
     labels: ClassVar = {"hidden_states": Holder("hidden states", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> States:

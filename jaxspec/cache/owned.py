@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jaxtyping import Array, Int
+
+from jaxspec.cache.checkpoints import BySlot, Kept
 from jaxspec.cache.specs import CacheSpec, Moves, Pools, PoolSizes
 
 
@@ -18,6 +21,11 @@ class Owned:
     def name(self) -> str:
         """ "draft/kv" for the pool "kv" of the owner "draft"."""
         return f"{self.owner}/{self.spec.name}"
+
+    @property
+    def by_page(self) -> bool:
+        """Whether it lies in pages alone."""
+        return getattr(self.spec, "by_page", False)
 
     @property
     def layers(self) -> int:
@@ -41,9 +49,32 @@ class Owned:
         return {f"{self.owner}/{name}": axis for name, axis in self.spec.partition().items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnedBySlot(Owned):
+    """One of a `BySlot`."""
+
+    spec: Any
+
+    def allocate_checkpoints(self, sizes: PoolSizes) -> Any:
+        """See `BySlot`."""
+        return self.spec.allocate_checkpoints(sizes)
+
+    def export(self, pool: Any, checkpoints: Any, kept: Kept, states: Any) -> Any:
+        """See `BySlot`."""
+        return self.spec.export(pool, checkpoints, kept, states)
+
+    def restore(
+        self, pool: Any, checkpoints: Any, sources: Int[Array, " n"], slots: Int[Array, " n"]
+    ) -> Any:
+        """See `BySlot`."""
+        return self.spec.restore(pool, checkpoints, sources, slots)
+
+
 def owned(owner: str, specs: Iterable[CacheSpec]) -> tuple[CacheSpec, ...]:
     """Every spec under the owner's name."""
-    return tuple(Owned(owner, spec) for spec in specs)
+    return tuple(
+        (OwnedBySlot if isinstance(spec, BySlot) else Owned)(owner, spec) for spec in specs
+    )
 
 
 def pools_of(owner: str, pools: Pools) -> Pools:

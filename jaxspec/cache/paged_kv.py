@@ -24,6 +24,7 @@ class PagedKV:
     heads: int  # key and value heads
     head_dim: int
     dtype: jnp.dtype
+    by_page: ClassVar = True
     labels: ClassVar = {"kv": Holder("keys and values", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> KV:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import StateConfig
 from jaxspec.pallas.recurrent.replay import default_window, next_ring_length
+from jaxspec.pallas.recurrent.state_select import state_select_reference
 from jaxspec.regions import DecodeRegion
 
 _Projected = Float[Array, "tokens outputs"]
@@ -35,6 +36,10 @@ class Recurrence(Protocol):
         self, projected: _Projected, pool: Any, rows: DecodeRegion, layer: int
     ) -> tuple[Any, Any]:
         """Start at the slot's state with the ring's tokens added; put this step's into the ring."""
+        ...
+
+    def replayed(self, pool: Any, rows: DecodeRegion, layer: int) -> Float[Array, "rows ..."]:
+        """Each row's state: the slot's with the ring's tokens added."""
         ...
 
 
@@ -78,6 +83,12 @@ class StatePolicy(Protocol):
         """The mixer's heads for the rectangle, and its pool after the step."""
         ...
 
+    def states(
+        self, mixer: Recurrence, pool: Any, rows: DecodeRegion, layer: int
+    ) -> Float[Array, "rows ..."]:
+        """Each row's true state of a layer, as its next step would start from it."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -104,6 +115,12 @@ class Snapshot:
         """See `Recurrence.step`."""
         return mixer.step(projected, pool, rows, layer)
 
+    def states(
+        self, mixer: Recurrence, pool: Any, rows: DecodeRegion, layer: int
+    ) -> Float[Array, "rows ..."]:
+        """The candidate that the row names."""
+        return state_select_reference(pool.states, layer, rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
@@ -128,6 +145,12 @@ class Replay:
     ) -> tuple[Any, Any]:
         """See `Recurrence.replay`."""
         return mixer.replay(projected, pool, rows, layer)
+
+    def states(
+        self, mixer: Recurrence, pool: Any, rows: DecodeRegion, layer: int
+    ) -> Float[Array, "rows ..."]:
+        """See `Recurrence.replayed`."""
+        return mixer.replayed(pool, rows, layer)
 
 
 def state_policy(config: StateConfig) -> StatePolicy:

@@ -5,8 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxspec.cache.checkpoints import Kept
 from jaxspec.cache.policy import StatePolicy
 from jaxspec.cache.specs import Holder, Moves, PoolSizes
 
@@ -41,6 +42,14 @@ class RecurrentPool:
     states: Float[Array, "layers slots candidates heads value_dim key_dim"]
     ring: Any  # of the family's class, `[layers, slots, ring, ...]`; None: the policy has no ring
     policy: StatePolicy = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class KeptStates:
+    """What checkpoints hold of a `RecurrentPool`."""
+
+    conv: Float[Array, "layers checkpoints conv_rows channels"]
+    states: Float[Array, "layers checkpoints heads value_dim key_dim"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +96,41 @@ class Recurrent:
             return array.at[:, targets].set(array[:, moves.source_slots], mode="drop")
 
         return dataclasses.replace(pool, conv=copied(pool.conv), states=copied(pool.states))
+
+    def allocate_checkpoints(self, sizes: PoolSizes) -> KeptStates:
+        """A checkpoint is one state and the inputs of its convolution, without a ring."""
+        slots = self.layers, sizes.num_slots
+        conv_rows = self.conv.taps - 1 + sizes.width
+        return KeptStates(
+            conv=jnp.zeros((*slots, conv_rows, self.conv.channels), self.conv.dtype),
+            states=jnp.zeros((*slots, *self.state.shape), self.state.dtype),
+        )
+
+    def export(
+        self, pool: RecurrentPool, checkpoints: KeptStates, kept: Kept, states: Any
+    ) -> KeptStates:
+        """The state as the next token would find it, and the inputs in the rows where they lie."""
+        return KeptStates(
+            conv=checkpoints.conv.at[:, kept.target].set(pool.conv[:, kept.rows.slots]),
+            states=checkpoints.states.at[:, kept.target].set(states.astype(self.state.dtype)),
+        )
+
+    def restore(
+        self,
+        pool: RecurrentPool,
+        checkpoints: KeptStates,
+        sources: Int[Array, " n"],
+        slots: Int[Array, " n"],
+    ) -> RecurrentPool:
+        """Inputs and candidate 0. A row that enters counts nothing of the ring, and no candidate.
+
+        Inputs lie at their position modulo the ring's rows, so a row at the checkpoint's position
+        finds them.
+        """
+        targets = jnp.where(slots > 0, slots, pool.states.shape[1])
+        conv = pool.conv.at[:, targets].set(checkpoints.conv[:, sources], mode="drop")
+        states = pool.states.at[:, targets, 0].set(checkpoints.states[:, sources], mode="drop")
+        return dataclasses.replace(pool, conv=conv, states=states)
 
     def holders(self, pool: RecurrentPool) -> dict[str, Any]:
         """The arrays, and the ring as one."""

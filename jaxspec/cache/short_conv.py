@@ -4,8 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxspec.cache.checkpoints import Kept
 from jaxspec.cache.specs import Holder, Moves, PoolSizes
 
 Inputs = Float[Array, "layers slots conv_ring channels"]
@@ -36,6 +37,25 @@ class ShortConv:
         """Whole slots: a row at the same position finds its inputs in the same rows."""
         targets = jnp.where(moves.target_slots > 0, moves.target_slots, pool.shape[1])
         return pool.at[:, targets].set(pool[:, moves.source_slots], mode="drop")
+
+    def allocate_checkpoints(self, sizes: PoolSizes) -> Inputs:
+        """As much as a slot has."""
+        return self.allocate(sizes)
+
+    def export(self, pool: Inputs, checkpoints: Inputs, kept: Kept, states: None) -> Inputs:
+        """The row's inputs, in the rows where they lie."""
+        return checkpoints.at[:, kept.target].set(pool[:, kept.rows.slots])
+
+    def restore(
+        self,
+        pool: Inputs,
+        checkpoints: Inputs,
+        sources: Int[Array, " n"],
+        slots: Int[Array, " n"],
+    ) -> Inputs:
+        """A row at the checkpoint's position finds its inputs in the same rows."""
+        targets = jnp.where(slots > 0, slots, pool.shape[1])
+        return pool.at[:, targets].set(checkpoints[:, sources], mode="drop")
 
     def holders(self, pool: Inputs) -> dict[str, Inputs]:
         """The one array."""

@@ -21,6 +21,7 @@ class TokenHistory:
 
     name: str = "tokens"
     layers: int = 1
+    by_page: ClassVar = True
     labels: ClassVar = {"tokens": Holder("token ids", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> History:

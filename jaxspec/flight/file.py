@@ -21,7 +21,15 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
-from jaxspec.plan import COUNTED_MOVES, MOVES, TABLES, Program, output_layout, plan_layout
+from jaxspec.plan import (
+    EXPORT,
+    RESTORE,
+    TABLES,
+    WITHOUT_STEPS,
+    Program,
+    output_layout,
+    plan_layout,
+)
 from jaxspec.row import row_layout
 from jaxspec.sampler import Sampler
 from jaxspec.sampling.processors import PROCESSORS
@@ -182,13 +190,14 @@ def _program(entry: dict[str, Any], shapes: StepShapes) -> Program:
     sampler = Sampler.of(*entry["sampler"][0])
     names = "decode_rows", "prefill_tokens", "num_steps", "num_drafts"
     sizes = {name: entry[name] for name in names}
-    program = Program(sampler=sampler, **sizes)
+    program = Program(sampler=sampler, checkpoint=entry.get("checkpoint", "none"), **sizes)
     if not set(sampler.processors) <= PROCESSORS.keys() or any(
         type(n) is not int for n in sizes.values()
     ):
         raise ValueError(f"it has the program {program}")
-    if program not in (MOVES, COUNTED_MOVES, TABLES) and (
-        program.shape not in shapes.compiled()
+    if program not in WITHOUT_STEPS and (
+        program.checkpoint != "none"
+        or program.shape not in shapes.compiled()
         or program.num_steps not in shapes.num_steps(program.prefill_tokens)
     ):
         raise ValueError(f"its shapes have no program of {tuple(sizes.values())}")
@@ -220,13 +229,19 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
         return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
+    if program == EXPORT:
+        pages = dict.fromkeys(("source_page", "target_page"), (0, last_page))
+        rows = {"row": (0, last_row), "checkpoint": (0, shapes.num_checkpoints)}
+        _check_bounds("a plan that keeps a state", fields, pages | rows)
+        return
     bounds = {
         "prev_positions": (-1, last_row),
         "new_row_index": (-1, last_row),
         "num_decode": (0, program.decode_rows),
         "append_indices": (0, shapes.pages_per_seq - 1),
         "prefill_lens": (0, program.prefill_tokens),
-        **dict.fromkeys(("append_slots", "source_slots", "target_slots"), (0, last_slot)),
+        **dict.fromkeys(("append_slots", "target_slots"), (0, last_slot)),
+        "source_slots": (0, shapes.num_checkpoints if program == RESTORE else last_slot),
         **dict.fromkeys(("append_pages", "source_pages", "target_pages"), (0, last_page)),
         "target_tables": (0, last_page),
         "prefill_tokens": (0, vocab_size - 1),

@@ -19,6 +19,7 @@ from jaxspec.models.layers.trunk import Trunk
 from jaxspec.models.model_inputs import ForwardOutput, ModelInputs, Selection
 from jaxspec.models.published import ModelRecipe, Published
 from jaxspec.pallas import dispatch
+from jaxspec.regions import DecodeRegion
 from jaxspec.weight import Dense, Weight
 
 __all__ = [
@@ -150,9 +151,26 @@ class Model(Published):
 
         A layer's index in its pool is the number of layers before it that share the pool.
         """
+        return merged(spec for layer in self._layers for spec in layer.cache_specs(options))
+
+    @property
+    def _layers(self) -> tuple[DecoderLayer, ...]:
         head_layers = () if self.draft_head is None else self.draft_head.layers
-        layers = (*self.trunk.layers, *head_layers)
-        return merged(spec for layer in layers for spec in layer.cache_specs(options))
+        return (*self.trunk.layers, *head_layers)
+
+    def states(self, pools: Pools, rows: DecodeRegion) -> Pools:
+        """The recurrent states of each row by pool, `[layers, rows, heads, ...]`.
+
+        They are what the next token of a row would start from: under the replay policy with the
+        ring's tokens added, in float32. What a pool keeps besides states is not among them.
+        """
+        found: dict[str, list[Array]] = {}
+        for layer in self._layers:
+            if layer.mixer is not None:
+                of_layer = layer.mixer.states(pools, rows, layer.cache_layer)
+                for name, states in of_layer.items():
+                    found.setdefault(name, []).append(states)
+        return {name: jnp.stack(states) for name, states in found.items()}
 
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()

@@ -131,6 +131,10 @@ class Proposer(abc.ABC):
         """Pools of the drafter's own, beside the model's and in the same pages and slots."""
         return ()
 
+    def states(self, pools: Pools, rows: DecodeRegion, tables: Any) -> Pools:
+        """Those of a second model as `Model.states` has them, by the names of its own pools."""
+        return {}
+
     def init_tables(self, model: Model, drafter: Published | None = None) -> Any:
         """A pytree of read-only device arrays that `propose` gets back each step.
 

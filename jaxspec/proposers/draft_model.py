@@ -18,6 +18,7 @@ from jaxspec.cache import (
 from jaxspec.models.base import Model, ModelInputs, ModelRecipe, Published
 from jaxspec.proposers.base import DraftInputs, Drafts, Proposer
 from jaxspec.proposers.chain import Chain
+from jaxspec.regions import DecodeRegion
 from jaxspec.speculation import SpeculativeConfig
 
 _OWNER = "draft"
@@ -69,6 +70,11 @@ class DraftModelProposer(Proposer):
     def init_tables(self, model: Model, drafter: Published | None) -> tuple[Array, ...]:
         """The drafter's weights."""
         return self.recipe.weights_of(drafter)
+
+    def states(self, pools: Pools, rows: DecodeRegion, tables: tuple[Array, ...]) -> Pools:
+        """See `Proposer.states`: it has read what the target has, so its counts are the same."""
+        drafter: Model = self.recipe.with_weights(tables)
+        return with_pools_of(_OWNER, {}, drafter.states(pools_of(_OWNER, pools), rows))
 
     def propose(
         self, model: Model, inputs: DraftInputs, pools: Pools, tables: tuple[Array, ...]

@@ -1,16 +1,16 @@
 """BatchState: everything remembered between steps about the running requests, one row each."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate
+from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.config import StepShapes
 from jaxspec.layout import PackedLayout
+from jaxspec.plan import Program
 from jaxspec.row import row_layout
-from jaxspec.sampler import Sampler
 from jaxspec.sampling.tables import SamplingTables
 
 
@@ -81,18 +81,22 @@ class EngineState:
     pools: Pools
     draft_logits: Float[Array, "slots drafts vocab"] | None  # of probabilistic drafts
     tables: SamplingTables = flax.struct.field(default_factory=SamplingTables)
+    checkpoints: Pools | None = None  # states of prefixes, which a step is not given
 
-    def of(self, sampler: Sampler) -> "EngineState":
-        """What a program with this sampler is given, which no other's tables cost anything."""
-        return self._with(self.tables.of(sampler))
+    def of(self, program: Program) -> "EngineState":
+        """What the program is given, which no other's tables or checkpoints cost anything."""
+        checkpoints = None if program.checkpoint == "none" else self.checkpoints
+        return self._with(self.tables.of(program.sampler), checkpoints)
 
     def replaced_by(self, newer: "EngineState") -> "EngineState":
-        """`newer`, with the tables that its program was not given."""
-        return newer._with(self.tables.replaced_by(newer.tables))
+        """`newer`, with the tables and checkpoints that its program was not given."""
+        kept = self.checkpoints if newer.checkpoints is None else newer.checkpoints
+        return newer._with(self.tables.replaced_by(newer.tables), kept)
 
-    def _with(self, tables: SamplingTables) -> "EngineState":
+    def _with(self, tables: SamplingTables, checkpoints: Pools | None) -> "EngineState":
         # Each dispatch asks for two, and `dataclasses.replace` takes four times as long.
-        return EngineState(self.rows, self.page_tables, self.pools, self.draft_logits, tables)
+        parts = self.rows, self.page_tables, self.pools, self.draft_logits
+        return EngineState(*parts, tables, checkpoints)
 
 
 def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
@@ -101,7 +105,7 @@ def empty_rows(num_rows: int, num_drafts: int) -> BatchState:
 
 
 def empty_state(
-    shapes: StepShapes, specs: Iterable[CacheSpec], drawn_ids: int, vocab_size: int
+    shapes: StepShapes, specs: Sequence[CacheSpec], drawn_ids: int, vocab_size: int
 ) -> EngineState:
     """The state of an engine without requests. `jax.eval_shape` of it tells what it would hold.
 
@@ -117,4 +121,5 @@ def empty_state(
         pools=allocate(specs, sizes),
         draft_logits=jnp.zeros(distributions, jnp.float32) if drawn_ids else None,
         tables=SamplingTables.empty(num_slots, vocab_size, shapes.max_model_len),
+        checkpoints=allocate_checkpoints(specs, sizes, shapes.num_checkpoints),
     )

@@ -88,6 +88,7 @@ class Holdings:
         held = {"weights": self.weights, **holders(self.specs, state.pools)}
         held |= {"page_tables": state.page_tables, "rows": state.rows}
         held |= {"draft_logits": state.draft_logits, "proposer_tables": self.tables}
+        held |= {"checkpoints": state.checkpoints} if state.checkpoints else {}
         held |= {"seen_tokens": state.tables.seen, "bias_tables": state.tables.bias}
         return {
             name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
@@ -106,26 +107,38 @@ def fit(
 ) -> StepShapes:
     """`shapes`, with as many of its pages as the budget has room for; None has room for all.
 
+    And with as many checkpoints of states beside the pages as `prefix_cache_share` says.
     `held_with`: `Holdings.bytes`.
 
     Raises:
         ValueError: the pages that the user asked for do not fit, or not even those of one sample.
     """
-    if budget is None:
-        return shapes
 
-    def total(num_pages: int) -> int:
-        return sum(held_with(dataclasses.replace(shapes, num_pages=num_pages)).values())
+    def total(num_pages: int, num_checkpoints: int = 0) -> int:
+        sizes = {"num_pages": num_pages, "num_checkpoints": num_checkpoints}
+        return sum(held_with(dataclasses.replace(shapes, **sizes)).values())
 
     held = total(shapes.num_pages)
-    page = total(shapes.num_pages + 1) - held
-    without_pages = held - shapes.num_pages * page
-    fitting = min(shapes.num_pages, (budget.max_bytes - without_pages) // max(page, 1))
+    page = max(1, total(shapes.num_pages + 1) - held)
+    share = shapes.prefix_cache_share
+    state = total(shapes.num_pages, 2) - total(shapes.num_pages, 1) if share else 0
+
+    def fitted(num_pages: int) -> StepShapes:
+        beside = num_pages * page * share / (1 - share)  # bytes of checkpoints
+        count = max(2, int(beside / max(1, state))) if share else 0
+        return dataclasses.replace(shapes, num_pages=num_pages, num_checkpoints=count)
+
+    if budget is None:
+        return fitted(shapes.num_pages)
+    room = budget.max_bytes - (held - shapes.num_pages * page)  # for pages and checkpoints
+    null = total(shapes.num_pages, 1) - held - state if share else 0  # the null checkpoint
+    fitting = min(shapes.num_pages, int((room - null) * (1 - share)) // page)
+    fitting = min(fitting, (room - null - fitted(max(fitting, 2)).num_checkpoints * state) // page)
     needed = shapes.num_pages if budget.fixed_pages else 1 + shapes.pages_per_seq
     if fitting < needed:
-        too_big = dataclasses.replace(shapes, num_pages=needed)
+        too_big = fitted(needed)
         raise ValueError(_refusal(too_big, budget, held_with(too_big)))
-    return dataclasses.replace(shapes, num_pages=fitting)
+    return fitted(fitting)
 
 
 def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
@@ -150,6 +163,7 @@ def memory_map(held: dict[str, int], shapes: StepShapes) -> str:
         "slots": f"{shapes.num_slots} slots",
     }
     counts = {name: units[holder.per[0]] for name, holder in HOLDERS.items()}
+    counts |= {"checkpoints": f"{shapes.num_checkpoints} states of prefixes"}
     counts |= dict.fromkeys(("seen_tokens", "bias_tables", "draft_logits"), units["slots"])
     sizes = sorted((item for item in held.items() if item[1]), key=lambda item: -item[1])
     width = max(12, *(len(name) + 1 for name in held))

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.models.base import Model, ModelRecipe, Published
-from jaxspec.plan import TABLES, Program, StepPlan, output_layout, plan_layout
+from jaxspec.plan import EXPORT, TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
@@ -194,7 +194,7 @@ class ModelRunner:
         return self._holdings.bytes(self.shapes)
 
     def _args(self, program: Program) -> tuple[Any, ...]:
-        state = self.state.of(program.sampler)
+        state = self.state.of(program)
         return self._weights, self._tables, state, self._empty_plan(program)
 
     def _place(self, program: Program) -> Path | None:
@@ -226,7 +226,7 @@ class ModelRunner:
         self, program: Program, step: jax.stages.Compiled, packed: np.ndarray
     ) -> PendingOutput:
         state = self.state
-        given = state.of(program.sampler)
+        given = state.of(program)
         given, output = step(self._weights, self._tables, given, packed)
         self._state = state.replaced_by(given)
         return PendingOutput(output, output_layout(self.shapes.num_drafts), self._watcher)
@@ -241,7 +241,7 @@ class ModelRunner:
         layout = plan_layout(program, self.shapes)
         packed = np.zeros(layout.size, np.int32)
         fields = layout.unpack(packed)
-        if program == TABLES:
+        if program in (TABLES, EXPORT):
             return packed
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1

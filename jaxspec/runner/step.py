@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import CacheSpec, Moves, StatePolicy, copy
+from jaxspec.cache import CacheSpec, Kept, Moves, StatePolicy, copy, export, restore
 from jaxspec.config import StepShapes
 from jaxspec.models.base import Model
-from jaxspec.plan import TABLES, Program, output_layout
+from jaxspec.plan import EXPORT, RESTORE, TABLES, Program, output_layout, plan_layout
 from jaxspec.proposers.base import Drafts, Proposer
+from jaxspec.regions import DecodeRegion
 from jaxspec.runner.batch_state import BatchState, EngineState
 from jaxspec.runner.device_plan import DevicePlan
 from jaxspec.runner.draft_inputs import draft_inputs
@@ -67,6 +68,8 @@ def make_step(
     """
     if program == TABLES:
         return _make_tables(config)
+    if program == EXPORT:
+        return _make_export(config)
     if program.is_moves:
         return _make_moves(config, program)
 
@@ -108,24 +111,25 @@ def _make_moves(
     ) -> tuple[EngineState, DeviceOutput]:
         plan = DevicePlan.unpack(packed, program, config.shapes)
         state = _place_rows(config, state, plan)
-        copies = Moves(
-            source_slots=plan.source_slots,
-            target_slots=plan.target_slots,
-            source_pages=plan.source_pages,
-            target_pages=plan.target_pages,
-        )
+        sources, targets, pools = plan.source_slots, plan.target_slots, state.pools
+        if program == RESTORE:
+            assert state.checkpoints is not None  # it has those of an engine, if there are any
+            pools = restore(config.specs, pools, state.checkpoints, sources, targets)
+            sources = targets = jnp.zeros_like(targets)
+        moves = Moves(sources, targets, plan.source_pages, plan.target_pages)
+        pools = copy(config.specs, pools, moves)
         seen = state.tables.seen
         if seen is not None:
             seen = seen.copied(plan.source_slots, plan.target_slots)
         state = dataclasses.replace(
             state,
             page_tables=write_page_tables(state.page_tables, plan),
-            pools=copy(config.specs, state.pools, copies),
+            pools=pools,
             tables=dataclasses.replace(state.tables, seen=seen),
         )
         return state, _no_output(config)
 
-    moves.__name__ = f"moves_{program.sampler}"
+    moves.__name__ = f"moves_{program.sampler}" if program != RESTORE else "restore"
     return moves
 
 
@@ -141,6 +145,40 @@ def _make_tables(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceO
         return state, _no_output(config)
 
     return tables
+
+
+def _make_export(config: StepConfig) -> Callable[..., tuple[EngineState, DeviceOutput]]:
+    """The program of plans that keep the state of one row, and copy the page that it goes on in."""
+
+    def export_state(
+        weights: Any, tables: Any, state: EngineState, packed: Int[Array, " plan"]
+    ) -> tuple[EngineState, DeviceOutput]:
+        plan = plan_layout(EXPORT, config.shapes).unpack(packed)
+        one = {name: value[None] for name, value in plan.items()}
+        row = state.rows.take(one["row"])
+        region = DecodeRegion(
+            slots=row.slot,
+            num_computed=row.num_computed,
+            query_len=jnp.ones_like(row.slot),
+            state_offset=row.state_offset,
+            ring_length=row.ring_length,
+        )
+        model = nnx.merge(config.model, jax.tree.unflatten(config.weights, weights))
+        states = model.states(state.pools, region)
+        if config.proposer is not None:
+            states |= config.proposer.states(state.pools, region, tables)
+        assert state.checkpoints is not None
+        kept = Kept(region, one["checkpoint"])
+        nothing = jnp.zeros_like(row.slot)
+        pages = one["source_page"], one["target_page"]
+        state = dataclasses.replace(
+            state,
+            pools=copy(config.specs, state.pools, Moves(nothing, nothing, *pages)),
+            checkpoints=export(config.specs, state.pools, state.checkpoints, kept, states),
+        )
+        return state, _no_output(config)
+
+    return export_state
 
 
 def _no_output(config: StepConfig) -> DeviceOutput:

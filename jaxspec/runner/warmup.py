@@ -12,7 +12,7 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, TABLES, Program, moves_of
+from jaxspec.plan import EXPORT, MOVES, RESTORE, TABLES, Program, moves_of
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import BIAS, Sampler, to_compile
 
@@ -35,7 +35,13 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     )
     moves = dict.fromkeys(map(moves_of, kinds)) if shapes.max_num_seqs > 1 else ()
     tables = [TABLES] if any(BIAS in sampler for sampler in kinds) else []
-    return [*steps, *moves, *tables]
+    return [*steps, *moves, *tables, *_of_prefixes(shapes)]
+
+
+def _of_prefixes(shapes: StepShapes) -> list[Program]:
+    """What keeps prefixes, and lets requests begin on them."""
+    restores = [RESTORE] if shapes.prefix_caching != "off" else []
+    return [*restores, *([EXPORT] if shapes.num_checkpoints else [])]
 
 
 def warm_up(
@@ -131,6 +137,10 @@ def _label(program: Program) -> str:
     """A program as a person would name it: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
     if program == TABLES:
         return "tables of what a request forbids"
+    if program.checkpoint != "none":
+        return {"export": "keeping a prefix", "restore": "beginning on a prefix"}[
+            program.checkpoint
+        ]
     if program.is_moves:
         return "copies of a prompt's state" + (program != MOVES) * " and counts"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxspec.plan import RowOutput, StepPlan
+from jaxspec.plan import Fork, RowOutput, StepPlan
 from jaxspec.request import Request
 
 
@@ -17,6 +17,7 @@ class NextStep:
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     grown: list[Request] = dataclasses.field(default_factory=list)  # given pages
     num_new: int = 0  # rows that enter
+    restores: list[Fork] = dataclasses.field(default_factory=list)  # of those, on kept prefixes
 
 
 class Entry(NamedTuple):
@@ -47,6 +48,24 @@ class Entry(NamedTuple):
     def is_awaited(self) -> bool:
         """Whether the dispatch gives the request a token or its end."""
         return self.bound > 0 and self.is_current
+
+
+def launch(step: NextStep, num_drafts: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """Count a step that is planned as in flight: the entries of its decode rows, and of its chunks.
+
+    `num_drafts`: that a row verifies.
+    """
+    decodes, prefills = list[Entry](), list[Entry]()
+    for request in step.decodes:
+        is_last_prompt_token = request.is_prefilling  # it has no drafts
+        request.num_computed += is_last_prompt_token
+        bound = 1 if is_last_prompt_token else step.num_steps * (1 + num_drafts)
+        decodes.append(Entry.launch(request, step.num_steps, bound))
+    for request, length in step.prefills:
+        request.num_computed += length
+        ends_prompt = int(not request.is_prefilling)
+        prefills.append(Entry.launch(request, ends_prompt, ends_prompt, length))
+    return tuple(decodes), tuple(prefills)
 
 
 class DraftChoice(NamedTuple):

@@ -6,20 +6,21 @@ The bound sizes page reservations and dispatches: positions, counts and slots ar
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Fork, Program, StepOutput, StepPlan, moves_of
+from jaxspec.plan import Fork, Program, StepOutput, moves_of
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import Sampler, join, least
 from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
-from jaxspec.scheduler.packing import pack_step
-from jaxspec.scheduler.page_pool import PagePool, check_fits
+from jaxspec.scheduler.page_pool import check_fits
+from jaxspec.scheduler.prefix_cache import PrefixCache
 from jaxspec.scheduler.prompt_budget import prompt_budget
-from jaxspec.scheduler.scheduled_step import Entry, NextStep, Progress, ScheduledStep
+from jaxspec.scheduler.row_plans import RowPlans
+from jaxspec.scheduler.scheduled_step import NextStep, Progress, ScheduledStep, launch
 from jaxspec.scheduler.step_seconds import StepSeconds
 from jaxspec.scheduler.waiting_queue import WaitingQueue, place
 
@@ -35,6 +36,8 @@ class Scheduler:
     ):
         """Start empty. `max_step_ms`: as in `StepSeconds`."""
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
+        self.prefixes = PrefixCache(shapes)
+        self._plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.samplers: tuple[Sampler, ...] = ()  # that programs are compiled for; (): for any
@@ -52,7 +55,7 @@ class Scheduler:
             request.finish = Finish.ERROR
         self.waiting.clear()
         self.running.clear()
-        self.pages = PagePool(self.shapes.num_pages)
+        self.pages = self.prefixes.new_pool()
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
         self.draft_count = DraftCount(self.shapes, self.step_seconds.decode)
@@ -90,6 +93,7 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+            self.prefixes.over(request)
         self._followers.remove(request)
         self.drafter.remove(request)
 
@@ -128,7 +132,11 @@ class Scheduler:
             self._advance(self.running[index], step)
             index += 1
         self._admit(step)
-        return self._dispatch(step) if step.decodes or step.prefills else None
+        if step.decodes or step.prefills:
+            return self._dispatch(step)
+        if step.restores:  # of samples whose followers enter next
+            return ScheduledStep(self._plans.only_restores(step, self.running), (), (), 0)
+        return None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
         """Record a dispatch's results, keyed by request and generation."""
@@ -153,7 +161,9 @@ class Scheduler:
             self.drafter.extend(request, got.tokens)
             request.metrics.record_tokens(len(got.tokens), now)
             request.metrics.record(got.drafted, got.accepted)
+            self.prefixes.given(request)
             if got.finish:
+                self.prefixes.ended(request, Finish(got.finish))
                 self.end(request, Finish(got.finish))
             progress.append(Progress(request, got))
         self.draft_count.note(step, [each.given for each in progress])
@@ -172,6 +182,7 @@ class Scheduler:
     def _advance_prefill(self, request: Request, step: NextStep) -> None:
         end = self._followers.prefill_end(request)
         longest = self.shapes.long_prefill_token_threshold or step.budget
+        end = self.prefixes.chunk_end(request, end)
         length = min(end - request.num_computed, step.budget, longest)
         if length < 1 or len(step.prefills) == self.shapes.max_prefill_seqs:
             return
@@ -196,10 +207,13 @@ class Scheduler:
                 self.waiting.remove(child)
                 self._enter(child, step, num_computed=len(leader.prompt) - 1)
                 forks.append(fork(leader, child, self.pages, self.shapes.page_size))
+                child.num_pages_sent = len(child.pages)
             if not (followers and self._free_slots and step.num_new == self.shapes.max_new_rows):
                 self._followers.dismiss(leader)
         program = moves_of(join(r.sampler for r in self.running if r.row < 0))
-        return ScheduledStep(self._plan(program, step, forks), (), (), 0) if forks else None
+        if not forks:
+            return None
+        return ScheduledStep(self._plans.plan(program, step, self.running, forks), (), (), 0)
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -212,13 +226,19 @@ class Scheduler:
                 continue
             rows_full = len(self._free_slots) <= reserved or not self._has_row(step)
             seqs_full = len(step.prefills) >= self.shapes.max_prefill_seqs or step.budget < 1
-            wanted = self.shapes.reach(len(request.tokens))
-            pages_short = self._pages_for(wanted, request) > self.pages.num_free
-            if rows_full or seqs_full or pages_short or request.in_flight:
+            if rows_full or seqs_full or request.in_flight:
+                break
+            hit = self.prefixes.find(request)
+            self.pages.share(hit.pages)  # what it holds is not there for others
+            wanted = self._pages_for(self.shapes.reach(len(request.tokens)), request)
+            if wanted - len(hit.pages) > self.pages.num_free:
+                self.pages.release(hit.pages)
                 break
             self.waiting.remove(request)
-            self._enter(request, step, num_computed=0)
-            self._advance_prefill(request, step)
+            self._enter(request, step, hit.num_cached)
+            step.restores += self.prefixes.enter(request, hit)
+            if request.num_computed < self._followers.prefill_end(request):
+                self._advance(request, step)
 
     # Rows, slots and pages.
 
@@ -230,17 +250,20 @@ class Scheduler:
         request.num_pages_sent, request.row = 0, -1
         place(request, self.running)
         self.drafter.add(request)
+        self.prefixes.follow(request)
         step.num_new += 1
 
     def _leave(self, request: Request) -> None:
         """Free what a request holds; steps in flight run before any plan that reuses it."""
         self.running.remove(request)
         self.drafter.leave(request)
+        self.prefixes.leave(request)
         self._free_slots.append(request.slot)
         self.pages.release(request.pages)
         request.slot, request.pages = 0, []
 
     def _preempt(self, request: Request) -> None:
+        self.prefixes.preempted(request)
         self._leave(request)
         self.waiting.put_back(request)
         request.num_computed = request.prefill_len = 0
@@ -269,40 +292,14 @@ class Scheduler:
     # Writing the plan.
 
     def _dispatch(self, step: NextStep) -> ScheduledStep:
-        requests = step.decodes + [request for request, _ in step.prefills]
-        sampler = least(self.samplers, join(request.sampler for request in requests))
+        chunks = [request for request, _ in step.prefills]
+        sampler = least(self.samplers, join(r.sampler for r in (*step.decodes, *chunks)))
         num_prompt_tokens = sum(length for _, length in step.prefills)
         shape, choice = self.draft_count.dispatch(step, num_prompt_tokens, sampler)
         rows, tokens, drafts = shape
-        plan = self._plan(Program(rows, tokens, sampler, step.num_steps, drafts), step)
-        decodes, prefills = [], []
-        for request in step.decodes:
-            is_last_prompt_token = request.is_prefilling  # it has no drafts
-            request.num_computed += is_last_prompt_token
-            bound = 1 if is_last_prompt_token else step.num_steps * (1 + drafts)
-            decodes.append(Entry.launch(request, step.num_steps, bound))
-        for request, length in step.prefills:
-            request.num_computed += length
-            ends_prompt = int(not request.is_prefilling)
-            prefills.append(Entry.launch(request, ends_prompt, ends_prompt, length))
-        return ScheduledStep(plan, tuple(decodes), tuple(prefills), num_prompt_tokens, choice)
-
-    def _plan(self, program: Program, step: NextStep, forks: Sequence[Fork] = ()) -> StepPlan:
-        """Pack a plan of every running request; from then on the device knows its row and pages."""
-        rows = step.decodes + [request for request, _ in step.prefills]
-        if len(rows) < len(self.running):
-            active = set(rows)
-            rows += [request for request in self.running if request not in active]
-        plan = pack_step(
-            program,
-            self.shapes,
-            rows=rows,
-            num_decode=len(step.decodes),
-            prefills=step.prefills,
-            grown=step.grown,
-            forks=forks,
-            drafter=self.drafter,
-        )
-        for row, request in enumerate(rows):
-            request.row, request.num_pages_sent = row, len(request.pages)
-        return plan
+        program = Program(rows, tokens, sampler, step.num_steps, drafts)
+        plan = self._plans.plan(program, step, self.running)
+        decodes, prefills = launch(step, drafts)
+        for request in chunks:
+            self.prefixes.computed(request)
+        return ScheduledStep(plan, decodes, prefills, num_prompt_tokens, choice)

@@ -12,7 +12,18 @@ from fake_device import make_buckets
 from jaxspec.flight import Flight, Step, file
 from jaxspec.flight.file import read, write
 from jaxspec.flight.ids import without_ids
-from jaxspec.plan import MOVES, TABLES, Program, output_layout, pack_plan, plan_layout
+from jaxspec.plan import (
+    EXPORT,
+    MOVES,
+    RESTORE,
+    TABLES,
+    Export,
+    Program,
+    output_layout,
+    pack_export,
+    pack_plan,
+    plan_layout,
+)
 from jaxspec.row import row_layout
 from jaxspec.sampler import FULL, GREEDY
 
@@ -278,6 +289,27 @@ def test_tables_are_read_and_their_ids_are_bounded(tmp_path):
         with_tables(1, more_stop_ids=-2),
     ):
         write(path, wrong)
+        with pytest.raises(ValueError, match="A flight must be a whole file"):
+            read(path)
+
+
+def with_export(**fields):
+    shapes = dataclasses.replace(SHAPES, prefix_caching="all", num_checkpoints=3)
+    kept = pack_export(Export(**{"row": 0, "checkpoint": 1} | fields))
+    step = Step(EXPORT, kept.packed, np.zeros((0, 0, output_layout(2).size), np.int32))
+    restored = pack_plan(RESTORE, shapes, {"source_slots": [3], "target_slots": [1]})
+    steps = [step, Step(RESTORE, restored, step.output)]
+    return dataclasses.replace(make_flight(), shapes=shapes, steps=steps, hashed=False)
+
+
+def test_what_was_kept_is_read_and_its_places_are_bounded(tmp_path):
+    path, flight = tmp_path / "a.npz", with_export()
+    write(path, flight)
+    found = read(path)
+    assert [step.program for step in found.steps] == [EXPORT, RESTORE]
+    assert found.shapes.num_checkpoints == 3 and found.shapes.prefix_caching == "all"
+    for wrong in ({"row": 99}, {"checkpoint": 4}, {"source_page": 10**6}, {"target_page": -1}):
+        write(path, with_export(**wrong))
         with pytest.raises(ValueError, match="A flight must be a whole file"):
             read(path)
 

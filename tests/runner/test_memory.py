@@ -109,3 +109,29 @@ def test_an_engine_holds_what_was_computed_and_stays_inside(device_with):
         LLM(FIXTURES / "qwen3_5", **OPTIONS, num_pages=65, gpu_memory_utilization=1.0)
     with pytest.raises(ValueError, match="one sample of max_model_len"):
         LLM(FIXTURES / "qwen3_5", **OPTIONS, gpu_memory_utilization=0.1)
+
+
+def held_with_states(shapes):
+    """As `held_with`, and 40 bytes a checkpoint, of which one is null."""
+    count = shapes.num_checkpoints
+    return held_with(shapes) | {"checkpoints": 40 * (1 + count) if count else 0}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.8])
+@pytest.mark.parametrize("max_bytes", [1700, 2000, 3300, 10**6])
+def test_pages_and_checkpoints_fill_what_is_there_and_no_more(max_bytes, share):
+    budget = MemoryBudget(max_bytes, 1.0, False)
+    sizes = {"prefix_caching": "all", "prefix_cache_share": share, "num_pages": 400}
+    shapes = dataclasses.replace(BUCKETS, **sizes)
+    try:
+        found = fit(shapes, budget, held_with_states)
+    except ValueError:  # not even a sample's pages and two checkpoints
+        assert max_bytes <= 2000
+        return
+    assert sum(held_with_states(found).values()) <= max_bytes
+    assert found.num_checkpoints >= 2 and LEAST <= found.num_pages <= 400
+    more = dataclasses.replace(found, num_pages=found.num_pages + 8)
+    assert found.num_pages == 400 or sum(held_with_states(more).values()) > max_bytes
+    alone = fit(shapes, None, held_with_states)
+    assert alone.num_pages == 400
+    assert alone.num_checkpoints == int(400 * 10 * share / (1 - share) / 40)

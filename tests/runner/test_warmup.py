@@ -10,7 +10,7 @@ import pytest
 from harness import SNAPSHOT, model
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import MOVES, StepPlan
+from jaxspec.plan import EXPORT, MOVES, RESTORE, StepPlan
 from jaxspec.runner import warmup
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
@@ -92,6 +92,15 @@ def test_one_program_moves_for_all_samplers_and_none_where_one_row_has_no_sample
     assert programs(SIZES, [GREEDY, SAMPLED]).count(MOVES) == 1
     alone = dataclasses.replace(SIZES, max_num_seqs=1, decode_rows=(1,))
     assert MOVES not in programs(alone, [GREEDY])
+
+
+def test_what_keeps_prefixes_is_compiled_where_they_are_kept():
+    added = {
+        mode: programs(dataclasses.replace(SIZES, prefix_caching=mode, num_checkpoints=n), [GREEDY])
+        for mode, n in (("off", 0), ("pages", 0), ("all", 2))
+    }
+    own = len(added["off"])
+    assert [added[mode][own:] for mode in added] == [[], [RESTORE], [RESTORE, EXPORT]]
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):

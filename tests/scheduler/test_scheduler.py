@@ -1,8 +1,7 @@
-from collections import deque
-
 import numpy as np
 import pytest
-from fake_device import FakeDevice, expected_output, make_buckets, make_group
+from fake_device import expected_output, make_buckets, make_group
+from loop import Loop, random_group
 
 from jaxspec.plan import TABLES
 from jaxspec.request import Finish
@@ -10,94 +9,6 @@ from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.table_plan import table_layout
-
-
-class Loop:
-    """A scheduler and a fake device, with `depth` steps in flight."""
-
-    def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
-        self.random = np.random.default_rng(seed)
-        self.scheduler = Scheduler(make_buckets(**sizes))
-        self.requests = {}
-        self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
-        self.depth = depth
-        self.in_flight = deque()
-        self.given = {}  # what each request got, by the progress of each collected step
-        self.num_steps = 0
-
-    def add(self, *groups):
-        requests = [request for group in groups for request in group]
-        self.scheduler.check(requests)
-        self.requests.update((request.seed, request) for request in requests)
-        self.given.update((request, []) for request in requests)
-        self.scheduler.add(requests)
-
-    def schedule(self):
-        step = self.scheduler.schedule()
-        if step is not None:
-            self.num_steps += 1
-            self.in_flight.append((step, self.device.run(self.scheduler, step)))
-        return step
-
-    def collect(self):
-        step, output = self.in_flight.popleft()
-        self.device.collected(step)
-        ended = {request for request in self.requests.values() if request.finish}
-        for progress in self.scheduler.collect(step, output):
-            assert progress.request not in ended, "a result of a request that had ended"
-            self.given[progress.request] += progress.given.tokens
-
-    def turn(self):
-        step = self.schedule()
-        if step is None:
-            assert self.in_flight, "nothing to run and nothing to wait for: a deadlock"
-        if self.in_flight and (step is None or len(self.in_flight) > self.depth):
-            self.collect()
-        return step
-
-    def drain(self):
-        while self.in_flight:
-            self.collect()
-
-    def run(self, max_steps=5000):
-        while self.scheduler.has_work:
-            self.turn()
-            assert self.num_steps < max_steps, "no end in sight"
-        self.drain()
-        self.assert_ends_are_right()
-
-    def assert_ends_are_right(self):
-        scheduler = self.scheduler
-        for request in self.requests.values():
-            tokens, finish = expected_output(request)
-            assert request.output == self.given[request]
-            assert len(request.draft_positions) == request.num_output
-            metrics = request.metrics
-            for j, accepted in enumerate(metrics.accepted_per_position, 1):
-                assert request.draft_positions.count(j) == accepted
-            if request.finish == Finish.ABORT:
-                assert request.output == tokens[: len(request.output)]
-            else:
-                assert (request.output, request.finish) == (tokens, finish)
-            assert not request.pages
-        assert not scheduler.has_work and not scheduler._followers
-        assert scheduler.pages.num_free == scheduler.shapes.num_pages - 1
-        assert sorted(scheduler._free_slots) == list(range(1, scheduler.shapes.num_slots))
-
-
-def random_group(random, seed, max_samples, max_len=38):
-    prompt_len = int(random.choice([1, 2, random.integers(3, 25)]))
-    return make_group(
-        seed,
-        prompt_len,
-        int(random.integers(1, max_len - prompt_len)),
-        n=int(random.choice([1, 1, random.integers(1, max_samples + 1)])),
-        min_tokens=int(random.integers(0, 2)),
-        stop_ids=tuple(random.integers(0, 50, 2).tolist()) if random.random() < 0.5 else (),
-        temperature=float(random.random()),
-        top_k=int(random.integers(-1, 9)),
-        top_p=float(random.random() * 0.9 + 0.1),
-    )
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])

@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import StepOutput, output_layout, plan_layout
+from jaxspec.plan import EXPORT, RESTORE, TABLES, StepOutput, output_layout, plan_layout
 from jaxspec.request import Finish, Request
 from jaxspec.row import row_layout
 from jaxspec.sampling_params import SamplingParams
@@ -40,15 +40,22 @@ def next_token(seed, position):
     return (seed * 7919 + position * 104729 + seed * position * 31) % VOCAB
 
 
-def make_group(seed, prompt_len, max_tokens, n=1, **changes):
-    """`n` samples of one prompt; sample i has the seed `seed + i`, no other request may."""
+def make_group(seed, prompt_len, max_tokens, n=1, root=None, salt=None, **changes):
+    """`n` samples of one prompt; sample i has the seed `seed + i`, no other request may.
+
+    Prompts of one `root` begin alike: with that many tokens of a text.
+    """
     prompt = tuple((seed * 13 + i * 5) % VOCAB for i in range(prompt_len))
+    if root is not None:
+        shared = tuple((i * i + 3 * i) % VOCAB for i in range(root))
+        prompt = (shared + prompt)[:prompt_len]
     stop_ids = changes.pop("stop_ids", ())
     params = SamplingParams(n=n, max_tokens=max_tokens, **changes)
     group = []
     for sample in range(n):
         leader = group[0] if group else None
-        group.append(Request(prompt, params, seed + sample, stop_ids, seed + sample, leader))
+        key = seed + sample
+        group.append(Request(prompt, params, key, stop_ids, key, leader, cache_salt=salt))
     return group
 
 
@@ -97,7 +104,7 @@ class FakeDevice:
         self.random, self.accuracy = random, accuracy
         self.num_scheduled = 0  # tokens computed
         self.num_wasted = 0  # decode rows of requests that had finished
-        self.num_forks = self.num_copied_pages = 0
+        self.num_forks = self.num_copied_pages = self.num_restores = self.num_exports = 0
         self.admitted: list[Request] = []  # in order of their first admission
         self.reset()
         self.log: list[tuple[list, list]] = []  # seeds that decoded; (seed, tokens) of prefills
@@ -109,16 +116,23 @@ class FakeDevice:
         self.tables = np.zeros((buckets.num_slots, buckets.pages_per_seq), np.int32)
         self.pages = np.full((buckets.num_pages, buckets.page_size), JUNK)
         self.states: list[tuple] = [()] * buckets.num_slots
+        self.checkpoints: list[tuple | None] = [None] * (1 + buckets.num_checkpoints)
+        self.begun: set[int] = set()  # slots that wait for what they begin on
         self.owner: dict[Request, int] = {}  # generation of each running request
         self.uncollected: deque[ScheduledStep] = deque()
 
     def run(self, scheduler: Scheduler, step: ScheduledStep) -> StepOutput:
         """Carry out a plan that `scheduler` just gave."""
         plan = step.plan
+        for each in plan.before:
+            values = plan_layout(each.program, self.buckets).unpack(each.packed)
+            if each.program == EXPORT:
+                self._export(values)
+            elif each.program != TABLES:
+                self._place(values, scheduler, each.program)
         values = plan_layout(plan.program, self.buckets).unpack(plan.packed)
-        self._remap(values, scheduler)
-        self._update_tables(values)
-        self._move(values)
+        self._place(values, scheduler, plan.program)
+        assert not self.begun, "a row with tokens computed that nobody computed for it"
         self._check_order(values, step)
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
@@ -146,6 +160,7 @@ class FakeDevice:
             )
         for row in filter(None, self.rows):
             assert row.finish or row.num_computed < row.request.tokens_bound, "not a bound"
+        self._check_prefixes(scheduler)
         self.uncollected.append(step)
         if not outputs:
             return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
@@ -168,15 +183,66 @@ class FakeDevice:
 
     # Rows.
 
-    def _move(self, values):
+    def _place(self, values, scheduler, program):
+        self._remap(values, scheduler)
+        self._update_tables(values)
+        self._move(values, program)
+
+    def _export(self, values):
+        """A row's state and partial page, as they are after all earlier plans."""
+        row, slot = self.rows[values["row"]], int(values["checkpoint"])
+        assert row is not None and 0 < slot <= self.buckets.num_checkpoints
+        assert row.num_computed == len(self.states[row.fields["slot"]])
+        self.checkpoints[slot] = self.states[row.fields["slot"]]
+        self.num_exports += 1
+        if values["target_page"]:
+            self.pages[values["target_page"]] = self.pages[values["source_page"]]
+
+    def _restore(self, row, source, slot):
+        """The state that was kept, where states are; else the row's pages say where it stands."""
+        self.num_restores += 1
+        if self.buckets.num_checkpoints:
+            self.states[slot] = self.checkpoints[source]
+        else:
+            self.states[slot] = tuple(
+                self.pages[self._where(row, position)] for position in range(row.num_computed)
+            )
+        assert len(self.states[slot]) == row.num_computed, "a state of another position"
+
+    def _check_prefixes(self, scheduler):
+        """What is kept is what the tree says; what the next plan keeps first is left out."""
+        prefixes = scheduler.prefixes.store
+        coming = {export.target_page for export in prefixes.exports}
+        slots = {export.checkpoint for export in prefixes.exports}
+        for page, node in prefixes.tree._by_page.items():
+            assert page == node.page and node.is_alive
+            count = len(node.tokens)
+            assert page in coming or tuple(self.pages[page][:count]) == node.tokens, "page changed"
+        pages_of_rows = {page for request in scheduler.running for page in request.pages}
+        pending = [each for each in prefixes._pending.values()]
+        assert not pages_of_rows & {page for each in pending for page in each.pages}
+        for node in prefixes.slots._used:
+            text, above = (), node
+            while above.parent is not None:
+                text, above = above.tokens + text, above.parent
+            slot = node.checkpoint
+            assert slot in slots or self.checkpoints[slot] == text, "a state of another text"
+        held = [node.checkpoint for node in prefixes.slots._used] + prefixes.slots._free
+        held += [each.slot for each in pending]
+        assert sorted(held) == list(range(1, 1 + self.buckets.num_checkpoints))
+
+    def _move(self, values, program):
         """Copies; and a row enters with tokens computed if and only if something is copied to it.
 
-        The source is a row that stays, and has all that the new one is to start from.
+        The source is a row that stays, and has all that the new one is to start from, or what was
+        kept of one.
         """
         new = [self.rows[index] for index in values["new_row_index"] if index >= 0]
         present = {row.fields["slot"]: row for row in self.rows if row is not None}
-        begun = [row.fields["slot"] for row in new if row.fields["num_computed"]]
-        assert sorted(begun) == sorted(slot for slot in values["target_slots"] if slot)
+        self.begun |= {row.fields["slot"] for row in new if row.fields["num_computed"]}
+        targets = {slot for slot in values["target_slots"].tolist() if slot}
+        assert targets <= self.begun
+        self.begun -= targets
         for source, target, source_page, target_page, table in zip(
             values["source_slots"],
             values["target_slots"],
@@ -187,11 +253,16 @@ class FakeDevice:
         ):
             if not target:
                 continue
-            self.num_forks += 1
             row = present[target]
+            self.tables[target] = table
+            if program == RESTORE:
+                if target_page:
+                    self.pages[target_page] = self.pages[source_page]
+                self._restore(row, source, target)
+                continue
+            self.num_forks += 1
             assert row.num_computed == len(row.request.prompt) - 1 == present[source].num_computed
             self.states[target] = self.states[source]
-            self.tables[target] = table
             own = table[table > 0][row.num_computed // self.buckets.page_size :].tolist()
             assert own == [target_page] * int(target_page > 0), "shared pages, then the partial one"
             assert (source_page > 0) == (target_page > 0)
@@ -242,7 +313,9 @@ class FakeDevice:
         assert not self.num_uncollected(request), "admitted again before its outputs arrived"
         slot = fields["slot"]
         assert 0 < slot < self.buckets.num_slots
-        assert not fields["num_computed"] or request.leader
+        keeps_prefixes = self.buckets.prefix_caching != "off"
+        assert not fields["num_computed"] or request.leader or keeps_prefixes
+        assert fields["num_computed"] < fields["prefill_len"]
         self.tables[slot] = 0
         self.states[slot] = ()
         self.owner[request] = request.generation
@@ -268,7 +341,7 @@ class FakeDevice:
             assert entry.generation == entry.request.generation
 
     def _check_pages(self, scheduler):
-        """The tables are the scheduler's, and only full prompt pages have several owners."""
+        """The tables are the scheduler's, and only full pages of one text have several owners."""
         owners: dict[int, list] = {}
         for request in scheduler.running:
             table = self.tables[request.slot]
@@ -281,12 +354,13 @@ class FakeDevice:
             assert page > 0
             if len(held) > 1:
                 (first, index), *rest = held
-                assert all((r.prompt, i) == (first.prompt, index) for r, i in rest)
-                assert (index + 1) * self.buckets.page_size < len(first.prompt)
+                end = (index + 1) * self.buckets.page_size
+                texts = {(tuple(true_tokens(r, end)), r.cache_salt, i) for r, i in held}
+                assert len(texts) == 1 and end <= min(len(r.tokens) for r, _ in held)
 
     # Tokens.
 
-    def _place(self, row, position):
+    def _where(self, row, position):
         page = self.tables[row.fields["slot"], position // self.buckets.page_size]
         assert page > 0, f"no page for position {position}"
         return page, position % self.buckets.page_size
@@ -297,8 +371,8 @@ class FakeDevice:
         truth = true_tokens(row.request, done + 1)
         assert self.states[slot] == tuple(truth[:done]), "a recurrent state of other tokens"
         for place, token in enumerate(tokens):
-            self.pages[self._place(row, done + place)] = token
-        context = [self.pages[self._place(row, p)] for p in range(done + 1)]
+            self.pages[self._where(row, done + place)] = token
+        context = [self.pages[self._where(row, p)] for p in range(done + 1)]
         assert context == truth, "keys and values of other tokens"
         self.num_scheduled += len(tokens)
 
@@ -351,8 +425,8 @@ class FakeDevice:
             elif first + j == fields["max_len"] - 1:
                 row.finish = Finish.LENGTH
             if row.finish:
+                fields["num_computed"] -= len(tokens) - (j + 1)  # what follows is no part of it
                 tokens = tokens[: j + 1]
-                fields["num_computed"] = done + num_valid  # of no importance any more
                 break
         output.tokens[place, : len(tokens)] = tokens
         output.finish[place] = row.finish
@@ -370,7 +444,7 @@ class FakeDevice:
         newest = row.num_computed
         for position in range(newest, newest + self.buckets.num_drafts - 1):
             if position < row.fields["max_len"]:
-                self.pages[self._place(row, position)] = JUNK
+                self.pages[self._where(row, position)] = JUNK
         right = [next_token(row.request.seed, newest + 1 + j) for j in range(count)]
         wrong = self.random.random(count) >= self.accuracy
         return [int(t + w) % VOCAB for t, w in zip(right, wrong, strict=True)]

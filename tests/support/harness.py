@@ -97,6 +97,9 @@ class Harness:
         kv_dtype=None,
         draft_counts: tuple[int, ...] = (),
         drafter: str | None = None,  # another fixture
+        prefixes: str = "off",  # `StepShapes.prefix_caching`
+        num_checkpoints: int = 6,
+        interval: int | None = None,
     ):
         speculation = None
         if drafts:
@@ -123,6 +126,9 @@ class Harness:
             path_length=path_length(speculation, max_in_flight, steps_per_dispatch),
             max_num_batched_tokens=200,
             long_prefill_token_threshold=chunk,
+            prefix_caching=prefixes,
+            num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
+            checkpoint_interval=interval,
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
@@ -157,7 +163,9 @@ class Harness:
         self.emitted: dict[Request, list[int]] = {}
         self.num_ties = 0
 
-    def add(self, prompt, params=GREEDY, seed: int = 0, stop_ids=(), bad_words=()) -> list[Request]:
+    def add(
+        self, prompt, params=GREEDY, seed: int = 0, stop_ids=(), bad_words=(), salt=None
+    ) -> list[Request]:
         """Queue `params.n` samples; sample i draws with noise of `seed + i`."""
         samples: list[Request] = []
         for index in range(params.n):
@@ -172,6 +180,7 @@ class Harness:
                     key,
                     leader,
                     tuple(bad_words),
+                    cache_salt=salt,
                 )
             )
         self.scheduler.check(samples)

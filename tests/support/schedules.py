@@ -89,6 +89,7 @@ class Schedule:
         """Start one; `keeps_errors` as IPython does, so that frames they passed live on."""
         shapes = make_buckets(max_model_len=MAX_LEN, **sizes)
         self.scheduler = WatchedScheduler(shapes)
+        self.scheduler.prefixes.min_uncached = 3
         self.random = np.random.default_rng(seed)
         self.requests: dict[int, Request] = {}
         self.device = FakeDevice(shapes, self.requests, self.random, accuracy)

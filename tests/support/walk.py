@@ -29,7 +29,9 @@ def walk_harness(
     )
 
 
-def random_walk(engine: Harness, num_steps: int, seed: int, params=PARAMS) -> dict[str, int]:
+def random_walk(
+    engine: Harness, num_steps: int, seed: int, params=PARAMS, among=PROMPTS
+) -> dict[str, int]:
     """`num_steps` engine steps among random events, then run dry; how often each event came."""
     rng = np.random.default_rng(seed)
     happened = dict.fromkeys(EVENTS, 0)
@@ -40,7 +42,7 @@ def random_walk(engine: Harness, num_steps: int, seed: int, params=PARAMS) -> di
             count = int(rng.choice([1, 1, 2, 3]))
             chosen = dataclasses.replace(params[rng.integers(len(params))], n=count)
             for sample in engine.add(
-                PROMPTS[rng.integers(len(PROMPTS))], chosen, int(rng.integers(NUM_SEEDS))
+                among[rng.integers(len(among))], chosen, int(rng.integers(NUM_SEEDS))
             ):
                 sample.params = dataclasses.replace(chosen, n=1)
         elif event == "abort" and engine.scheduler.has_work:

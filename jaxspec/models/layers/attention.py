@@ -19,6 +19,7 @@ from jaxspec.pallas.attention.output_gate import OutputGate
 from jaxspec.pallas.attention.paged import paged_attention
 from jaxspec.pallas.attention.prefill import prefill_attention
 from jaxspec.pallas.norm.residual import Pending
+from jaxspec.regions import DecodeRegion
 
 _Heads = Float[Array, "tokens heads head_dim"]
 
@@ -113,6 +114,10 @@ class Attention(nnx.Module):
             tokens.queries, pools[self.pool], layer, inputs.page_tables, chunks
         )
         return heads if tokens.gate is None else tokens.gate(heads), pools
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """None: keys and values lie in pages."""
+        return {}
 
     def finish(self, heads: _Heads, tokens: AttentionTokens) -> _Heads:
         """The heads themselves: `decode` has gated them."""

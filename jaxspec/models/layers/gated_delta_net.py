@@ -15,7 +15,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
@@ -24,6 +24,7 @@ from jaxspec.pallas.gated_delta.gates import gates
 from jaxspec.pallas.gated_delta.heads import GdnHeads, GdnParams, GdnTokens
 from jaxspec.pallas.gated_delta.inputs import gdn_inputs, split_qkv
 from jaxspec.pallas.gated_delta.prefill import gdn_prefill
+from jaxspec.pallas.gated_delta.replay import replayed_states
 from jaxspec.pallas.gated_delta.ring import GdnRing
 from jaxspec.pallas.gated_delta.step import gdn_step
 from jaxspec.pallas.matmul.products import BLOCK_N
@@ -146,17 +147,17 @@ class GatedDeltaNet(nnx.Module):
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Heads, RecurrentPool]:
         """The rectangle's heads under the snapshot policy: the state after each token is kept."""
-        projected = _rectangle(projected, rows)
+        projected = rectangle(projected, rows)
         tokens, conv = gdn_inputs(projected, self._params, pool.conv, layer, rows)
         heads, states = gdn_step(tokens, pool.states, layer, rows)
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states)
 
     def replay(
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[Heads, RecurrentPool]:
         """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
         heads, conv, states, ring = gdn_conv_replay(
-            _rectangle(projected, rows),
+            rectangle(projected, rows),
             self._params,
             pool.conv,
             pool.states,
@@ -165,7 +166,7 @@ class GatedDeltaNet(nnx.Module):
             rows,
             self._gated_norm(projected),
         )
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
 
     def prefill(
         self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
@@ -182,6 +183,15 @@ class GatedDeltaNet(nnx.Module):
         heads, states = gdn_prefill(tokens, pool.states, layer, chunks)
         pool = dataclasses.replace(pool, conv=conv, states=states)
         return self.finish(heads, projected), pools | {self.pool: pool}
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """See `Mixer.states`."""
+        pool = pools[self.pool]
+        return {self.pool: pool.policy.states(self, pool, rows, layer)}
+
+    def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
+        """See `Recurrence.replayed`."""
+        return replayed_states(pool.states, pool.ring, layer, rows)
 
     def finish(self, heads: Heads, projected: _Projected) -> _Finished:
         """The heads normed and gated, unless `replay`'s kernel has done it."""
@@ -234,14 +244,6 @@ class GatedDeltaNet(nnx.Module):
         """The norm of these tokens' heads; its gates z lie behind the convolution's channels."""
         norm = self.norm.operand
         return GatedNorm(projected, norm.weight, first=self.sizes.conv_dim, eps=norm.eps)
-
-
-def _rectangle(projected: _Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:
-    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
-
-
-def _flat(heads: Float[Array, "rows width *features"]) -> Heads:
-    return heads.reshape(-1, *heads.shape[2:])
 
 
 def _init_decay(key, shape, dtype):

@@ -16,7 +16,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.fields import Fields, check_groups
 from jaxspec.models.kinds import FLAG, SIZE, number, whole
 from jaxspec.models.layers.linear import Linear
-from jaxspec.models.layers.mixer import LayerInputs
+from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
 from jaxspec.models.layers.norm import RMSNorm
 from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
@@ -26,6 +26,7 @@ from jaxspec.pallas.mamba2.conv_replay import mamba2_conv_replay
 from jaxspec.pallas.mamba2.heads import Mamba2Heads, Mamba2Params
 from jaxspec.pallas.mamba2.inputs import mamba2_inputs, split_tokens
 from jaxspec.pallas.mamba2.prefill import mamba2_prefill
+from jaxspec.pallas.mamba2.replay import replayed_states
 from jaxspec.pallas.mamba2.ring import Mamba2Ring
 from jaxspec.pallas.mamba2.step import mamba2_step
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
@@ -156,17 +157,17 @@ class Mamba2(nnx.Module):
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[_Heads, RecurrentPool]:
         """The rectangle's heads under the snapshot policy: the state after each token is kept."""
-        projected = _rectangle(projected, rows)
+        projected = rectangle(projected, rows)
         tokens, conv = mamba2_inputs(projected, self._params, pool.conv, layer, rows)
         heads, states = mamba2_step(tokens, pool.states, layer, rows)
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states)
 
     def replay(
         self, projected: _Projected, pool: RecurrentPool, rows: DecodeRegion, layer: int
     ) -> tuple[_Heads, RecurrentPool]:
         """The rectangle's heads under the replay policy: a ring keeps what each token adds."""
         heads, conv, states, ring = mamba2_conv_replay(
-            _rectangle(projected, rows),
+            rectangle(projected, rows),
             self._params,
             pool.conv,
             pool.states,
@@ -174,7 +175,7 @@ class Mamba2(nnx.Module):
             layer,
             rows,
         )
-        return _flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
+        return flat(heads), dataclasses.replace(pool, conv=conv, states=states, ring=ring)
 
     def prefill(
         self, projected: _Projected, inputs: ModelInputs, pools: Pools, layer: int
@@ -188,6 +189,16 @@ class Mamba2(nnx.Module):
         heads, states = mamba2_prefill(tokens, pool.states, layer, chunks)
         pool = dataclasses.replace(pool, conv=conv, states=states)
         return self.finish(heads, projected), pools | {self.pool: pool}
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """See `Mixer.states`."""
+        pool = pools[self.pool]
+        return {self.pool: pool.policy.states(self, pool, rows, layer)}
+
+    def replayed(self, pool: RecurrentPool, rows: DecodeRegion, layer: int) -> Array:
+        """See `Recurrence.replayed`."""
+        rates = -jnp.exp(self.rates[:, 0])
+        return replayed_states(pool.states, pool.ring, rates, layer, rows)
 
     def finish(self, heads: _Heads, projected: _Projected) -> _Finished:
         """The heads gated and normed."""
@@ -243,14 +254,6 @@ class Mamba2(nnx.Module):
     def _params(self) -> Mamba2Params:
         bias = None if self.conv_bias is None else self.conv_bias[...]
         return Mamba2Params(self.conv[...], bias, self.rates[...], self.sizes.heads)
-
-
-def _rectangle(projected: _Projected, rows: DecodeRegion) -> Float[Array, "rows width columns"]:
-    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
-
-
-def _flat(heads: Float[Array, "rows width heads head_dim"]) -> _Heads:
-    return heads.reshape(-1, *heads.shape[2:])
 
 
 def _state_rows(head_dim: int) -> int:

@@ -20,6 +20,7 @@ from jaxspec.models.layers.rope import frequencies, rotation
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.attention.inputs import Rotation
 from jaxspec.pallas.norm.residual import Pending, Stream
+from jaxspec.regions import DecodeRegion
 
 Tokens = TypeVar("Tokens")  # a mixer's own pytree; the first axis of each array is the tokens
 
@@ -86,6 +87,14 @@ class Mixer(Protocol[Tokens]):
         """The finished heads of the prefill region's tokens, `inputs.prefill`."""
         ...
 
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int, /) -> dict[str, Array]:
+        """Each row's recurrent state `[rows, heads, ...]`, by the name of its pool.
+
+        It is what the row's next token would start from, whatever the policy keeps. Empty for a
+        mixer that has none.
+        """
+        ...
+
     def finish(self, heads: Array, tokens: Tokens, /) -> Array:
         """Heads of `decode` as `prefill` gives its own, so that the two can be joined."""
         ...
@@ -97,6 +106,18 @@ class Mixer(Protocol[Tokens]):
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors."""
         ...
+
+
+def rectangle(
+    projected: Float[Array, "tokens columns"], rows: DecodeRegion
+) -> Float[Array, "rows width columns"]:
+    """The rectangle's tokens row by row."""
+    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
+
+
+def flat(heads: Float[Array, "rows width *features"]) -> Float[Array, "tokens ..."]:
+    """The rectangle's heads token by token."""
+    return heads.reshape(-1, *heads.shape[2:])
 
 
 class FeedForward(Protocol):

@@ -17,6 +17,7 @@ from jaxspec.models.layers.mixer import LayerInputs
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.residual import Pending
+from jaxspec.regions import DecodeRegion
 
 _Finished = Float[Array, "tokens features"]
 
@@ -81,6 +82,10 @@ class Parallel(nnx.Module):
         mixed, pools = self.mamba.prefill(tokens.mamba, inputs, pools, layer)
         attended, pools = self.attention.prefill(tokens.attention, inputs, pools, layer)
         return _joined(mixed, attended), pools
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """Those of Mamba2."""
+        return self.mamba.states(pools, rows, layer)
 
     def finish(self, heads: _Finished, tokens: ParallelTokens) -> _Finished:
         """The heads themselves: `decode` has finished them."""

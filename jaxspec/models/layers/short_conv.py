@@ -19,6 +19,7 @@ from jaxspec.models.layers.parameters import Placement, declare
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.norm.residual import Pending
 from jaxspec.pallas.recurrent.conv_update import conv_prefill, conv_update
+from jaxspec.regions import DecodeRegion
 
 _Channels = Float[Array, "tokens hidden"]
 _TAPS = whole(2, 64)
@@ -106,6 +107,10 @@ class ShortConv(nnx.Module):
         assert chunks is not None
         y, conv = conv_prefill(tokens.inputs, self.conv[...], pool, layer, chunks, activation=None)
         return tokens.output_gate * y, pools | {self.pool: conv}
+
+    def states(self, pools: Pools, rows: DecodeRegion, layer: int) -> dict[str, Array]:
+        """None: inputs are all that is kept."""
+        return {}
 
     def finish(self, outputs: _Channels, tokens: ShortConvTokens) -> _Channels:
         """The outputs themselves: `decode` has gated them."""

@@ -1,0 +1,220 @@
+"""PrefixStore: the pages and states that are kept, and what the next plan has to copy for them.
+
+What the books say holds from the next plan on, for its exports run before anything else. So a state
+may be named here, and found by a request, before the device has copied it.
+"""
+
+from typing import NamedTuple
+
+from jaxspec.config import StepShapes
+from jaxspec.plan import Export
+from jaxspec.request import Request
+from jaxspec.scheduler.checkpoint_slots import CheckpointSlots
+from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.prefix_figures import PrefixFigures
+from jaxspec.scheduler.prefix_tree import Node, PrefixTree
+
+
+class _Pending(NamedTuple):
+    """A request that lost its row before it was known how many of its tokens stand."""
+
+    node: Node  # its last page in the tree
+    pages: list[int]  # those behind it
+    slot: int  # of its state
+
+
+class PrefixStore:
+    """The `Reserve` of its `pool`, from which nothing is taken but pages that nobody holds."""
+
+    def __init__(self, shapes: StepShapes, figures: PrefixFigures):
+        """Start empty, and count in `figures`."""
+        self.tree = PrefixTree(shapes.page_size)
+        self.pool = PagePool(shapes.num_pages, self)
+        self._shapes, self._figures = shapes, figures
+        self._forget()
+
+    def clear(self) -> None:
+        """Forget everything; pages that requests hold stay theirs."""
+        for request in list(self._pending):
+            self.drop(request)
+        self.pool.add_free(self.tree.clear())
+        self._forget()
+
+    def _forget(self) -> None:
+        self.slots = CheckpointSlots(self._shapes.num_checkpoints, self.tree)
+        self._pending: dict[Request, _Pending] = {}
+        self.exports: list[Export] = []  # for the next plan
+        self._is_late = False
+
+    def __len__(self) -> int:
+        """Pages that are kept."""
+        return len(self.tree)
+
+    # Requests that run.
+
+    def touch(self, node: Node) -> None:
+        """A request begins behind a node, which is of use therefore."""
+        self.tree.touch(node)
+        self.slots.touch(node)
+
+    def begin_late(self) -> None:
+        """From here on the plan can keep nothing more: a request begins in it."""
+        self._is_late = True
+
+    def take_exports(self) -> list[Export]:
+        """What the plan that is made now has to keep."""
+        exports, self.exports, self._is_late = self.exports, [], False
+        return exports
+
+    def publish(self, request: Request, node: Node, num_computed: int) -> Node:
+        """Put the full pages of so many tokens behind `node`, where the tree lacks their like.
+
+        Returns the node of the last one.
+        """
+        count = num_computed // self._shapes.page_size
+        if count <= node.depth and node.is_alive:
+            return node
+        if not node.is_alive:  # somebody's page, which was given up: its own take its place
+            node = self.tree.root(request.cache_salt)
+        return self._add(request, node, count, request.pages[node.depth :])
+
+    def keep(self, request: Request, node: Node, length: int, *, gives_page: bool = False) -> None:
+        """Make a checkpoint of a row behind `length` tokens; `node` is their last full page.
+
+        A partly filled page is copied, or with `gives_page` taken over from a request that leaves.
+        """
+        tail = self._tail(request, length)
+        if length < 1 or node.depth != length // self._shapes.page_size or self._has(node, tail):
+            return
+        slot = self._slot(request)
+        if not slot:
+            return
+        page = request.pages[node.depth] if tail else 0
+        source = target = 0
+        if tail and not gives_page:
+            if not self.pool.num_free:
+                self._skip("no page", slot)
+                return
+            source, (target,) = page, self.pool.allocate(1)
+        self._put(node, tail, target or page, slot)
+        self.pool.release([target] if target else [])
+        self.exports.append(Export(request.row, slot, source, target))
+
+    # Requests that lost their row while steps were in flight.
+
+    def keep_unsettled(self, request: Request, node: Node) -> None:
+        """Keep what a row has when all that is in flight has run, wherever it then stands."""
+        if slot := self._slot(request):
+            pages = request.pages[node.depth :]
+            self.pool.share(pages)
+            self._pending[request] = _Pending(node, pages, slot)
+            self.exports.append(Export(request.row, slot))
+
+    def settle(self, request: Request) -> None:
+        """All that was in flight has come, so it is known where the row stood at the end.
+
+        Nothing, if nothing of the request waits for that.
+        """
+        if request not in self._pending:
+            return
+        node, pages, slot = self._pending.pop(request)
+        length, first = len(request.tokens) - 1, node.depth
+        if first == 0:
+            node = self.tree.root(request.cache_salt)
+        if node.is_alive:
+            node = self._add(request, node, length // self._shapes.page_size, pages)
+        tail = self._tail(request, length)
+        if node.is_alive and self._has(node, tail):
+            self.slots.give_back(slot)
+        else:
+            self._put(node, tail, pages[node.depth - first] if tail else 0, slot)
+        self.pool.release(pages)
+
+    def drop(self, request: Request) -> None:
+        """What a request has lost is not kept."""
+        if request in self._pending:
+            pending = self._pending.pop(request)
+            self._skip("dropped", pending.slot)
+            self.pool.release(pending.pages)
+
+    # As a `Reserve`.
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that are there for nobody who runs."""
+        pending = sum(len(each.pages) for each in self._pending.values())
+        return self.tree.num_evictable + pending
+
+    def holds(self, page: int) -> bool:
+        """Whether the page is in the tree."""
+        return self.tree.holds(page)
+
+    def pin(self, page: int) -> None:
+        """A request enters on it."""
+        self.tree.pin(page)
+
+    def unpin(self, page: int) -> None:
+        """The last request that held it has left."""
+        self.tree.unpin(page)
+
+    def evict(self) -> list[int]:
+        """Give up the page that was used longest ago and has none behind it."""
+        if not self.tree.num_evictable:
+            self.drop(next(iter(self._pending)))
+            return []  # they are free already
+        gone = self.tree.remove(self.tree.oldest())
+        self._figures.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
+        self._figures.num_evicted_pages += len(gone)
+        return [node.page for node in gone]
+
+    # How.
+
+    def _tail(self, request: Request, length: int) -> list[int]:
+        """The tokens behind the last full page of so many."""
+        return request.tokens[length - length % self._shapes.page_size : length]
+
+    def _add(self, request: Request, node: Node, count: int, pages: list[int]) -> Node:
+        """Add `pages` behind a node, until there are `count` from the root on."""
+        size, first = self._shapes.page_size, node.depth
+        for index in range(first, count):
+            tokens = request.tokens[index * size : (index + 1) * size]
+            node = self.tree.add(node, tokens, pages[index - first])
+        return node
+
+    def _has(self, node: Node, tail: list[int]) -> bool:
+        """Whether there is such a checkpoint, which is of use then."""
+        there = node.tails.get(tuple(tail)) if tail else node
+        if there is None or not there.checkpoint:
+            return False
+        self.touch(there)
+        return True
+
+    def _put(self, node: Node, tail: list[int], page: int, slot: int) -> None:
+        """Name a slot as what lies behind a node and the `tail`, which has a held page of its own.
+
+        Not if the node has left the tree for that page, or for the slot.
+        """
+        if not node.is_alive:
+            self._skip("no page", slot)
+            return
+        self.slots.put(self.tree.add(node, tail, page) if tail else node, slot)
+        self._figures.num_checkpoints += 1
+
+    def _slot(self, request: Request) -> int:
+        """A slot for the state of a row; 0: there is none, or it would come too late."""
+        if self._is_late or request.row < 0:
+            self._skip("too late")
+            return 0
+        slot, loser = self.slots.take()
+        if loser is not None:
+            self._figures.num_evicted_checkpoints += 1
+            if len(loser.tokens) < self._shapes.page_size:  # it was there for the state alone
+                self.pool.add_free(node.page for node in self.tree.remove(loser))
+        if not slot:
+            self._skip("no slot")
+        return slot
+
+    def _skip(self, reason: str, slot: int = 0) -> None:
+        self._figures.skipped[reason] += 1
+        if slot:
+            self.slots.give_back(slot)

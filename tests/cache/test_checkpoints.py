@@ -1,0 +1,107 @@
+"""What each kind of pool keeps of a row, and what another row finds of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache import (
+    Conv,
+    HiddenStates,
+    Kept,
+    PagedKV,
+    PerSlot,
+    PoolSizes,
+    Recurrent,
+    Replay,
+    Ring,
+    ShortConv,
+    Snapshot,
+    TokenHistory,
+    allocate,
+    allocate_checkpoints,
+    by_slot,
+    export,
+    owned,
+    restore,
+    unknown,
+)
+from jaxspec.pallas.gated_delta.ring import GdnRing
+from jaxspec.regions import DecodeRegion
+
+F32 = jnp.dtype("float32")
+SIZES = PoolSizes(num_pages=3, page_size=2, num_slots=4, width=3)
+KV, HISTORY = PagedKV("kv", 1, 1, 4, F32), TokenHistory()
+HIDDEN = HiddenStates(8, F32)
+GDN = Ring(GdnRing, (PerSlot((1, 4), F32), PerSlot((2, 3), F32), PerSlot((2,), F32)))
+CONVS = ShortConv("short_conv", 2, taps=3, channels=5, dtype=F32)
+
+
+def recurrent(policy=Snapshot()):  # noqa: B008
+    return Recurrent("recurrent", 2, Conv(4, 5, F32), PerSlot((2, 3, 4), F32), GDN, policy)
+
+
+def random_like(tree, seed):
+    """The pool with numbers in place of zeros."""
+    leaves, structure = jax.tree.flatten(tree)
+    random = np.random.default_rng(seed)
+    return jax.tree.unflatten(structure, [jnp.asarray(random.random(x.shape, "f")) for x in leaves])
+
+
+def one_row(slot, offset=0):
+    one = [jnp.array([value], jnp.int32) for value in (slot, 6, 1, offset, 0)]
+    return DecodeRegion(*one)
+
+
+def test_what_lies_in_pages_needs_no_checkpoint():
+    specs = (KV, HISTORY, HIDDEN, *owned("draft", [KV]))
+    assert by_slot(specs) == [] and unknown(specs) == []
+    assert allocate_checkpoints(specs, SIZES, 5) == {}
+
+
+def test_a_pool_of_an_unknown_kind_is_named():
+    class Strange:
+        name = "strange"
+
+    assert unknown([KV, Strange(), recurrent(), CONVS, *owned("draft", [Strange()])]) == [
+        "strange",
+        "draft/strange",
+    ]
+
+
+@pytest.mark.parametrize("policy", [Snapshot(), Replay(window=8)], ids=["snapshot", "replay"])
+@pytest.mark.parametrize("owner", [None, "draft"])
+def test_a_row_finds_in_its_slot_what_was_kept_of_another(policy, owner):
+    """One state and all inputs of the convolution; nobody else's slot is touched."""
+    specs = [recurrent(policy), CONVS, KV]
+    specs = specs if owner is None else owned(owner, specs)
+    prefix = "" if owner is None else f"{owner}/"
+    pools = random_like(allocate(specs, SIZES), 0)
+    checkpoints = allocate_checkpoints(specs, SIZES, 2)
+    assert checkpoints.keys() == {f"{prefix}recurrent", f"{prefix}short_conv"}
+    state = jnp.asarray(np.random.default_rng(1).random((2, 1, 2, 3, 4), "f"))
+    kept = Kept(one_row(slot=3), jnp.array([2]))
+    checkpoints = export(specs, pools, checkpoints, kept, {f"{prefix}recurrent": state})
+    slots = jnp.array([2, 0])  # the second one is padding
+    after = restore(specs, pools, checkpoints, jnp.array([2, 0]), slots)
+    one, other = pools[f"{prefix}recurrent"], after[f"{prefix}recurrent"]
+    np.testing.assert_array_equal(other.states[:, 2, 0], state[:, 0])
+    np.testing.assert_array_equal(other.conv[:, 2], one.conv[:, 3])
+    short = f"{prefix}short_conv"
+    np.testing.assert_array_equal(after[short][:, 2], pools[short][:, 3])
+    for slot in (0, 1, 3):
+        np.testing.assert_array_equal(other.states[:, slot], one.states[:, slot])
+        np.testing.assert_array_equal(other.conv[:, slot], one.conv[:, slot])
+        np.testing.assert_array_equal(after[short][:, slot], pools[short][:, slot])
+    assert after[f"{prefix}kv"] is pools[f"{prefix}kv"]
+
+
+def test_a_checkpoint_has_one_state_and_no_ring():
+    specs = [recurrent(Replay(window=8))]
+    (kept,) = allocate_checkpoints(specs, SIZES, 5).values()
+    assert kept.states.shape == (2, 6, 2, 3, 4) and kept.conv.shape == (2, 6, 4 - 1 + 3, 5)
+
+
+def test_without_checkpoints_nothing_is_restored():
+    pools = allocate([recurrent()], SIZES)
+    assert restore([recurrent()], pools, {}, jnp.array([1]), jnp.array([1])) is pools

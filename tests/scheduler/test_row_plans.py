@@ -1,0 +1,71 @@
+"""What goes in front of a step, and in which order."""
+
+from fake_device import make_buckets, make_group
+
+from jaxspec.plan import EXPORT, RESTORE, TABLES, Export, Fork, Program, plan_layout
+from jaxspec.sampler import GREEDY
+from jaxspec.scheduler.host_drafter import HostDrafter
+from jaxspec.scheduler.prefix_cache import PrefixCache
+from jaxspec.scheduler.row_plans import RowPlans
+from jaxspec.scheduler.scheduled_step import NextStep
+
+SHAPES = make_buckets(prefix_caching="all", num_checkpoints=2)
+STEP = Program(5, 0, GREEDY)
+
+
+def make(count):
+    prefixes = PrefixCache(SHAPES)
+    running = [make_group(seed, 9, 4)[0] for seed in range(1, 1 + count)]
+    for slot, request in enumerate(running, 1):
+        request.slot, request.prefill_len = slot, len(request.tokens)
+    return RowPlans(SHAPES, HostDrafter(), prefixes), prefixes, running
+
+
+def fields(plan):
+    return plan_layout(plan.program, SHAPES).unpack(plan.packed)
+
+
+def test_rows_that_decode_come_first_and_the_device_is_told_once_that_a_row_is_new():
+    plans, _, (a, b) = make(2)
+    a.pages = [4, 5]
+    plan = plans.plan(STEP, NextStep(0, 1, decodes=[b], grown=[a]), [a, b])
+    assert (b.row, a.row) == (0, 1) and a.num_pages_sent == 2
+    assert fields(plan)["new_row_index"][:3].tolist() == [0, 1, -1] and not plan.before
+    again = plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a, b])
+    assert fields(again)["prev_positions"][:2].tolist() == [1, 0]
+    assert (fields(again)["new_row_index"] == -1).all()
+
+
+def test_states_are_kept_first_then_rows_enter_on_prefixes_and_then_comes_the_step():
+    plans, prefixes, (a, b, c) = make(3)
+    plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a])
+    prefixes.store.exports.append(Export(0, 1))
+    forks = [Fork(1, 2, 7, 8, (6, 8)), Fork(2, 3, 0, 0, (6,))]
+    step = NextStep(0, 1, decodes=[c, a, b], restores=forks)
+    plan = plans.plan(STEP, step, [a, b, c])
+    assert [each.program for each in plan.before] == [EXPORT, RESTORE, RESTORE]
+    kept, first, second = map(fields, plan.before)
+    assert int(kept["row"]) == 0 and int(kept["checkpoint"]) == 1  # where the last plan had it
+    assert first["new_row_index"][:3].tolist() == [1, 2, -1]  # both enter with the first
+    assert (second["new_row_index"] == -1).all()
+    assert [int(each["target_slots"][0]) for each in (first, second)] == [2, 3]
+    assert fields(plan)["prev_positions"][:3].tolist() == [2, 0, 1]
+    assert prefixes.store.exports == []
+
+
+def test_a_plan_may_do_no_more_than_let_requests_enter():
+    plans, _, (a, b) = make(2)
+    forks = [Fork(1, 1, 0, 0, (6,)), Fork(2, 2, 0, 0, (7,))]
+    plan = plans.only_restores(NextStep(0, 0, restores=forks), [a, b])
+    assert plan.program == RESTORE and [each.program for each in plan.before] == [RESTORE]
+    assert fields(plan)["target_slots"].tolist() == [2]
+
+
+def test_tables_of_a_request_that_enters_on_a_prefix_come_before_it():
+    plans, _, (a,) = make(1)
+    a.stop_ids = tuple(range(20))
+    a.__post_init__()
+    step = NextStep(0, 1, decodes=[a], restores=[Fork(1, 1, 0, 0, (6,))])
+    plan = plans.plan(STEP, step, [a])
+    assert [each.program for each in plan.before] == [TABLES, RESTORE]
+    assert not any(each.before for each in plan.before)  # whoever notes plans sees them all
