@@ -4,7 +4,7 @@ from gguf_files import write_gguf
 from gguf_folders import FLOAT32, assert_same_model
 
 from jaxspec.models import load_model
-from jaxspec.models.falcon_h1 import Multipliers
+from jaxspec.models.falcon_h1 import FalconMultipliers
 from jaxspec.models.layers.mamba2 import Mamba2Config
 
 
@@ -14,7 +14,7 @@ def test_greedy_ids_are_the_folder_s(tmp_path, single_request):
 
 def test_no_multiplier_counts_twice(tmp_path):
     config = load_model(write_gguf("falcon_h1", tmp_path / "x.gguf"), FLOAT32).config
-    assert set(vars(config.part(Multipliers)).values()) == {1.0}
+    assert set(vars(config.part(FalconMultipliers)).values()) == {1.0}
     assert config.part(Mamba2Config).multipliers == (1.0,) * 5
 
 

@@ -6,7 +6,7 @@ from gguf_folders import FLOAT32, assert_same_model, published
 
 from jaxspec.models import load_model
 from jaxspec.models.gguf.fields import read_fields
-from jaxspec.models.granite import Multipliers
+from jaxspec.models.granite import GraniteMultipliers
 
 NAMES = ["granitemoehybrid", "granite_dense", "granite", "granitemoe"]
 
@@ -21,7 +21,7 @@ def test_multipliers_and_positions_are_the_folder_s(name, tmp_path):
     folder = published(name, tmp_path / "folder")
     paths = write_gguf(folder, tmp_path / "x.gguf"), folder
     one, other = (load_model(path, FLOAT32).config for path in paths)
-    assert one.part(Multipliers) == other.part(Multipliers)
+    assert one.part(GraniteMultipliers) == other.part(GraniteMultipliers)
     assert one.rope == other.rope and one.head_dim == other.head_dim
 
 
@@ -31,7 +31,9 @@ def test_without_multipliers_there_are_none(tmp_path):
         entries = {f"granitehybrid.{name}": value for name in names}
         path = write_gguf("granitemoehybrid", tmp_path / "x.gguf", entries=entries)
         config = load_model(path, FLOAT32).config
-        assert config.part(Multipliers) == Multipliers(1.0, 1.0, 0.25, 1.0)  # heads of 16
+        assert config.part(GraniteMultipliers) == GraniteMultipliers(
+            1.0, 1.0, 0.25, 1.0
+        )  # heads of 16
 
 
 WRONG = {
