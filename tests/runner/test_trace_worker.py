@@ -141,7 +141,7 @@ def test_programs_traced_by_processes_give_the_same_tokens(monkeypatch, tmp_path
     assert traced == ["moves_greedy"]
     assert len(list((tmp_path / "programs").iterdir())) == 4
     compiled = runner.lower(DECODE).compile()
-    state = jax.tree.leaves(runner.state.of(DECODE.sampler))
+    state = jax.tree.leaves(runner.state.of(DECODE))
     assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in state)
     asked = []
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: asked.append(count) or 0)
