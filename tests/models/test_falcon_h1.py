@@ -1,4 +1,4 @@
-"""Law 9 for Falcon-H1: two mixers side by side, and multipliers that fold into weights."""
+"""Falcon-H1: what its checkpoints differ in, two mixers on one matrix, its config.json."""
 
 import json
 import shutil
@@ -74,37 +74,6 @@ def assert_close(actual, expected, tolerance):
 @pytest.fixture(scope="module")
 def loaded(fixture_folder, reference):
     return load_model(fixture_folder(NAME), jnp.float32), reference(NAME)
-
-
-def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
-    model, expected = loaded
-    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    for chunk in (1, 7, 64, len(ids)):
-        _, logits = single_request(model).prefill(ids, chunk)
-        assert_close(logits, expected["logits_full"], 5e-4)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_decoding_and_verification_reproduce_the_reference_logits(loaded, single_request, count):
-    model, expected = loaded
-    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
-    logits = single_request(model).decode(prompt, greedy, count)
-    assert_close(logits, expected["logits_decode"], 2e-4)
-    np.testing.assert_array_equal(logits.argmax(-1), greedy)
-
-
-def test_rejected_drafts_leave_no_trace(loaded, single_request):
-    model, expected = loaded
-    logits = single_request(model).verify(expected["prompt_ids"], expected["greedy_ids"])
-    assert_close(logits, expected["logits_decode"][1 : 1 + len(logits)], 2e-4)
-
-
-def test_bfloat16_weights_stay_near_the_reference(fixture_folder, reference, single_request):
-    model, expected = load_model(fixture_folder(NAME), jnp.bfloat16), reference(NAME)
-    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    _, logits = single_request(model).prefill(ids)
-    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
-    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Law 9 for LFM2, LFM2-MoE against its equations, and their config.json in both spellings."""
+"""LFM2 and its config.json in both spellings; LFM2-MoE against its equations."""
 
 import json
 import shutil
@@ -57,42 +57,6 @@ EXPERTS = {
 
 def assert_close(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
-
-
-@pytest.fixture(scope="module")
-def loaded(fixture_folder, reference):
-    return load_model(fixture_folder(NAME), jnp.float32), reference(NAME)
-
-
-def test_loaded_weights_reproduce_the_reference_logits(loaded, single_request):
-    model, expected = loaded
-    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    for chunk in (1, 7, 64, len(ids)):
-        _, logits = single_request(model).prefill(ids, chunk)
-        assert_close(logits, expected["logits_full"], 5e-4)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_decoding_and_verification_reproduce_the_reference_logits(loaded, single_request, count):
-    model, expected = loaded
-    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
-    logits = single_request(model).decode(prompt, greedy, count)
-    assert_close(logits, expected["logits_decode"], 2e-4)
-    np.testing.assert_array_equal(logits.argmax(-1), greedy)
-
-
-def test_rejected_drafts_leave_no_trace(loaded, single_request):
-    model, expected = loaded
-    logits = single_request(model).verify(expected["prompt_ids"], expected["greedy_ids"])
-    assert_close(logits, expected["logits_decode"][1 : 1 + len(logits)], 2e-4)
-
-
-def test_bfloat16_weights_stay_near_the_reference(fixture_folder, reference, single_request):
-    model, expected = load_model(fixture_folder(NAME), jnp.bfloat16), reference(NAME)
-    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    _, logits = single_request(model).prefill(ids)
-    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
-    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
 
 
 def test_the_published_config_means_the_same(fixture_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Law 9 for Llama, and its config.json."""
+"""Llama's config.json in each spelling, and tied embeddings."""
 
 import json
 import shutil
@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.models import load_model, parse_config
 from jaxspec.models.config import Llama3Scaling
 
-FIXTURES = ["llama", "llama_draft"]  # the first with llama3's rotation
 # The fields that jaxspec reads of Llama-3.2-1B's, and some that it does not.
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,31 +42,6 @@ PUBLISHED = {
     "tie_word_embeddings": True,
     "vocab_size": 128256,
 }
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_loaded_weights_reproduce_the_reference_logits(
-    name, fixture_folder, reference, single_request
-):
-    model, expected = load_model(fixture_folder(name), jnp.float32), reference(name)
-    assert not model.has_draft_head and model.trunk.layers[0].mixer.norms is None
-    prompt, greedy = expected["prompt_ids"], expected["greedy_ids"]
-    ids = np.concatenate([prompt, greedy])
-    for chunk in (1, 7, 64, len(ids)):
-        _, logits = single_request(model).prefill(ids, chunk)
-        np.testing.assert_allclose(logits, expected["logits_full"], rtol=0, atol=5e-4)
-    for count in (1, 4):
-        logits = single_request(model).decode(prompt, greedy, count)
-        np.testing.assert_allclose(logits, expected["logits_decode"], rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("name", FIXTURES)
-def test_bfloat16_weights_stay_near_the_reference(name, fixture_folder, reference, single_request):
-    model, expected = load_model(fixture_folder(name), jnp.bfloat16), reference(name)
-    ids = np.concatenate([expected["prompt_ids"], expected["greedy_ids"]])
-    _, logits = single_request(model).prefill(ids)
-    assert np.abs(logits - expected["logits_full"]).mean() <= 0.15
-    assert (logits.argmax(-1) == expected["logits_full"].argmax(-1)).mean() >= 0.9
 
 
 @pytest.fixture
@@ -111,6 +85,11 @@ def test_the_embedding_serves_as_head_where_the_two_are_tied(copied, single_requ
     assert tied.trunk.embedding is None
     _, logits = single_request(tied).prefill(np.arange(9))
     np.testing.assert_allclose(logits, separate, rtol=0, atol=1e-5)
+
+
+def test_queries_and_keys_have_no_norms(fixture_folder):
+    model = load_model(fixture_folder("llama"), jnp.float32)
+    assert all(layer.mixer.norms is None for layer in model.trunk.layers)
 
 
 def test_frequencies_that_an_older_checkpoint_stores_are_passed_over(copied):

@@ -1,4 +1,4 @@
-"""Qwen3.5 MoE in each published spelling; its logits are in test_gated_hybrid.py."""
+"""Qwen3.5 MoE in each published spelling; its logits are in test_reference.py."""
 
 import dataclasses
 import json

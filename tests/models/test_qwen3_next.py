@@ -1,4 +1,4 @@
-"""Qwen3-Next's config.json and layout of projections; its logits are in test_gated_hybrid.py."""
+"""Qwen3-Next's config.json and layout of projections; its logits are in test_reference.py."""
 
 import json
 import shutil

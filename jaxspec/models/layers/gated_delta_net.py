@@ -1,10 +1,8 @@
 """Gated DeltaNet: the recurrent token mixer of Qwen3-Next and Qwen3.5."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,7 +15,7 @@ from jaxspec.models.kinds import SIZE
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.layers.parameters import Placement, declare, draw_rates
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas.gated_delta.conv_replay import gdn_conv_replay
 from jaxspec.pallas.gated_delta.gates import gates
@@ -247,8 +245,4 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _init_decay(key, shape, dtype):
-    """As in Mamba2: rates from 1 to 16, and the inverse softplus of steps from 0.001 to 0.1."""
-    of_rate, of_step = jax.random.split(key)
-    rate = jax.random.uniform(of_rate, shape[:1], dtype, 1.0, 16.0)
-    step = jnp.exp(jax.random.uniform(of_step, shape[:1], dtype, math.log(1e-3), math.log(1e-1)))
-    return jnp.stack([jnp.log(rate), step + jnp.log(-jnp.expm1(-step))], axis=1)
+    return jnp.stack(draw_rates(key, shape[0], dtype), axis=1)

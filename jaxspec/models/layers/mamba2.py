@@ -18,7 +18,7 @@ from jaxspec.models.kinds import FLAG, SIZE, number, whole
 from jaxspec.models.layers.linear import Linear
 from jaxspec.models.layers.mixer import LayerInputs, flat, rectangle
 from jaxspec.models.layers.norm import RMSNorm
-from jaxspec.models.layers.parameters import Placement, declare
+from jaxspec.models.layers.parameters import Placement, declare, draw_rates
 from jaxspec.models.model_inputs import ModelInputs
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.gpu.operands import ALIGNED_COLUMNS
@@ -269,12 +269,8 @@ def _init_taps(key, shape, dtype):
 
 
 def _init_rates(key, shape, dtype):
-    """As published: rates from 1 to 16, steps from 0.001 to 0.1 before their input, D of 1."""
-    of_rate, of_step = jax.random.split(key)
-    rate = jax.random.uniform(of_rate, shape[:1], dtype, 1.0, 16.0)
-    step = jnp.exp(jax.random.uniform(of_step, shape[:1], dtype, math.log(1e-3), math.log(1e-1)))
-    inverse_softplus = step + jnp.log(-jnp.expm1(-step))
-    return jnp.stack([jnp.log(rate), inverse_softplus, jnp.ones_like(rate)], axis=1)
+    """D begins as 1."""
+    return jnp.stack([*draw_rates(key, shape[0], dtype), jnp.ones(shape[:1], dtype)], axis=1)
 
 
 def _refuse_limits(fields: Fields) -> None:

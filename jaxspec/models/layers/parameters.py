@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -82,6 +83,18 @@ def _centred(key, shape, dtype, *, axis: int):
 # same for all tokens, whatever they are, and after some layers all rows would choose the same.
 CENTRED_COLUMNS: Init = functools.partial(_centred, axis=-2)  # [in, out]
 CENTRED_ROWS: Init = functools.partial(_centred, axis=-1)  # [out, in]
+
+
+def draw_rates(key: jax.Array, count: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """`count` log decay rates, and inputs of the softplus that gives step sizes, as Mamba begins.
+
+    Rates are from 1 to 16, and steps from 0.001 to 0.1 (Gu and Dao 2023, arXiv 2312.00752).
+    """
+    of_rate, of_step = jax.random.split(key)
+    rate = jax.random.uniform(of_rate, (count,), dtype, 1.0, 16.0)
+    least, most = math.log(1e-3), math.log(1e-1)
+    step = jnp.exp(jax.random.uniform(of_step, (count,), dtype, least, most))
+    return jnp.log(rate), step + jnp.log(-jnp.expm1(-step))  # softplus undone
 
 
 def declare(shape: tuple[int, ...], dtype: jnp.dtype, init: Init = NORMAL) -> nnx.Param:
