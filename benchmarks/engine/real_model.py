@@ -117,7 +117,7 @@ def main() -> None:
         "prompts": len(prompts),
         "tokens": args.tokens,
         "repeats": args.repeats,
-        "note": "The machine had other work; of each prompt a case's quickest run counts.",
+        "note": "Cases take turns; of each prompt a case's quickest run counts.",
         "decoding": decoding(cases, prompts, args.tokens, args.repeats),
         "drafts": DRAFTS,
         "most_tokens": MOST_TOKENS,
