@@ -9,6 +9,7 @@ A request's time begins before its prompt is put together and checked, which tak
 for 65,536 ids, and as long where nothing is kept.
 """
 
+import argparse
 import dataclasses
 import itertools
 import statistics
@@ -19,7 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.engine import dummy_llm
-from benchmarks.engine.dummy_llm import Figures
+from benchmarks.engine.dummy_llm import Figures, complete, spread
+from benchmarks.engine.prefix_engines import Results, Texts, engine
+from benchmarks.measure.model_shapes import SHAPES
 from jaxspec import LLM, RequestMetrics
 from jaxspec.outputs import Sample
 from jaxspec.request import Finish
@@ -186,3 +189,41 @@ def found(served: Served, agents: Agents) -> Figures:
     shared = sum(agents.shared(turn) for turn in served.samples)
     cached = sum(sample.request.num_cached_tokens for sample in served.samples.values())
     return {"shared_tokens": shared, "cached_tokens": cached, "of_shared": cached / shared}
+
+
+def agents(args: argparse.Namespace) -> Results:
+    """All requests with kept prefixes, and some of them without."""
+    names = (field.name for field in dataclasses.fields(Sizes))
+    sizes = Sizes(**{name: getattr(args, name) for name in names})
+    everyone = Agents(sizes, SHAPES[args.shape].vocab)
+    about = dataclasses.asdict(sizes) | {"at_once": args.at_once}
+    room = {"max_num_seqs": args.at_once, "max_model_len": -(-sizes.longest // 1024) * 1024}
+    with engine(args, **room, enable_prefix_caching=True) as llm:
+        yield "with", about, repeated(llm, args, everyone, everyone.turns)
+    some = everyone.sample(args.cold_requests or len(everyone.turns))
+    with engine(args, **room, enable_prefix_caching=False) as llm:
+        yield "without", about, repeated(llm, args, everyone, some)
+
+
+def repeated(
+    llm: LLM, args: argparse.Namespace, everyone: Agents, turns: Sequence[Turn]
+) -> Figures:
+    """The repeat in the middle, with the spread of its tokens a second."""
+    keeps = "prefix_cache" in llm.metrics()
+    complete(llm, Texts(args).prompts(1, 64), 8)  # finds all warm
+    runs = []
+    for _ in range(args.repeats):
+        if keeps:
+            everyone.forget()
+            llm.reset_prefix_cache()
+        else:
+            everyone.make_up_answers()
+        run = serve(llm, everyone, turns, args.at_once)
+        runs.append(speed(run) | (found(run, everyone) if keeps else {}))
+    runs.sort(key=lambda figures: figures["seconds"])
+    speeds = [figures["output_tokens_per_second"] for figures in runs]
+    figures = runs[len(runs) // 2] | spread("output_tokens_per_second", speeds)
+    told = llm.metrics()
+    figures |= {name: told[name] for name in ("num_preemptions", "prefix_cache") if name in told}
+    sizes = {"num_pages": llm.shapes.num_pages, "num_checkpoints": llm.shapes.num_checkpoints}
+    return figures | sizes
