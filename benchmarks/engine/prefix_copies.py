@@ -53,7 +53,7 @@ def _decoding(llm: LLM, shape: str) -> list[Sample]:
 
 
 def _num_plans(llm: LLM) -> int:
-    return min(MAX_PLANS, max(1, llm.shapes.num_checkpoints))
+    return min(MAX_PLANS, llm.shapes.num_checkpoints or MAX_PLANS)
 
 
 def _plan(llm: LLM, program: Program, samples: Sequence[Sample], index: int) -> StepPlan:

@@ -6,12 +6,13 @@ Prompts of random ids and a model with random weights, whose drafts stand at giv
 make engines of their own, so each can be run by itself:
 
 * first-token: milliseconds to the first token of a prompt that is alone on the engine. A round is
-  a cold prompt; the same again; one that parts from it behind so many shared tokens, where a model
-  with recurrent states leaves one; one that finds them; and others with shorter and longer ends.
+  a cold prompt; the same again; one that parts from it behind so many shared tokens, and leaves a
+  recurrent state there; one that finds these; and others with shorter and longer ends. A hit that
+  finds less than it should is an error.
 * agents: conversations that grow and share their system prompt (`prefix_agents.py`), so many at a
   time, with kept prefixes. Beside them stands an engine without, which gets a sample of the same
   requests with made-up answers: nothing is shared there, so any of them is worth any other. By
-  default 64 requests have 65,536 tokens on average, of which 90 % came earlier, and at most 73,436
+  default 64 requests have 65,536 tokens on average, of which 90% came earlier, and at most 73,436
   with their output. All texts together have 0.45 million: 16 GB of the 9B's keys and values, which
   an H200 holds beside 130 states, so that nothing has to go.
 * decode: milliseconds a token with kept prefixes that nobody finds, over those without. Both
@@ -21,9 +22,9 @@ make engines of their own, so each can be run by itself:
 * host: milliseconds to the first token of a prompt whose beginning was found on the device, and of
   one whose beginning had to make room and was found in the host's memory.
 
-Where one prompt, row count or program is timed, a run before is not. Figures are the median, the
-least and the most of the repeats; of agents, those of the repeat in the middle. A line is printed
-for each case, and a FILE keeps other cases.
+What runs first in a part is not timed. Figures are the median, the least and the most of the
+repeats; of agents, those of the repeat in the middle. A line is printed for each case, and a FILE
+keeps other cases.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cold-requests", type=int, default=12, help="of an engine without; 0: all (default 12)")
     add("--rows", type=int, nargs="+", default=[1, 8, 64], help="that decode (default 1 8 64)")
     add("--lengths", default="512x256", help="of rows that decode (default 512x256)")
-    add("--host-gib", type=float, default=8, help="of the host's memory for prefixes (default 8)")
+    add("--host-gib", type=float, default=8.0, help="of the host's memory for prefixes (default 8)")
     add("--options", type=by_hand, nargs="*", default=[], metavar="NAME=VALUE", help="by hand")
     add("--copy-tb-per-s", type=float, help="default: measured first")
     add("--compilation-cache", type=Path, metavar="FOLDER")

@@ -1,5 +1,6 @@
 """The benchmark of kept prefixes: what its agents share, when they speak, and what it refuses."""
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -139,10 +140,39 @@ def test_prompts_part_where_it_is_said_and_on_pages_where_there_are_no_states():
             assert common(probe.prompt, cold.prompt) == 39 and len(probe.prompt) == 50
 
 
-@pytest.mark.skipif(hits.HOST_TIER in hits.OPTIONS, reason="there is a host tier")
-def test_without_a_host_tier_that_part_says_so(capsys):
+def test_without_a_host_tier_that_part_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(hits, "OPTIONS", {})
     assert list(hits.host(asked("--shape tiny"))) == []
     assert "no option kv_offloading_size" in json.loads(capsys.readouterr().out)["skipped"]
+
+
+def test_a_prefix_comes_back_from_the_host_when_others_took_its_place(monkeypatch):
+    """More of them than the device has pages for, between the hit there and the one here."""
+    order, shapes = [], SimpleNamespace(num_checkpoints=5, page_size=16)
+    llm = SimpleNamespace(shapes=shapes, reset_prefix_cache=lambda: order.append("reset"))
+    llm.metrics = lambda: {"prefix_cache": {"num_hits": 7}}
+
+    def timed(llm, probe):
+        order.append(probe.name)
+        figures = {"prompt_tokens": len(probe.prompt), "cached_tokens": probe.least}
+        return figures | {"ttft_ms": float(len(order))}
+
+    @contextlib.contextmanager
+    def engine(args, kv_offloading_size):
+        assert kv_offloading_size == 2.5
+        yield llm
+
+    monkeypatch.setattr(hits, "OPTIONS", {hits.HOST_TIER: None})
+    monkeypatch.setattr(hits, "small_engine", engine)
+    monkeypatch.setattr(hits, "timed", timed)
+    words = "--shape tiny --prompt 50 --shared 39 --suffixes 4 --repeats 1 --host-gib 2.5"
+    device, back = hits.host(asked(words))
+    a_round = ["reset", "cold", "the same again", "parts", "hit", *["other"] * 9, "back"]
+    assert order == 2 * a_round
+    assert (device[0], back[0]) == ("hit on the device", "hit in host memory")
+    assert device[2]["cached_tokens"] == back[2]["cached_tokens"] == 39
+    assert (device[2]["ttft_ms"], back[2]["ttft_ms"]) == (20, 30)
+    assert back[2]["prefix_cache"] == {"num_hits": 7}
 
 
 @pytest.mark.parametrize(
