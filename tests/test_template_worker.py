@@ -32,7 +32,7 @@ def test_requests_and_answers_tell_their_lengths(monkeypatch):
     monkeypatch.setattr(template_worker, "resource", None)  # no limit for the tests
     asked, limits = (
         [("{{ a }}", "é\ud800"), ("{{ a.b.c }}", 1)],
-        {"seconds": 5, "characters": 9},
+        {"seconds": 5, "characters": 9, "turns": []},
     )
     stream = b""
     for source, value in asked:
