@@ -11,12 +11,15 @@ with a turn behind it, and what both texts begin with is what stays.
 """
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from tokenizers import Encoding
 
+MAX_PART = 2**16
+"""The longest part of a text, in characters, that has its tokens made once more."""
 _ID = "call00000"  # some templates ask for nine letters or digits
 _USER = {"role": "user", "content": "x"}
 _ANSWER = {"role": "assistant", "content": "x", "reasoning_content": "x", "thinking": "x"}
@@ -43,23 +46,65 @@ def follow_ups(
     return [*turns, [call, _RESULT]] if has_tools or calls else turns
 
 
-def num_stable_tokens(encoding: Encoding, length: int, added_ids: Collection[int]) -> int:
-    """How many tokens stay whatever comes behind the first `length` characters of their text.
+def stable_counts(
+    text: str,
+    lengths: Iterable[int],
+    ids: Sequence[int],
+    added: Mapping[str, int],
+    encode: Callable[[str], Encoding],
+) -> tuple[int, ...]:
+    """How many of a text's tokens `ids` stay whatever comes behind its first `lengths` characters.
 
-    Tokenizers look for `added_ids`, such as those that begin a message, before anything else. So
-    the tokens in front of one and the token itself stay. What lies between two of them is split
-    into words, each on its own, by rules that look one character ahead: what is in front of a word
-    stays if the text goes on behind that word.
+    Tokenizers look for `added` tokens, such as those that begin a message, before anything else. So
+    they split a text: what is in front of one has tokens of its own, and those behind the last one
+    are found by `encode` of that part alone. It is split into words, by rules that look one
+    character ahead: what is in front of a word stays if the text goes on behind the word.
+
+    `encode` gets `MAX_PART` characters at most; if there are more, the added token is what counts.
+    Returns the counts in order, each once, without 0.
     """
-    offsets, ids = encoding.offsets, encoding.ids
-    whole = bisect.bisect_right(offsets, length, key=itemgetter(1))
-    added = next((n for n in range(whole, 0, -1) if ids[n - 1] in added_ids), 0)
-    inner = bisect.bisect_right(offsets, length - 1, key=itemgetter(1))
-    return max(added, _last_word(encoding, inner))
+    lengths = {*lengths} - {0}
+    present = {*ids} if lengths else ()
+    there = {content: token_id for content, token_id in added.items() if token_id in present}
+    begun = {content[:n] for content in added for n in range(1, len(content))} if lengths else ()
+    longest = max(map(len, added), default=0)
+    counts = set[int]()
+    for length in lengths:
+        ends = (text[max(0, length - n) : length] for n in range(longest, 0, -1))
+        open_end = next((end for end in ends if end in begun), "")  # may become an added token
+        counts.add(_num_stable(text, length - len(open_end), ids, there, encode))
+    return tuple(sorted(counts - {0}))
 
 
-def _last_word(encoding: Encoding, count: int) -> int:
-    """Where the last word begins that lies in the first `count` tokens; 0: there is none."""
+def _num_stable(
+    text: str,
+    length: int,
+    ids: Sequence[int],
+    added: Mapping[str, int],
+    encode: Callable[[str], Encoding],
+) -> int:
+    places = ((text.rfind(content, 0, length), content) for content in added)
+    start, content = max(places, key=lambda place: place[0] + len(place[1]), default=(-1, ""))
+    first, stable = 0, 0
+    if start >= 0:
+        first, stable = _index_from_end(ids, added[content], text.count(content, start) - 1), 1
+    start = max(start, 0)
+    if length - start > MAX_PART:
+        return first + stable
+    part = encode(text[start:length])
+    stable = max(stable, _last_word(part, length - start))
+    return first + stable if list(ids[first : first + stable]) == part.ids[:stable] else 0
+
+
+def _index_from_end(ids: Sequence[int], wanted: int, skipped: int) -> int:
+    """Where an id stands, of which there are so many behind; 0 if there are fewer."""
+    backwards = (n for n in range(len(ids) - 1, -1, -1) if ids[n] == wanted)
+    return next(itertools.islice(backwards, skipped, None), 0)
+
+
+def _last_word(encoding: Encoding, length: int) -> int:
+    """How many tokens are in front of the last word with a character of the `length` behind it."""
+    count = bisect.bisect_right(encoding.offsets, length - 1, key=itemgetter(1))
     while count > 0:
         word = encoding.token_to_word(count - 1)
         tokens = None if word is None else encoding.word_to_tokens(word)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, decoders
 
 from jaxspec import checks, tokenizer_files
-from jaxspec.chat_boundaries import num_stable_tokens
+from jaxspec.chat_boundaries import MAX_PART, stable_counts
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.checks import are_integers, boolean, shown
 from jaxspec.template_process import Rendered
@@ -20,7 +20,7 @@ from jaxspec.tokenizer_files import raise_for
 
 SHRINKING = 4
 """How many bytes a normalizer may make one of: NFC makes at most three."""
-_LONG_TEXT = 2**16  # characters; the tokens of shorter ones are there within milliseconds
+_LONG_TEXT = MAX_PART  # characters; the tokens of shorter ones are there within milliseconds
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -128,10 +128,10 @@ class Tokenizer:
         """
         written = self._render(finds_boundaries, messages, tools, add_generation_prompt, **kwargs)
         # The template writes BOS itself.
-        text, lengths = written.text, sorted({*written.num_kept} - {0})
-        encoding = self._encoding(text, False, max_model_len, with_offsets=bool(lengths))
-        stable = [num_stable_tokens(encoding, length, self._added_ids) for length in lengths]
-        return ChatPrompt(text, encoding.ids, tuple(sorted({*stable} - {0})))
+        text, ids = written.text, self._encoding(written.text, False, max_model_len).ids
+        encode = functools.partial(self._encoding, add_special_tokens=False)
+        boundaries = stable_counts(text, written.num_kept, ids, self._added, encode)
+        return ChatPrompt(text, ids, boundaries)
 
     def render_chat(
         self,
@@ -206,14 +206,9 @@ class Tokenizer:
         return decoder is None or isinstance(decoder, decoders.WordPiece)
 
     def _encoding(
-        self,
-        text: str,
-        add_special_tokens: bool,
-        max_model_len: int | None,
-        *,
-        with_offsets: bool = False,
+        self, text: str, add_special_tokens: bool, max_model_len: int | None = None
     ) -> Encoding:
-        """The tokens of a text, and where in it they are."""
+        """The tokens of a text; where in it they are if it is no longer than `_LONG_TEXT`."""
         if not isinstance(text, str):
             raise ValueError(f"A text to be tokenized must be a str, got {shown(text)}.")
         self._check(text, max_model_len)
@@ -221,16 +216,17 @@ class Tokenizer:
         try:
             if len(text) <= _LONG_TEXT:
                 return model.encode(text, add_special_tokens=special)
-            encode = model.encode_batch if with_offsets else model.encode_batch_fast
+            encode = model.encode_batch_fast
             (found,) = _in_thread(lambda: encode([text], add_special_tokens=special))
             return found
         except BaseException as error:
             raise_for(error, f"The tokenizer of {self._folder} fails on this text")
 
     @functools.cached_property
-    def _added_ids(self) -> frozenset[int]:
+    def _added(self) -> dict[str, int]:
         """Tokens that are looked for before a text is split into words."""
-        return frozenset(self._tokenizer.get_added_tokens_decoder())
+        found = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in found.items()}
 
     def _check(self, text: str, max_model_len: int | None) -> None:
         """Refuse what is no Unicode, and what can't fit."""
