@@ -57,6 +57,26 @@ def test_a_template_has_so_many_seconds(process, monkeypatch):
     assert process.render("after", {}).text == "after"
 
 
+LOOP = "{% for m in messages %}{{ m }}{% endfor %}"
+
+
+def test_turns_are_tried_and_what_stays_is_counted(process):
+    asked = {"messages": ["ab", "c"]}
+    assert process.render(LOOP, asked, [["x"], []]) == ("abc", (3, 3))
+    last = "{{ messages[-1] }}"
+    assert process.render(last, asked, [["cd"], ["d"]]) == ("c", (1, 0))
+    fails = "{{ raise_exception('three') if messages | length > 2 }}" + LOOP
+    assert process.render(fails, asked, [["x"]]) == ("abc", (0,))
+    assert process.render(LOOP, asked) == ("abc", ())
+
+
+def test_turns_that_take_too_long_cost_no_text(process, monkeypatch):
+    monkeypatch.setattr(template_process, "TURNS_TIME_LIMIT", 0.3)
+    slow = "{{ messages[0] }}{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
+    assert process.render(slow, {"messages": ["a"]}, [["b"], ["c"]]) == ("a", (0, 0))
+    assert process.render(LOOP, {"messages": ["a"]}, [["b"]]) == ("a", (1,))
+
+
 def test_a_template_is_quick_once_the_process_runs(process):
     times = []
     for _ in range(20):

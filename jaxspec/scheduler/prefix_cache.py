@@ -129,6 +129,8 @@ class PrefixCache:
         if hit.node is not None:
             self.store.begin_late()
             self.store.touch(hit.node)
+            for length in request.cache_boundaries:
+                self.store.touch_before(request, hit.node, length)
             at = hit.node.parent if hit.tail_page else hit.node
             self._at[request] = at or self._at[request]
         if self._keeps_ends:
