@@ -31,7 +31,7 @@ class TokensPrompt(TypedDict):
 
     `cache_salt`: as `TextPrompt`'s. `cache_boundaries`: numbers of tokens behind which prompts to
     come will part from this one, or go on. Models with recurrent states keep one there if it is
-    worth a step. A chat finds its own: [where](docs/prefix-caching.md).
+    worth a step. A chat has its own (docs/prefix-caching.md).
     """
 
     prompt_token_ids: Sequence[int]

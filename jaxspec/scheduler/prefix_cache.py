@@ -25,7 +25,9 @@ from jaxspec.scheduler.prefix_store import PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
 MIN_UNCACHED = 1000  # tokens of a prompt below which a checkpoint at its end is worth no step
-MIN_TURN = 250  # tokens that a turn of a chat must add for one where the next turn will part
+# Tokens that a turn of a chat must add for a checkpoint where the next turn will part from it. A
+# step of Qwen3.5-9B takes as long as some 200: benchmarks/results, prefill_h200 and decode_h200.
+MIN_TURN = 250
 
 
 class Hit(NamedTuple):
