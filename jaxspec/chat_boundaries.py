@@ -46,34 +46,57 @@ def follow_ups(
     return [*turns, [call, _RESULT]] if has_tools or calls else turns
 
 
-def stable_counts(
-    text: str,
-    lengths: Iterable[int],
-    ids: Sequence[int],
-    added: Mapping[str, int],
-    encode: Callable[[str], Encoding],
-) -> tuple[int, ...]:
-    """How many of a text's tokens `ids` stay whatever comes behind its first `lengths` characters.
+class AddedTokens:
+    """Tokens that a tokenizer looks for before anything else, such as those that begin a message.
 
-    Tokenizers look for `added` tokens, such as those that begin a message, before anything else. So
-    they split a text: what is in front of one has tokens of its own, and those behind the last one
-    are found by `encode` of that part alone. It is split into words, by rules that look one
-    character ahead: what is in front of a word stays if the text goes on behind the word.
-
-    `encode` gets `MAX_PART` characters at most; if there are more, the added token is what counts.
-    Returns the counts in order, each once, without 0.
+    They split a text: what is in front of one has tokens of its own. What lies between two of them
+    is split into words, by rules that look one character ahead: what is in front of a word stays if
+    the text goes on behind the word.
     """
-    lengths = {*lengths} - {0}
-    present = {*ids} if lengths else ()
-    there = {content: token_id for content, token_id in added.items() if token_id in present}
-    begun = {content[:n] for content in added for n in range(1, len(content))} if lengths else ()
-    longest = max(map(len, added), default=0)
-    counts = set[int]()
-    for length in lengths:
-        ends = (text[max(0, length - n) : length] for n in range(longest, 0, -1))
-        open_end = next((end for end in ends if end in begun), "")  # may become an added token
-        counts.add(_num_stable(text, length - len(open_end), ids, there, encode))
-    return tuple(sorted(counts - {0}))
+
+    def __init__(self, ids: Mapping[str, int]):
+        """Know their ids by what they stand for."""
+        self._ids = dict(ids)
+        self._begun = {content[:n] for content in ids for n in range(1, len(content))}
+        self._longest = max(map(len, ids), default=0)
+
+    def stable_counts(
+        self,
+        text: str,
+        lengths: Iterable[int],
+        ids: Sequence[int],
+        encode: Callable[[str], Encoding],
+    ) -> tuple[int, ...]:
+        """How many tokens of a text stay whatever comes behind its first `lengths` characters.
+
+        `ids` are those of the text. `encode` is given no more than the part behind an added token,
+        of `MAX_PART` characters at most; if there are more, it is the added token that counts.
+
+        Returns the counts in order, each once, without 0.
+        """
+        lengths = {*lengths} - {0}
+        if not lengths:
+            return ()
+        present = {*ids}
+        there = {
+            content: token_id
+            for content, token_id in self._ids.items()
+            if token_id in present and not self._is_part_of_another(content)
+        }
+        closed = [length - self._num_open(text, length) for length in lengths]
+        counts = {_num_stable(text, length, ids, there, encode) for length in closed}
+        return tuple(sorted(counts - {0}))
+
+    def _is_part_of_another(self, content: str) -> bool:
+        """Whether the text may have it without the token, as a line's end in a longer run."""
+        return any(content in other for other in self._ids if len(other) > len(content))
+
+    def _num_open(self, text: str, length: int) -> int:
+        """How many of the last of so many characters may become an added token with the next."""
+        longest = min(self._longest, length)
+        return next(
+            (n for n in range(longest, 0, -1) if text[length - n : length] in self._begun), 0
+        )
 
 
 def _num_stable(

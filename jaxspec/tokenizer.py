@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, decoders
 
 from jaxspec import checks, tokenizer_files
-from jaxspec.chat_boundaries import MAX_PART, stable_counts
+from jaxspec.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.checks import are_integers, boolean, shown
 from jaxspec.template_process import Rendered
@@ -130,7 +130,7 @@ class Tokenizer:
         # The template writes BOS itself.
         text, ids = written.text, self._encoding(written.text, False, max_model_len).ids
         encode = functools.partial(self._encoding, add_special_tokens=False)
-        boundaries = stable_counts(text, written.num_kept, ids, self._added, encode)
+        boundaries = self._added.stable_counts(text, written.num_kept, ids, encode)
         return ChatPrompt(text, ids, boundaries)
 
     def render_chat(
@@ -223,10 +223,9 @@ class Tokenizer:
             raise_for(error, f"The tokenizer of {self._folder} fails on this text")
 
     @functools.cached_property
-    def _added(self) -> dict[str, int]:
-        """Tokens that are looked for before a text is split into words."""
+    def _added(self) -> AddedTokens:
         found = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in found.items()}
+        return AddedTokens({token.content: token_id for token_id, token in found.items()})
 
     def _check(self, text: str, max_model_len: int | None) -> None:
         """Refuse what is no Unicode, and what can't fit."""

@@ -1,5 +1,7 @@
 """Where the next turn of a chat parts: never behind the place that is given, whatever it says."""
 
+import json
+
 import pytest
 from chat_templates import DROPS_THINKING, KEEPS_ALL, ONE_MESSAGE, PLAIN, words_folder
 from hypothesis import given, settings
@@ -102,6 +104,25 @@ def test_a_long_text_is_not_made_tokens_twice(words, monkeypatch):
     user = "<|im_start|>user\nHi there.<|im_end|>\n"
     assert found(words, [HI]) == [user + "<|im_start|>"]
     assert found(words, [HI], chat_template=PLAIN) == []
+
+
+def test_a_token_that_may_become_a_longer_one_is_open(tmp_path):
+    """As runs of line ends, which some tokenizers have tokens for."""
+    folder = words_folder(tmp_path, KEEPS_ALL)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    line = settings["added_tokens"][-1]
+    settings["added_tokens"] += [line | {"id": 2060 + n, "content": "\n" * n} for n in (1, 2, 3)]
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(folder)
+    talk = [{"role": "user", "content": "Hi\n\n\n"}]
+    until = "<|im_start|>user\nHi\n\n\n<|im_end|>\n<|im_start|>"
+    assert found(tokenizer, talk) == [until]
+    half = [*talk, {"role": "assistant", "content": "So\n"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    (stays,) = found(tokenizer, half, **options)
+    assert stays == until + "assistant"
+    (plain,) = found(tokenizer, talk, chat_template="{{ messages[0].content }}a\n")
+    assert plain == "Hi\n\n\n"
 
 
 def test_half_of_a_surrogate_pair_is_refused_as_ever(words):

@@ -40,6 +40,7 @@ PUBLISHED = {
 
 def config_of(**options):
     sizes = {"max_num_seqs": 3, "max_model_len": 100, "dtype": "float32"}
+    sizes |= {"enable_prefix_caching": False}
     return EngineConfig(FIXTURES / "qwen3_5", **sizes | options)
 
 
