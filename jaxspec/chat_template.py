@@ -1,26 +1,22 @@
-"""Chat templates: found in a checkpoint's files, and filled with a conversation."""
+"""Chat templates, filled with a conversation."""
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxspec.chat_boundaries import follow_ups
 from jaxspec.checks import boolean, items, shown, text
 from jaxspec.conversations import with_plain_contents
-from jaxspec.files import fill, open_file, read_json
-from jaxspec.gguf import is_gguf
-from jaxspec.template_process import MAX_CHARACTERS, TemplateFailure, TemplateProcess
+from jaxspec.template_files import MAX_TEMPLATE_BYTES, OWN_FILE, read_sources, too_long
+from jaxspec.template_process import MAX_CHARACTERS, Rendered, TemplateFailure, TemplateProcess
 
-MAX_TEMPLATE_BYTES = 2**20
-"""The longest template that is read: some thirty times the largest published ones."""
 _MAX_ENTRIES = 100_000  # messages or tools of a conversation
 _MAX_DEPTH = 64  # of lists and dicts in each other
 _CONTAINER = 32  # characters that a list or a dict counts as, beside what it holds
 _MAX_INTEGER_BITS = 1024
-_OWN_FILE = "chat_template.jinja"
 _ARGUMENTS = ("messages", "tools", "add_generation_prompt")  # no switches of a template's own
 _MARK = "\N{WORD JOINER}[the message goes on here]\N{WORD JOINER}"  # what no message has
 
@@ -37,7 +33,7 @@ class ChatTemplate:
             ValueError: a file or a template is of another kind, or too long.
         """
         self._folder, self._special_tokens = folder, special_tokens
-        self._sources = _sources(folder, settings)
+        self._sources = read_sources(folder, settings)
         self._process = TemplateProcess()
 
     def render(
@@ -49,11 +45,13 @@ class ChatTemplate:
         *,
         template: str | None = None,
         continue_final_message: bool = False,
-    ) -> str:
+        tries_turns: bool = False,
+    ) -> Rendered:
         """The text of a conversation, whose parts are JSON's values.
 
         `template`: the source of another one, or the name of one that the checkpoint has.
         `continue_final_message`: the text ends with the last message's content.
+        `tries_turns`: whether it is asked how much of the text stays if `follow_ups` come.
 
         Raises:
             ValueError: there is no template, a part is no such value, the template fails, or the
@@ -71,28 +69,32 @@ class ChatTemplate:
         if continue_final_message:
             told = _marked(told, add_generation_prompt)
         variables["messages"] = told
-        text = self._run(source, self._special_tokens | variables)
-        return _before_mark(text) if continue_final_message else text
+        turns = follow_ups(told, has_tools=bool(variables["tools"])) if tries_turns else []
+        found = self._run(source, self._special_tokens | variables, turns)
+        if not continue_final_message:
+            return found
+        text = _before_mark(found.text)
+        return Rendered(text, tuple(min(kept, len(text)) for kept in found.num_kept))
 
     def _source(self, template: Any, *, has_tools: bool) -> str:
         if template is not None:
             name = text("chat_template", template)
             source = self._sources.get(name, name)
             if len(source) > MAX_TEMPLATE_BYTES:
-                raise ValueError(_too_long("chat_template"))
+                raise ValueError(too_long("chat_template"))
             return source
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ValueError(
-                f"A chat needs a chat template, but {self._folder} has none ({_OWN_FILE}, or "
+                f"A chat needs a chat template, but {self._folder} has none ({OWN_FILE}, or "
                 "chat_template in tokenizer_config.json or a GGUF file's metadata). Pass "
                 "chat_template, or use generate() with the text itself."
             )
         return self._sources[name]
 
-    def _run(self, source: str, variables: dict[str, Any]) -> str:
+    def _run(self, source: str, variables: dict[str, Any], turns: list[Any]) -> Rendered:
         try:
-            return self._process.render(source, variables)
+            return self._process.render(source, variables, turns)
         except TemplateFailure as failure:
             raise ValueError(
                 f"The chat template of {self._folder} must accept the conversation, but "
@@ -146,67 +148,6 @@ def _before_mark(text: str) -> str:
             "content out, and this one does not. Use generate() with the text itself."
         )
     return before
-
-
-def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Template sources by name, in the order of transformers: own file, settings, old file.
-
-    A GGUF file has settings alone.
-    """
-    is_folder = not is_gguf(folder)
-    own = _read_own(folder / _OWN_FILE) if is_folder else None
-    if own is not None:
-        return {"default": own}
-    path, source = folder / "tokenizer_config.json", settings.get("chat_template")
-    path = path if is_folder else folder
-    if source in (None, "", []) and is_folder:
-        path = folder / "chat_template.json"
-        try:
-            source = read_json(path).get("chat_template")
-        except FileNotFoundError:
-            source = None
-    if source in (None, "", []):
-        return {}
-    found = {}
-    entries = source if isinstance(source, list) else [{"name": "default", "template": source}]
-    for entry in entries:
-        name, text = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (0, 0)
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError(
-                f"{path}: chat_template must be a text, or a list of objects with the texts name "
-                f"and template, got {shown(source)}. Download it again."
-            )
-        if len(text) > MAX_TEMPLATE_BYTES:
-            raise ValueError(_too_long(path))
-        found[name] = text
-    return found
-
-
-def _read_own(path: Path) -> str | None:
-    """The text of a template's own file; None if there is none."""
-    try:
-        file = open_file(path)
-    except FileNotFoundError:
-        return None
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_TEMPLATE_BYTES:
-            raise ValueError(_too_long(path))
-        content = bytearray(size)
-        fill(file, memoryview(content))
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} must be UTF-8 text, and byte {error.start} is not. Download it again."
-        ) from error
-
-
-def _too_long(path: Path | str) -> str:
-    return (
-        f"{path}: a chat template must have at most {MAX_TEMPLATE_BYTES:,} bytes, and this one "
-        "has more. Download it again."
-    )
 
 
 def _mappings(name: str, values: Any, keys: str) -> list[Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from jaxspec.checks import integer, shown
 from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
 from jaxspec.prompts import (
-    MAX_SAMPLES,
     Prompt,
     PromptParts,
     TokensPrompt,
+    boundaries_in,
+    check_num_samples,
     names_of,
     parts_of,
     priorities_of,
@@ -31,6 +32,14 @@ MAX_PROMPT_TOKENS = 2**28
 """Prompt tokens of one call over all samples, each of which keeps a list of them."""
 
 
+class _Encoded(NamedTuple):
+    """A prompt in tokens."""
+
+    ids: tuple[int, ...]
+    cache_salt: str | None
+    boundaries: tuple[int, ...]
+
+
 class InputProcessor:
     """Makes the samples of prompts: token ids, noise seeds and stops; any thread may call."""
 
@@ -43,17 +52,20 @@ class InputProcessor:
         eos_ids: Sequence[int],
         request_key: Callable[[Sequence[int], int], int],
         seed: int,
+        finds_boundaries: bool = False,
     ):
         """Keep what all prompts share.
 
         `eos_ids` are the model's; the tokenizer's count too, where the vocabulary has them.
         `request_key(prompt, seed)` is the proposer's; `seed` serves requests without one.
+        `finds_boundaries`: whether states are kept where further turns of a chat will part from it.
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
         self._request_key, self._seed = request_key, seed
+        self._finds_boundaries = finds_boundaries
         self._num_prompts = 0  # which the noise of prompts without a seed goes by
         self._lock = threading.Lock()
 
@@ -74,17 +86,18 @@ class InputProcessor:
                 vocabulary, text without a tokenizer, too many stop ids, biases or samples, or
                 another number of request ids or priorities.
         """
-        _check_samples(params)
+        check_num_samples(param.n for param in params)
         given = None if request_ids is None else names_of(request_ids, len(prompts))
         priorities = priorities_of(priority, len(prompts))
         stop_ids = [self._stop_ids(param) for param in params]
         bad_words = [self._bad_words(*each) for each in zip(params, stop_ids, strict=True)]
-        encoded, salts, held = list[tuple[int, ...]](), list[str | None](), 0
+        encoded, held = list[_Encoded](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
             with _named(f"prompt {number}", len(prompts)):
                 parts = parts_of(prompt)
                 ids = tuple(self._encode(parts, param))
+                boundaries = boundaries_in(parts, len(ids))
             if not ids:
                 raise ValueError(
                     f"A prompt must have at least one token, and {name} has none. Give it some "
@@ -93,8 +106,7 @@ class InputProcessor:
             check_ids(name, ids, self._vocab_size)
             held += len(ids) * param.n
             self._check_length(name, len(ids), held)
-            encoded.append(ids)
-            salts.append(parts.cache_salt)
+            encoded.append(_Encoded(ids, parts.cache_salt, boundaries))
         with self._lock:
             first = self._num_prompts
             self._num_prompts += len(encoded)
@@ -103,15 +115,7 @@ class InputProcessor:
         return [
             self._samples(*each)
             for each in zip(
-                names,
-                encoded,
-                params,
-                stop_ids,
-                bad_words,
-                numbers,
-                priorities,
-                salts,
-                strict=True,
+                names, encoded, params, stop_ids, bad_words, numbers, priorities, strict=True
             )
         ]
 
@@ -127,11 +131,15 @@ class InputProcessor:
         conversations = conversations_of(messages)
         for number, conversation in enumerate(conversations, 1):
             with _named(f"conversation {number}", len(conversations)):
-                text = tokenizer.render_chat(conversation, **options)
-                # The template writes BOS itself.
-                most = self._max_model_len
-                ids = tokenizer.encode(text, add_special_tokens=False, max_model_len=most)
+                text, ids, boundaries = tokenizer.chat_prompt(
+                    conversation,
+                    max_model_len=self._max_model_len,
+                    finds_boundaries=self._finds_boundaries,
+                    **options,
+                )
             prompts.append({"prompt": text, "prompt_token_ids": ids})
+            if boundaries:
+                prompts[-1]["cache_boundaries"] = boundaries
         return prompts
 
     def require_tokenizer(self, inputs: str) -> Tokenizer:
@@ -177,13 +185,12 @@ class InputProcessor:
     def _samples(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
+        prompt: _Encoded,
         params: SamplingParams,
         stop_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...],
         number: int,
         priority: int,
-        cache_salt: str | None,
     ) -> list[Sample]:
         # The first word keeps seeds that users give apart from those drawn here.
         if params.seed is None:
@@ -194,19 +201,22 @@ class InputProcessor:
         for index in range(params.n):
             seed = int(np.random.SeedSequence([*entropy, index]).generate_state(1)[0])
             request = Request(
-                prompt=prompt,
+                prompt=prompt.ids,
                 params=params,
                 seed=seed,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
-                proposer_key=integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX),
+                proposer_key=integer(
+                    "request_key", self._request_key(prompt.ids, seed), 0, INT32_MAX
+                ),
                 leader=samples[0].request if samples else None,
                 request_id=request_id,
                 index=index,
                 own_eos=() if params.ignore_eos else self.eos_ids,
                 room=self._max_model_len,
                 priority=priority,
-                cache_salt=cache_salt,
+                cache_salt=prompt.cache_salt,
+                cache_boundaries=prompt.boundaries,
             )
             stream, stops = None, None
             if self._tokenizer and params.detokenize:
@@ -257,19 +267,6 @@ def _named(name: str, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise ValueError(f"In {name} of {count}: {error}") from error
-
-
-def _check_samples(params: Sequence[SamplingParams]) -> None:
-    """Refuse more samples than one call may have.
-
-    Raises:
-        ValueError: the sum of all `n` is above `MAX_SAMPLES`.
-    """
-    if (count := sum(param.n for param in params)) > MAX_SAMPLES:
-        raise ValueError(
-            f"One call may have at most {MAX_SAMPLES:,} samples, got {count:,}. Lower n, or make "
-            "several calls."
-        )
 
 
 def params_of(

@@ -59,8 +59,7 @@ class LLM(Diagnostics):
         self._show_progress = progress
         self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
-        self._default_params = loaded.default_params
-        runner = loaded.runner
+        runner, self._default_params = loaded.runner, loaded.default_params
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model_config.vocab_size,
@@ -68,6 +67,7 @@ class LLM(Diagnostics):
             eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
             seed=config.seed,
+            finds_boundaries=runner.shapes.prefix_caching == "all",
         )
         flight, on_failure = None, None
         if config.flight_recorder != "off":

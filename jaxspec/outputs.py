@@ -7,7 +7,7 @@ from jaxspec.logprobs import Logprob, readable
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.stop_strings import StopStrings
-from jaxspec.tokenizer import TextStream
+from jaxspec.text_stream import TextStream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ _STAGES = {  # of the timeline: colour, and what it is
 _HOLDERS = {  # of the memory map, in words
     **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in HOLDERS.items()},
     "weights": "weights",
+    "checkpoints": "states of prefixes\n(states x layers)",
     "page_tables": "page tables\n(slots)",
     "rows": "batch state\n(rows)",
     "draft_logits": "draft logits\n(slots)",

@@ -1,7 +1,7 @@
 """What a prompt may be: a text, token ids, or a dict of one or both, as vLLM's prompt classes."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -10,6 +10,8 @@ from jaxspec.checks import INT64_MAX, are_integers, integer, is_integer, items, 
 
 MAX_SAMPLES = 2**18
 """Samples of one call; each holds some 1.4 kB from the start."""
+MAX_BOUNDARIES = 16
+"""Places where one prompt may ask for a state to be kept."""
 _MAX_READ = 2**22  # token ids of a prompt that is to be truncated
 
 
@@ -27,12 +29,15 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     """A prompt as token ids. Its text, if it is given, is only handed through to the output.
 
-    `cache_salt`: as `TextPrompt`'s.
+    `cache_salt`: as `TextPrompt`'s. `cache_boundaries`: numbers of tokens behind which prompts to
+    come will part from this one, or go on. Models with recurrent states keep one there if it is
+    worth a step. A chat has its own (docs/prefix-caching.md).
     """
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    cache_boundaries: NotRequired[Sequence[int]]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -49,6 +54,7 @@ class PromptParts(NamedTuple):
     text: str | None
     token_ids: Any = None  # not read yet
     cache_salt: str | None = None
+    cache_boundaries: tuple[int, ...] = ()  # whatever the number of tokens
 
 
 def prompts_of(prompts: Any) -> list[Any]:
@@ -77,6 +83,19 @@ def prompts_of(prompts: Any) -> list[Any]:
     return found
 
 
+def check_num_samples(counts: Iterable[int]) -> None:
+    """Refuse more samples than one call may have; `counts`: those of each prompt.
+
+    Raises:
+        ValueError: the sum is above `MAX_SAMPLES`.
+    """
+    if (count := sum(counts)) > MAX_SAMPLES:
+        raise ValueError(
+            f"One call may have at most {MAX_SAMPLES:,} samples, got {count:,}. Lower n, or make "
+            "several calls."
+        )
+
+
 def is_one_prompt(prompts: Any) -> bool:
     """Whether a call brings one prompt itself, and no list of prompts."""
     if isinstance(prompts, _LISTS):
@@ -98,8 +117,8 @@ def parts_of(prompt: Any) -> PromptParts:
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
     if unknown := [key for key in prompt if key not in _KEYS]:
         raise ValueError(
-            "A prompt's dict may have the keys 'prompt', 'prompt_token_ids' and 'cache_salt', got "
-            f"the key {shown(unknown[0])}, which jaxspec does not take. Leave it out."
+            f"A prompt's dict may have the keys {', '.join(map(repr, _KEYS))}, got the key "
+            f"{shown(unknown[0])}, which jaxspec does not take. Leave it out."
         )
     salt = prompt.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
@@ -110,7 +129,45 @@ def parts_of(prompt: Any) -> PromptParts:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if not (isinstance(text, str) or (text is None and ids is not None)):
         raise ValueError(f"{_RULE}, got {shown(prompt)}.")
-    return PromptParts(text, ids, salt)
+    return PromptParts(text, ids, salt, _boundaries(prompt.get("cache_boundaries"), ids))
+
+
+def _boundaries(value: Any, ids: Any) -> tuple[int, ...]:
+    """Where a prompt says that others will part from it.
+
+    Raises:
+        ValueError: they are no counts of tokens, too many, or there are no tokens to count.
+    """
+    if value is None:
+        return ()
+    found = items(value, MAX_BOUNDARIES)
+    if ids is None or found is None or not all(is_integer(n) and n > 0 for n in found):
+        raise ValueError(
+            "cache_boundaries must be a list of numbers of tokens, each above 0, and goes with "
+            f"prompt_token_ids, got {shown(value)}. Leave it out with a text."
+        )
+    if len(found) > MAX_BOUNDARIES:
+        raise ValueError(
+            f"A prompt may have at most {MAX_BOUNDARIES} cache_boundaries, got more. Leave out "
+            "those that are of least use: each costs a step and the memory of a state."
+        )
+    return tuple(map(int, found))
+
+
+def boundaries_in(parts: PromptParts, length: int) -> tuple[int, ...]:
+    """The `cache_boundaries` of a prompt of which the last `length` tokens are kept.
+
+    Raises:
+        ValueError: one lies behind the prompt's end.
+    """
+    ids, found = parts.token_ids, parts.cache_boundaries
+    total = len(ids) if isinstance(ids, Sized) else max(length, *found, 0)
+    if beyond := [n for n in found if n > total]:
+        raise ValueError(
+            f"cache_boundaries must lie in the prompt, which has {total:,} tokens, got "
+            f"{shown(beyond[0])}. Count the tokens in front of each."
+        )
+    return tuple(n - total + length for n in found if n > total - length)
 
 
 def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:

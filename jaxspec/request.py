@@ -158,6 +158,7 @@ class Request:
     room: int = INT32_MAX  # tokens, prompt included, that any request of the engine may have
     priority: int = 0  # lower ones enter first
     cache_salt: str | None = None  # only requests with the same one share what is kept
+    cache_boundaries: tuple[int, ...] = ()  # tokens behind which others will part from its prompt
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TIME_LIMIT = 5.0
 """Seconds that a template may take, the start of the process counted in."""
+TURNS_TIME_LIMIT = 1.0
+"""Seconds that it may take besides for all the turns that are tried."""
 MAX_CHARACTERS = 2**23
 """The longest text that a template may write: some 2 million tokens."""
 MAX_MEMORY = 2**30
@@ -27,6 +29,13 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 class TemplateFailure(Exception):
     """Why a template gave no text, as the second half of a sentence: "it took more than 5 s"."""
+
+
+class Rendered(NamedTuple):
+    """What a template wrote."""
+
+    text: str
+    num_kept: tuple[int, ...]  # characters of it that stay if a turn comes, by turn
 
 
 class TemplateProcess:
@@ -42,48 +51,54 @@ class TemplateProcess:
         self._end = None  # ends it, also when Python does
         _ALL.add(self)
 
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        turns: Sequence[Sequence[Mapping[str, Any]]] = (),
+    ) -> Rendered:
         """What the template `source` writes with these variables, which are JSON's values.
+
+        And how much of it stays if the messages of a turn come behind those of `variables`, for
+        each of `turns`: 0 where the template takes no such turn, or takes too long for it.
 
         Raises:
             TemplateFailure: the template failed, or went beyond a limit.
         """
-        limits = {"seconds": TIME_LIMIT, "characters": MAX_CHARACTERS}
-        request = json.dumps({"source": source, "variables": variables, **limits}).encode()
+        limits = {"seconds": TIME_LIMIT + TURNS_TIME_LIMIT, "characters": MAX_CHARACTERS}
+        asked = {"source": source, "variables": variables, "turns": turns, **limits}
+        request = json.dumps(asked).encode()
         with self._lock:
-            is_text, text = self._ask(request)
+            try:
+                is_text, text = self._text(request)
+                kept = self._num_kept(len(turns)) if is_text and turns else ()
+            except BaseException:  # an interrupt too: what comes would be taken for the next one's
+                self._stop()
+                raise
         if not is_text:
             raise TemplateFailure(text)
-        return text
+        return Rendered(text, kept)
 
-    def _ask(self, request: bytes) -> tuple[bool, str]:
+    def _text(self, request: bytes) -> tuple[bool, str]:
         """Whether the answer is the template's text, and the answer."""
         process = self._running()
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(TIME_LIMIT, expire)
-        timer.start()
-        try:
-            answer = _exchange(process, request)
-        except BaseException:  # an interrupt too: the answer would be taken for the next one's
-            self._stop()
-            raise
-        finally:
-            timer.cancel()
-            timer.join()
-        if answer is None or expired.is_set():
-            self._stop()
-        if expired.is_set():
+        answer, is_late = _within(TIME_LIMIT, process, lambda: _exchange(process, request))
+        if is_late:
             raise TemplateFailure(f"it took more than {TIME_LIMIT:g} seconds")
         if answer is None:
-            raise TemplateFailure(
-                f"the process that renders it ended with status {process.returncode}"
-            )
+            self._stop()
+            status = process.returncode
+            raise TemplateFailure(f"the process that renders it ended with status {status}")
         return answer[:1] == b"T", answer[1:].decode("utf-8", "surrogatepass")
+
+    def _num_kept(self, count: int) -> tuple[int, ...]:
+        """The numbers that follow a text; zeros if they don't come in time."""
+        process = self._running()
+        numbers, is_late = _within(TURNS_TIME_LIMIT, process, lambda: _read(process, 8 * count))
+        if is_late or numbers is None:
+            self._stop()
+            return (0,) * count
+        return tuple(int.from_bytes(numbers[8 * n :][:8], "big") for n in range(count))
 
     def _running(self) -> "subprocess.Popen[bytes]":
         """The process, started if there is none."""
@@ -120,20 +135,45 @@ def _folders() -> list[str]:
     return [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
 
 
+def _within(
+    seconds: float, process: "subprocess.Popen[bytes]", read: Callable[[], bytes | None]
+) -> tuple[bytes | None, bool]:
+    """What `read` gets of the process, and whether that took so long that the process was ended."""
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, expire)
+    timer.start()
+    try:
+        found = read()
+    finally:
+        timer.cancel()
+        timer.join()
+    return found, expired.is_set()
+
+
 def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | None:
     """The answer; None if the process ends before it has given it."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     try:
         process.stdin.write(len(request).to_bytes(8, "big") + request)
         process.stdin.flush()
     except OSError:  # a broken pipe
         return None
-    head = process.stdout.read(8)
-    if len(head) < 8:
+    head = _read(process, 8)
+    if head is None:
         return None
-    size = min(int.from_bytes(head, "big"), 1 + 4 * MAX_CHARACTERS)
-    answer = process.stdout.read(size)
-    return answer if len(answer) == size else None
+    return _read(process, min(int.from_bytes(head, "big"), 1 + 4 * MAX_CHARACTERS))
+
+
+def _read(process: "subprocess.Popen[bytes]", size: int) -> bytes | None:
+    """So many bytes of what it writes; None if the process ends before."""
+    assert process.stdout is not None
+    found = process.stdout.read(size)
+    return found if len(found) == size else None
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:

@@ -5,8 +5,10 @@
 It may map so many bytes of memory. The folders hold jinja2 and what it needs; nothing of jaxspec
 is imported. A request on standard input is 8 bytes that give its length (big-endian) and the JSON
 of `{"source": the template's text, "variables": its variables, "seconds": its time limit,
-"characters": the most it may write}`. The answer on standard output is 8 bytes that give the length
-of the rest, one byte, and UTF-8: "T" and the rendered text, or "E" and what went wrong.
+"characters": the most it may write, "turns": lists of messages}`. The answer on standard output is
+8 bytes that give the length of the rest, one byte, and UTF-8: "T" and the rendered text, or "E" and
+what went wrong. A text is followed by 8 bytes for each of the turns: how many of its characters
+stay if such messages come behind its own, and a prompt for the next one.
 """
 
 import datetime
@@ -96,6 +98,28 @@ def render(source: str, variables: Mapping[str, Any], characters: int) -> tuple[
         return False, f"it stopped with {type(error).__name__}: {reason}"
 
 
+def num_kept(source: str, variables: Mapping[str, Any], text: str) -> int:
+    """With how many characters of `text` the template `source` begins what it writes here.
+
+    0 if it fails. It is stopped where the two texts part.
+    """
+    kept = 0
+    try:
+        for piece in _compile(source).generate(variables):
+            if not text.startswith(piece, kept):
+                return kept + _num_common(piece, text[kept : kept + len(piece)])
+            kept += len(piece)
+        return kept
+    except Exception:  # it takes no such turn
+        return 0
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _limit(name: str, most: int) -> None:
     """Bound a resource of this process; what the system can't bound stays as it is."""
     try:
@@ -112,10 +136,16 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         request = json.loads(requests.read(int.from_bytes(size, "big")))
         # Should the other side be gone, nobody is left to end this process but the system.
         _limit("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]) + 1)
-        wrote, text = render(request["source"], request["variables"], request["characters"])
+        source, variables = request["source"], request["variables"]
+        wrote, text = render(source, variables, request["characters"])
         answer = (b"T" if wrote else b"E") + text.encode("utf-8", "surrogatepass")
         answers.write(len(answer).to_bytes(8, "big") + answer)
-        answers.flush()
+        answers.flush()  # what follows may fail to come
+        for turn in request["turns"] if wrote else ():
+            messages = [*variables["messages"], *turn]
+            followed = variables | {"messages": messages, "add_generation_prompt": True}
+            answers.write(num_kept(source, followed, text).to_bytes(8, "big"))
+            answers.flush()
 
 
 if __name__ == "__main__":

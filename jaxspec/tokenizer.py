@@ -4,22 +4,32 @@ import concurrent.futures
 import functools
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import decoders
+from tokenizers import Encoding, decoders
 
 from jaxspec import checks, tokenizer_files
+from jaxspec.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.checks import are_integers, boolean, shown
+from jaxspec.template_process import Rendered
+from jaxspec.text_stream import TextStream
 from jaxspec.tokenizer_files import raise_for
 
 SHRINKING = 4
 """How many bytes a normalizer may make one of: NFC makes at most three."""
-_LONG_TEXT = 2**16  # characters; the tokens of shorter ones are there within milliseconds
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are no character
+_LONG_TEXT = MAX_PART  # characters; the tokens of shorter ones are there within milliseconds
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation as a prompt."""
+
+    text: str
+    ids: list[int]
+    boundaries: tuple[int, ...]  # tokens that prompts of further turns begin with, at least
 
 
 class Tokenizer:
@@ -65,15 +75,7 @@ class Tokenizer:
             ValueError: `text` is no text, has half of a surrogate pair, or can't fit; or the
                 tokenizer fails.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"A text to be tokenized must be a str, got {shown(text)}.")
-        self._check(text, max_model_len)
-        try:
-            if len(text) > _LONG_TEXT:
-                return self._encode_long(text, add_special_tokens)
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except BaseException as error:
-            raise_for(error, f"The tokenizer of {self._folder} fails on this text")
+        return self._encoding(text, add_special_tokens, max_model_len).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Ids without a token (a padded vocabulary has some) give nothing.
@@ -101,9 +103,35 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]:
         """The token ids of a conversation; arguments as in `render_chat` and `encode`."""
-        text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
+        found = self.chat_prompt(
+            messages, tools, add_generation_prompt, max_model_len=max_model_len, **kwargs
+        )
+        return found.ids
+
+    def chat_prompt(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        max_model_len: int | None = None,
+        finds_boundaries: bool = False,
+        **kwargs: Any,
+    ) -> ChatPrompt:
+        """The text of a conversation and what `chat` makes of it.
+
+        `finds_boundaries`: whether it is found out where the prompts of further turns part from it,
+        which takes about as long again.
+
+        Raises:
+            ValueError: as in `render_chat` and `encode`.
+        """
+        written = self._render(finds_boundaries, messages, tools, add_generation_prompt, **kwargs)
         # The template writes BOS itself.
-        return self.encode(text, add_special_tokens=False, max_model_len=max_model_len)
+        text, ids = written.text, self._encoding(written.text, False, max_model_len).ids
+        encode = functools.partial(self._encoding, add_special_tokens=False)
+        boundaries = self._added.stable_counts(text, written.num_kept, ids, encode)
+        return ChatPrompt(text, ids, boundaries)
 
     def render_chat(
         self,
@@ -131,6 +159,25 @@ class Tokenizer:
             ValueError: the checkpoint has no template, an argument is no value of JSON's, or the
                 template refuses the conversation or goes beyond a limit.
         """
+        options = {
+            "chat_template": chat_template,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self._render(False, messages, tools, add_generation_prompt, **options, **kwargs).text
+
+    def _render(
+        self,
+        tries_turns: bool,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Rendered:
         switches = chat_template_kwargs
         if switches is None or (isinstance(switches, Mapping) and kwargs):
             switches = {**(switches or {}), **kwargs}
@@ -141,9 +188,10 @@ class Tokenizer:
             switches,
             template=chat_template,
             continue_final_message=boolean("continue_final_message", continue_final_message),
+            tries_turns=tries_turns,
         )
 
-    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A new incremental detokeniser, for one request."""
         return TextStream(self, skip_special_tokens)
 
@@ -156,6 +204,28 @@ class Tokenizer:
         """Whether decoding puts spaces between tokens, as without a decoder or by WordPiece's."""
         decoder = self._tokenizer.decoder
         return decoder is None or isinstance(decoder, decoders.WordPiece)
+
+    def _encoding(
+        self, text: str, add_special_tokens: bool, max_model_len: int | None = None
+    ) -> Encoding:
+        """The tokens of a text; where in it they are if it is no longer than `_LONG_TEXT`."""
+        if not isinstance(text, str):
+            raise ValueError(f"A text to be tokenized must be a str, got {shown(text)}.")
+        self._check(text, max_model_len)
+        model, special = self._tokenizer, add_special_tokens
+        try:
+            if len(text) <= _LONG_TEXT:
+                return model.encode(text, add_special_tokens=special)
+            encode = model.encode_batch_fast
+            (found,) = _in_thread(lambda: encode([text], add_special_tokens=special))
+            return found
+        except BaseException as error:
+            raise_for(error, f"The tokenizer of {self._folder} fails on this text")
+
+    @functools.cached_property
+    def _added(self) -> AddedTokens:
+        found = self._tokenizer.get_added_tokens_decoder()
+        return AddedTokens({token.content: token_id for token_id, token in found.items()})
 
     def _check(self, text: str, max_model_len: int | None) -> None:
         """Refuse what is no Unicode, and what can't fit."""
@@ -187,82 +257,19 @@ class Tokenizer:
             return max(longest, max(map(len, vocabulary), default=1))
         return max(longest, max((len(token.encode()) for token in vocabulary), default=1))
 
-    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenize in a thread, for which the caller waits: only so Ctrl-C is heard meanwhile."""
-        result = concurrent.futures.Future[list[int]]()
 
-        def tokenize() -> None:
-            try:
-                # It lets other threads run, as `encode` does not.
-                (encoding,) = self._tokenizer.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
-                result.set_result(encoding.ids)
-            except BaseException as error:
-                result.set_exception(error)
+def _in_thread(tokenize: Callable[[], list[Encoding]]) -> list[Encoding]:
+    """What it gives in a thread, for which the caller waits: only so Ctrl-C is heard meanwhile.
 
-        threading.Thread(target=tokenize, name="tokenize", daemon=True).start()
-        return result.result()
-
-
-class TextStream:
-    """Turns token ids into text as they come.
-
-    All that `push` and `flush` return, joined, is `decode` of all ids, however they were split.
+    Batches let other threads run, as a single text does not.
     """
+    result = concurrent.futures.Future[list[Encoding]]()
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        """Start empty; `Tokenizer.stream` is the way to make one."""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        # Only the newest ids are decoded again, not the whole output. They follow a few whose text
-        # is out: some decoders treat the first token of a text its own way.
-        self._window: list[int] = []
-        self._num_context = 0  # ids of the window whose text was out when the others came
-        self._num_shown = 0  # characters of the window's text that are out
+    def run() -> None:
+        try:
+            result.set_result(tokenize())
+        except BaseException as error:
+            result.set_exception(error)
 
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that became certain; bytes that may still become a character wait."""
-        self._window.extend(ids)
-        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        certain = max(self._certain_length(text), self._num_shown)
-        shown = text[self._num_shown : certain]
-        self._num_shown = certain
-        if shown and certain == len(text):
-            # A character ends here, so the ids since the last such place can stand alone.
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-            self._num_shown = len(self._tokenizer.decode(self._window, self._skip_special_tokens))
-        return shown
-
-    def flush(self) -> str:
-        """The text still waiting, at the end of the output: unfinished bytes come out as U+FFFD."""
-        shown = self.waiting
-        self._window, self._num_context, self._num_shown = [], 0, 0
-        return shown
-
-    def text_of(self, token_id: int) -> str:
-        """The text of one token alone, a special one's too; half a character is U+FFFD."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-    @property
-    def waiting(self) -> str:
-        """The text still waiting, as it would be if the output ended here."""
-        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        return text[self._num_shown :]
-
-    def _certain_length(self, text: str) -> int:
-        """How much of the window's `text` no further id can change."""
-        if self._tokenizer.has_byte_tokens:
-            # One bad byte makes the decoder give up the whole run of byte tokens it is in.
-            end = len(self._window)
-            while end and self._may_be_in_a_run(self._window[end - 1]):
-                end -= 1
-            if end < len(self._window):
-                return len(self._tokenizer.decode(self._window[:end], self._skip_special_tokens))
-        # Unfinished bytes at the end are one character; those before it are settled.
-        return len(text.removesuffix(_UNFINISHED))
-
-    def _may_be_in_a_run(self, token_id: int) -> bool:
-        is_silent = not self._tokenizer.decode([token_id], self._skip_special_tokens)
-        return is_silent or self._tokenizer.is_byte_token(token_id)
+    threading.Thread(target=run, name="tokenize", daemon=True).start()
+    return result.result()

@@ -76,6 +76,21 @@ def test_each_prompt_keeps_its_own_salt():
     ]
 
 
+def boundaries_of(*given, params=SHORT, ids=(1, 2, 3, 4)):
+    prompt = {"prompt_token_ids": ids, "cache_boundaries": list(given)}
+    ((sample,),) = processor().process([prompt], [params])
+    return sample.request.cache_boundaries
+
+
+def test_a_prompt_keeps_where_others_will_part_from_it():
+    assert boundaries_of() == () and boundaries_of(2, np.int64(4), 1) == (2, 4, 1)
+    last_two = SamplingParams(max_tokens=4, truncate_prompt_tokens=2)
+    assert boundaries_of(1, 2, 3, 4, params=last_two) == (1, 2)
+    assert boundaries_of(3, ids=iter([1, 2, 3])) == (3,)
+    with pytest.raises(ValueError, match="lie in the prompt, which has 4 tokens, got 5. Count the"):
+        boundaries_of(2, 5)
+
+
 @pytest.mark.parametrize("salt", ["", b"a", 3, ["a"]])
 def test_a_salt_that_is_no_text_is_refused(salt):
     with pytest.raises(ValueError, match="cache_salt must be a text of at least one character"):
@@ -229,6 +244,8 @@ def test_a_chat_is_the_prompt_of_its_template():
         processor().chats([messages, [3]], {})
     with pytest.raises(TypeError, match="A chat has no argument 'tool'; the nearest is 'tools'"):
         processor().chats(messages, {"tool": []})
+    (prompt,) = processor(finds_boundaries=True).chats(messages, {"chat_template_kwargs": switches})
+    assert prompt == want | {"cache_boundaries": (len(b"<user\na>\n<"),)}
 
 
 @pytest.mark.parametrize(

@@ -409,13 +409,24 @@ CALLS = [
     ),
     (
         lambda llm: llm.generate({**IDS, "multi_modal_data": {}}),
-        "A prompt's dict may have the keys 'prompt', 'prompt_token_ids' and 'cache_salt', got the "
-        "key 'multi_modal_data', which jaxspec does not take. Leave it out.",
+        "A prompt's dict may have the keys 'prompt_token_ids', 'prompt', 'cache_salt', "
+        "'cache_boundaries', got the key 'multi_modal_data', which jaxspec does not take. Leave it "
+        "out.",
     ),
     (
         lambda llm: llm.generate({**IDS, "cache_salt": 7}),
         "cache_salt must be a text of at least one character, got 7. Leave it out if anybody may "
         "share the prompt.",
+    ),
+    (
+        lambda llm: llm.generate({**IDS, "cache_boundaries": [0]}),
+        "cache_boundaries must be a list of numbers of tokens, each above 0, and goes with "
+        "prompt_token_ids, got [0]. Leave it out with a text.",
+    ),
+    (
+        lambda llm: llm.generate({"prompt_token_ids": [1, 2], "cache_boundaries": [3]}),
+        "cache_boundaries must lie in the prompt, which has 2 tokens, got 3. Count the tokens in "
+        "front of each.",
     ),
     (
         lambda llm: llm.generate(None),

@@ -40,6 +40,21 @@ def test_a_dict_gives_its_text_with_its_ids():
     assert parts_of(IDS | {"prompt": "a"}) == PromptParts("a", [1, 2, 3])
 
 
+@pytest.mark.parametrize("ends", [3, "12", [0], [-1], [1.5], [True], ["1"], {1: 2}, {1}])
+def test_boundaries_are_counts_of_tokens(ends):
+    with pytest.raises(ValueError, match="cache_boundaries must be a list of numbers of tokens, "):
+        parts_of(IDS | {"cache_boundaries": ends})
+
+
+def test_boundaries_are_few_and_go_with_ids():
+    assert parts_of(IDS | {"cache_boundaries": (2, np.int32(9))}).cache_boundaries == (2, 9)
+    assert parts_of(IDS | {"cache_boundaries": None}).cache_boundaries == ()
+    with pytest.raises(ValueError, match="at most 16 cache_boundaries, got more. Leave out those"):
+        parts_of(IDS | {"cache_boundaries": itertools.repeat(1)})
+    with pytest.raises(ValueError, match="goes with prompt_token_ids, got .1.. Leave it out with"):
+        parts_of({"prompt": "a", "cache_boundaries": [1]})
+
+
 def test_no_more_ids_are_read_than_are_needed():
     for ids in (range(10**12), itertools.count()):
         with pytest.raises(ValueError, match="must fit max_model_len=9, got "):

@@ -24,7 +24,7 @@ DOUBLING = (
 @pytest.fixture
 def process():
     process = TemplateProcess()
-    assert process.render("{{ a }}", {"a": "ready"}) == "ready"  # it has started
+    assert process.render("{{ a }}", {"a": "ready"}).text == "ready"  # it has started
     return process
 
 
@@ -44,7 +44,7 @@ def process():
 def test_a_template_that_wants_too_much_fails_and_the_next_one_renders(source, reason, process):
     with pytest.raises(TemplateFailure, match=reason):
         process.render(source, {})
-    assert process.render("{{ a }}", {"a": 3}) == "3"
+    assert process.render("{{ a }}", {"a": 3}).text == "3"
 
 
 def test_a_template_has_so_many_seconds(process, monkeypatch):
@@ -54,7 +54,27 @@ def test_a_template_has_so_many_seconds(process, monkeypatch):
         process.render(ENDLESS, {})
     assert 0.2 < time.monotonic() - started < 3
     monkeypatch.setattr(template_process, "TIME_LIMIT", 5)
-    assert process.render("after", {}) == "after"
+    assert process.render("after", {}).text == "after"
+
+
+LOOP = "{% for m in messages %}{{ m }}{% endfor %}"
+
+
+def test_turns_are_tried_and_what_stays_is_counted(process):
+    asked = {"messages": ["ab", "c"]}
+    assert process.render(LOOP, asked, [["x"], []]) == ("abc", (3, 3))
+    last = "{{ messages[-1] }}"
+    assert process.render(last, asked, [["cd"], ["d"]]) == ("c", (1, 0))
+    fails = "{{ raise_exception('three') if messages | length > 2 }}" + LOOP
+    assert process.render(fails, asked, [["x"]]) == ("abc", (0,))
+    assert process.render(LOOP, asked) == ("abc", ())
+
+
+def test_turns_that_take_too_long_cost_no_text(process, monkeypatch):
+    monkeypatch.setattr(template_process, "TURNS_TIME_LIMIT", 0.3)
+    slow = "{{ messages[0] }}{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
+    assert process.render(slow, {"messages": ["a"]}, [["b"], ["c"]]) == ("a", (0, 0))
+    assert process.render(LOOP, {"messages": ["a"]}, [["b"]]) == ("a", (1,))
 
 
 def test_a_template_is_quick_once_the_process_runs(process):
@@ -70,12 +90,12 @@ def test_a_process_that_was_ended_from_outside_is_started_anew(process):
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(TemplateFailure, match="ended with status -9"):
         process.render("lost", {})
-    assert process.render("found", {}) == "found"
+    assert process.render("found", {}).text == "found"
 
 
 def test_each_thread_gets_its_own_text(process):
     def ask(number):
-        return [process.render("{{ n }}", {"n": number * 100 + i}) for i in range(50)]
+        return [process.render("{{ n }}", {"n": number * 100 + i}).text for i in range(50)]
 
     results = in_threads(*(lambda n=n: ask(n) for n in range(4)))
     assert results == [[str(n * 100 + i) for i in range(50)] for n in range(4)]
@@ -84,7 +104,7 @@ def test_each_thread_gets_its_own_text(process):
 def test_ctrl_c_leaves_no_answer_behind(process):
     with ctrl_c_after(0.2, heard_within=2):
         process.render(ENDLESS, {})
-    assert process.render("mine", {}) == "mine"
+    assert process.render("mine", {}).text == "mine"
 
 
 def test_the_process_ends_with_its_owner():
@@ -109,10 +129,10 @@ def test_a_forked_process_starts_its_own_and_leaves_the_first_alone():
         with one._lock:  # as if a thread rendered meanwhile
             child = os.fork()
         if not child:
-            good = one.render("child", {{}}) == "child" and one._process.pid != first
+            good = one.render("child", {{}}).text == "child" and one._process.pid != first
             sys.exit(not good)
         assert os.waitpid(child, 0)[1] == 0
-        assert one.render("parent", {{}}) == "parent" and one._process.pid == first
+        assert one.render("parent", {{}}).text == "parent" and one._process.pid == first
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -4,7 +4,7 @@ import io
 import json
 
 from jaxspec import template_worker
-from jaxspec.template_worker import render
+from jaxspec.template_worker import num_kept, render
 
 
 def test_a_template_gives_its_text_or_why_there_is_none():
@@ -23,6 +23,15 @@ def test_a_text_has_a_longest_length():
     assert render(source, {}, 9) == (False, "it wrote more than 9 characters")
 
 
+def test_what_another_text_begins_with_is_counted_in_characters():
+    source = "{% for m in messages %}<{{ m }}>{% endfor %}"
+    for messages, kept in ((["é🙂", "b"], 4), (["é🙂x"], 3), ([], 0), (["a"], 1)):
+        assert num_kept(source, {"messages": messages}, "<é🙂>...") == kept
+    assert num_kept("{{ raise_exception('no') }}", {}, "a") == 0
+    parted = "ab{% for i in [1] %}x{{ raise_exception('behind it') }}{% endfor %}"
+    assert num_kept(parted, {}, "ac") == 1
+
+
 def test_memory_that_is_not_there_is_a_reason():
     wrote, reason = render("{% set x = 'a' * 10 ** 17 %}{{ x }}", {}, 99)
     assert (wrote, reason) == (False, "it needed more memory than it may take")
@@ -30,18 +39,21 @@ def test_memory_that_is_not_there_is_a_reason():
 
 def test_requests_and_answers_tell_their_lengths(monkeypatch):
     monkeypatch.setattr(template_worker, "resource", None)  # no limit for the tests
-    asked, limits = (
-        [("{{ a }}", "é\ud800"), ("{{ a.b.c }}", 1)],
-        {"seconds": 5, "characters": 9},
-    )
+    limits = {"seconds": 5, "characters": 99}
+    asked = [("{{ a }}", "é\ud800", []), ("{{ a.b.c }}", 1, [[]])]
+    asked += [("{{ messages }}{{ add_generation_prompt }}", [7], [[8], []])]
     stream = b""
-    for source, value in asked:
-        request = json.dumps({"source": source, "variables": {"a": value}, **limits}).encode()
-        stream += len(request).to_bytes(8, "big") + request
+    for source, value, turns in asked:
+        variables = {"a": value, "messages": value, "add_generation_prompt": False}
+        request = {"source": source, "variables": variables, "turns": turns, **limits}
+        encoded = json.dumps(request).encode()
+        stream += len(encoded).to_bytes(8, "big") + encoded
     answers = io.BytesIO()
     template_worker._serve(io.BytesIO(stream), answers)
     answers.seek(0)
-    first, second = (answers.read(int.from_bytes(answers.read(8), "big")) for _ in asked)
+    first, second, third = (answers.read(int.from_bytes(answers.read(8), "big")) for _ in asked)
     assert first.decode("utf-8", "surrogatepass") == "Té\ud800"
     assert second.startswith(b"Eit stopped with UndefinedError: ")
+    kept = [int.from_bytes(answers.read(8), "big") for _ in range(2)]
+    assert third == b"T[7]False" and kept == [len("[7"), len("[7]")]
     assert not answers.read()

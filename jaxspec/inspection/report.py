@@ -101,6 +101,8 @@ def _about_the_cache(found: Inspection) -> Iterator[tuple[str, str]]:
         drafts = f" with {found.num_drafts} draft{plural}, {plain} without"
     how = f" ({found.state_policy}, {found.state_dtype})" if found.state_policy else ""
     yield "a request", f"{kept}{drafts}{how}"
+    if found.cache.checkpoint:
+        yield "a prefix", f"{human(found.cache.checkpoint)} for the states behind it, if it is kept"
 
 
 def _table(found: Inspection) -> Iterator[str]:

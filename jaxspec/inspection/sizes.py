@@ -9,11 +9,12 @@ import jax
 from flax import nnx
 
 from jaxspec.cache import CacheSpec, PoolSizes, allocate
-from jaxspec.loading import Settled, shapes_of
+from jaxspec.config import StepShapes
+from jaxspec.loading import Settled, prefix_sizes, shapes_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.options import EngineConfig
-from jaxspec.runner.memory import MemoryBudget
+from jaxspec.runner.memory import MemoryBudget, fit
 
 _LENGTHS = (2048, 8192, 32768, 131072)
 _ROUTED = ".experts."  # in the names of tensors of which a token meets its chosen ones alone
@@ -34,6 +35,7 @@ class CacheBytes:
     token: int  # of the pages, over all layers, those of a draft head too
     request: int  # of a slot, whatever the request's length
     request_without_drafts: int
+    checkpoint: int = 0  # of a state that is kept of a prefix; 0: none are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Fit:
     """What requests of one length take, all of them as long as they may become."""
 
     max_model_len: int  # tokens, prompt and output
-    request_bytes: int  # of each
+    request_bytes: int  # of each; on average, where states of prefixes are kept beside them
     fixed_bytes: int  # of weights and whatever else no request changes
     requests: int | None  # how many fit on this device at once; None: it does not tell its memory
 
@@ -73,11 +75,16 @@ def weight_bytes(model: Model) -> dict[str, int]:
 def cache_bytes(settled: Settled) -> CacheBytes:
     """What tokens and requests cost, with the drafts that were settled on and without."""
     specs, width = settled.holdings.specs, settled.shapes.width
+    held = [
+        sum(settled.holdings.bytes(dataclasses.replace(settled.shapes, num_checkpoints=n)).values())
+        for n in (1, 2)
+    ]
     least = _pool_bytes(specs, width)
     return CacheBytes(
         token=_pool_bytes(specs, width, pages=2) - least,
         request=_pool_bytes(specs, width, slots=2) - least,
         request_without_drafts=_pool_bytes(specs, 1, slots=2) - _pool_bytes(specs, 1),
+        checkpoint=held[1] - held[0] if settled.shapes.prefix_cache_share else 0,
     )
 
 
@@ -108,16 +115,39 @@ def _fit(
     settled: Settled,
     budget: MemoryBudget | None,
 ) -> Fit:
-    """All that an engine holds grows evenly with its requests, so two sizes tell of any."""
+    """All that an engine holds grows evenly with its requests, so two sizes tell of any.
 
-    def total(requests: int) -> int:
+    So do the states of prefixes, which are a share of the caches, but for whole states.
+    """
+    kept = prefix_sizes(options, settled.holdings.specs)
+    other = 129 if kept.get("prefix_cache_share") else 2
+
+    def shapes(requests: int) -> StepShapes:
         sizes = {"max_num_seqs": requests, "max_model_len": length, "num_pages": None}
         defaults = {"max_num_batched_tokens": None, "decode_buckets": None}
         asked = dataclasses.replace(options, **sizes, **defaults)
-        shapes = shapes_of(asked, model, settled.shapes.draft_counts)
-        return sum(settled.holdings.bytes(shapes).values())
+        return dataclasses.replace(shapes_of(asked, model, settled.shapes.draft_counts), **kept)
 
-    each = total(2) - total(1)
-    fixed = total(1) - each
-    requests = None if budget is None else max(0, (budget.max_bytes - fixed) // each)
+    def total(requests: int) -> int:
+        held = settled.holdings.bytes
+        return sum(held(fit(shapes(requests), None, held)).values())
+
+    def has_room(requests: int, budget: MemoryBudget) -> bool:
+        whole = dataclasses.replace(budget, fixed_pages=True)
+        try:
+            fit(shapes(requests), whole, settled.holdings.bytes)
+        except ValueError:
+            return False
+        return True
+
+    least = total(1)
+    each = (total(other) - least) // (other - 1)
+    fixed = least - each
+    if budget is None:
+        return Fit(length, each, fixed, None)
+    requests = max(0, (budget.max_bytes - fixed) // each)
+    while other > 2 and requests and not has_room(requests, budget):
+        requests -= 1
+    while other > 2 and has_room(requests + 1, budget):
+        requests += 1
     return Fit(length, each, fixed, requests)

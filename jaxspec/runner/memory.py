@@ -144,15 +144,16 @@ def fit(
 def _refusal(shapes: StepShapes, budget: MemoryBudget, held: dict[str, int]) -> str:
     pages = "num_pages" if budget.fixed_pages else "the pages of one sample of max_model_len"
     fewer = "num_pages, " * budget.fixed_pages
+    without = "enable_prefix_caching=False, " if shapes.num_checkpoints else ""
     others = f" less {human(budget.others_bytes)} in use" if budget.others_bytes else ""
     return (
         f"Weights and caches must fit gpu_memory_utilization={budget.utilization} of the "
         f"{human(budget.device_bytes)} that JAX may use{others}, {human(budget.max_bytes)}; with "
         f"{pages} "
         f"({shapes.num_pages}) they would take\n{memory_map(held, shapes)}\n"
-        f"Lower {fewer}max_num_seqs or max_model_len, or keep less with state_policy='replay', "
-        "state_dtype='float16' or kv_dtype='float8_e4m3fn'; or raise gpu_memory_utilization, or "
-        "what JAX may use of a GPU, by XLA_PYTHON_CLIENT_MEM_FRACTION."
+        f"Lower {fewer}max_num_seqs or max_model_len, or keep less with {without}"
+        "state_policy='replay', state_dtype='float16' or kv_dtype='float8_e4m3fn'; or raise "
+        "gpu_memory_utilization, or what JAX may use of a GPU, by XLA_PYTHON_CLIENT_MEM_FRACTION."
     )
 
 

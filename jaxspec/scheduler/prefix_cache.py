@@ -8,8 +8,9 @@ checkpoint is made between steps by a plan of its own (`plan.EXPORT`):
     mode    checkpoints
     pages   none, for a model without states
     align   at multiples of `checkpoint_interval` in prompts, and nowhere else
-    all     where a prompt parts from one that came before, before the last token of a long prompt,
-            at the end of an output, of what is preempted, and at an interval if there is one
+    all     where a prompt parts from one that came before, where those to come will part from it,
+            before the last token of a long prompt, at the end of an output, of what is preempted,
+            and at an interval if there is one
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ from jaxspec.scheduler.prefix_store import PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
 MIN_UNCACHED = 1000  # tokens of a prompt below which a checkpoint at its end is worth no step
+# Tokens that a turn of a chat must add for a checkpoint where the next turn will part from it. A
+# step of Qwen3.5-9B takes as long as some 200: benchmarks/results, prefill_h200 and decode_h200.
+MIN_TURN = 250
 
 
 class Hit(NamedTuple):
@@ -40,9 +44,11 @@ class Hit(NamedTuple):
 class PrefixCache:
     """Follows the requests that run; `StepShapes.prefix_caching` says what it keeps of them."""
 
-    def __init__(self, shapes: StepShapes, min_uncached: int = MIN_UNCACHED):
-        """Start empty; `min_uncached`: see `MIN_UNCACHED`."""
-        self.shapes, self.min_uncached = shapes, min_uncached
+    def __init__(
+        self, shapes: StepShapes, min_uncached: int = MIN_UNCACHED, min_turn: int = MIN_TURN
+    ):
+        """Start empty; `min_uncached`: see `MIN_UNCACHED`, `min_turn`: see `MIN_TURN`."""
+        self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
         self.stats = PrefixFigures()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0
@@ -125,6 +131,8 @@ class PrefixCache:
         if hit.node is not None:
             self.store.begin_late()
             self.store.touch(hit.node)
+            for length in request.cache_boundaries:
+                self.store.touch_before(request, hit.node, length)
             at = hit.node.parent if hit.tail_page else hit.node
             self._at[request] = at or self._at[request]
         if self._keeps_ends:
@@ -152,13 +160,20 @@ class PrefixCache:
     # Where chunks end, and what is kept.
 
     def _wanted(self, request: Request, hit: Hit) -> tuple[int, ...]:
-        """Where a prompt's chunks shall end: where it parts from another one, and at its end.
+        """Where a prompt's chunks shall end.
 
-        The end costs a step, and pays where the same prompt comes again.
+        Where it parts from another one; where those to come will part from it; and at its end,
+        which pays where the same prompt comes again. Each costs a step, and the latter two save no
+        more than what lies between them and the place before.
         """
         end = len(request.tokens) - 1
         stops = [hit.num_matched] if hit.num_matched > hit.num_cached else []
-        return (*stops, end) if end - hit.num_cached >= self.min_uncached else tuple(stops)
+        last = max(hit.num_cached, hit.num_matched)
+        for boundary in sorted(request.cache_boundaries):
+            if min(boundary, end) - last >= self.min_turn:
+                last = min(boundary, end)
+                stops.append(last)
+        return (*stops, end) if end - last >= self.min_uncached else tuple(stops)
 
     def chunk_end(self, request: Request, end: int) -> int:
         """Where the next chunk of a prompt ends, if it were to end at `end`."""

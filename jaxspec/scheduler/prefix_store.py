@@ -57,6 +57,17 @@ class PrefixStore:
         self.tree.touch(node)
         self.slots.touch(node)
 
+    def touch_before(self, request: Request, node: Node, length: int) -> None:
+        """A checkpoint behind so many tokens of a request is of use, if it is on the way to `node`.
+
+        The request began behind `node`, but others will part from it there.
+        """
+        depth = length // self._shapes.page_size
+        if depth <= node.depth:
+            while node.parent is not None and node.depth > depth:
+                node = node.parent
+            self._has(node, self._tail(request, length))
+
     def begin_late(self) -> None:
         """From here on the plan can keep nothing more: a request begins in it."""
         self._is_late = True

@@ -26,6 +26,7 @@ def printed(cell):
 PICTURES = {
     "drafters.ipynb": {"methods"},
     "quickstart.ipynb": {"acceptance", "speculation", "timeline", "memory"},
+    "prefix.ipynb": {"first_token"},
     "real_model.ipynb": {"real_text"},
 }
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxspec.config import ModelSizes
 from jaxspec.inspection.find import find
 from jaxspec.inspection.sizes import Parameters, cache_bytes, fits, parameters, weight_bytes
-from jaxspec.loading import load, settle
+from jaxspec.loading import load, prefix_sizes, settle
 from jaxspec.models import dtype_of, family_of, parse_config
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.models.weights import undefined
@@ -40,6 +40,7 @@ PUBLISHED = {
 
 def config_of(**options):
     sizes = {"max_num_seqs": 3, "max_model_len": 100, "dtype": "float32"}
+    sizes |= {"enable_prefix_caching": False}
     return EngineConfig(FIXTURES / "qwen3_5", **sizes | options)
 
 
@@ -98,6 +99,33 @@ def test_as_many_requests_as_are_said_fit_with_all_their_pages(options):
                 fit(shapes(row.requests + 1), budget, said.holdings.bytes)
             needed = row.fixed_bytes + row.requests * row.request_bytes
             assert needed == sum(said.holdings.bytes(shapes(row.requests)).values())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_states_of_prefixes_are_counted_beside_the_requests(share):
+    """As many requests fit as `fit` takes, and what they are said to need is right but for them."""
+    options = {"enable_prefix_caching": True, "prefix_cache_share": share, "num_pages": None}
+    config, said = config_of(**options), settled(**options)
+    state = cache_bytes(said).checkpoint
+    assert state > 0 == cache_bytes(settled(enable_prefix_caching=False)).checkpoint
+    plain = fits(config_of(), model("qwen3_5"), settled(enable_prefix_caching=False), None)
+    for bytes_free in (4 * 10**6, 10**7):
+        budget = MemoryBudget(bytes_free, 1.0, fixed_pages=True)
+        for row, before in zip(fits(config, model("qwen3_5"), said, budget), plain, strict=True):
+            assert row.request_bytes > before.request_bytes
+
+            def shapes(count, length=row.max_model_len):
+                asked = {"max_model_len": length, "decode_buckets": None, "max_num_seqs": count}
+                drafts = (said.shapes.num_drafts,)
+                many = dataclasses.replace(config, **asked).step_shapes(ModelSizes(512), drafts)
+                return dataclasses.replace(many, **prefix_sizes(config, said.holdings.specs))
+
+            if row.requests:
+                held = fit(shapes(row.requests), budget, said.holdings.bytes)
+                needed = row.fixed_bytes + row.requests * row.request_bytes
+                assert abs(needed - sum(said.holdings.bytes(held).values())) <= 2 * state
+            with pytest.raises(ValueError, match="must fit"):
+                fit(shapes(row.requests + 1), budget, said.holdings.bytes)
 
 
 def test_lengths_end_with_the_models_longest_and_have_the_users(monkeypatch):

@@ -19,6 +19,7 @@ SALTS = None, "", "a"
 def loop_of(mode, min_uncached=4, **sizes):
     loop = Loop(**mode, **sizes)
     loop.scheduler.prefixes.min_uncached = min_uncached
+    loop.scheduler.prefixes.min_turn = 3
     return loop
 
 
@@ -63,6 +64,9 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
                 root, salt = int(random.choice([6, 12, 13, 20])), SALTS[random.integers(3)]
                 group = random_group(random, next_seed, max_samples=4, root=root, salt=salt)
                 next_seed += len(group)
+                ends = random.integers(1, 1 + len(group[0].prompt), size=random.integers(3))
+                for request in group:
+                    request.cache_boundaries = tuple(ends.tolist())
                 loop.add(group)
             if random.random() < 0.05 and loop.requests:
                 victim = loop.requests[int(random.choice(list(loop.requests)))]
@@ -121,6 +125,65 @@ def test_an_output_that_goes_on_as_the_next_prompt_is_found_to_its_end():
     second.prompt = second.prompt[:0] + tuple(first.tokens) + (7, 8)
     second.tokens, second.max_len = list(second.prompt), len(second.prompt) + 4
     assert run(loop, [second]) == [len(first.tokens) - 1]
+
+
+def boundaries_of(loop, prompt_len, *boundaries):
+    """Where a prompt's chunks end, if nothing of it is known."""
+    loop.scheduler.prefixes.clear()
+    (request,) = group_of(1 + len(loop.requests), 0, prompt_len)
+    request.cache_boundaries = boundaries
+    before = len(loop.device.log)
+    run(loop, [request])
+    chunks = [tokens for _, chunks in loop.device.log[before:] for _, tokens in chunks]
+    return [sum(chunks[: n + 1]) for n in range(len(chunks))]
+
+
+def test_a_prompt_leaves_a_state_where_the_next_turn_will_part_from_it():
+    loop = loop_of(ALL, min_uncached=1000)
+    (first,) = group_of(1, 14, 14)
+    first.cache_boundaries = (11,)
+    run(loop, [first])
+    (second,) = group_of(2, 11, 30)
+    second.cache_boundaries = (11, 25)
+    assert run(loop, [second]) == [11]
+    assert run(loop, group_of(3, 11, 13)) == [11]
+    (third,) = make_group(4, 27, 4)
+    third.prompt = second.prompt[:25] + third.prompt[25:]
+    third.tokens = list(third.prompt)
+    assert run(loop, [third]) == [25]
+    check_that_nothing_is_left(loop)
+
+
+def test_a_boundary_costs_a_step_only_where_it_saves_enough():
+    """Between it and the place before there are tokens of a turn; then the end needs no step."""
+    loop = loop_of(ALL, min_uncached=1000, chunk=64)
+    loop.scheduler.prefixes.min_turn = 8
+    assert boundaries_of(loop, 30) == [30]
+    assert boundaries_of(loop, 30, 7) == [30]
+    assert boundaries_of(loop, 30, 8) == [8, 30]
+    assert boundaries_of(loop, 30, 20, 9, 16) == [9, 20, 30]
+    assert boundaries_of(loop, 30, 30) == [29]  # the last token is a row of its own
+    loop.scheduler.prefixes.min_uncached = 10
+    assert boundaries_of(loop, 30, 10) == [10, 29]
+    assert boundaries_of(loop, 30, 20) == [20, 30]
+
+
+def test_where_the_user_will_speak_again_stays_while_tools_are_called():
+    """Each call leaves states, and names that one still, so others make room for them."""
+    loop = loop_of({**ALL, "num_checkpoints": 3}, min_uncached=1000)
+    (first,) = group_of(1, 6, 6, max_tokens=1)
+    first.cache_boundaries = (5,)
+    run(loop, [first])
+    tokens = first.tokens
+    for seed in range(2, 6):
+        (call,) = make_group(seed, len(tokens) + 3, 1)
+        call.prompt = (*tokens, *call.prompt[:3])
+        call.tokens = list(call.prompt)
+        call.cache_boundaries = (5, len(call.prompt) - 1)
+        (cached,) = run(loop, [call])
+        assert cached == len(tokens) - 1 or seed == 2
+        tokens = call.tokens
+    assert run(loop, group_of(9, 5, 8)) == [5]
 
 
 def test_samples_of_one_prompt_enter_on_a_prefix_and_fork_there():
