@@ -1,8 +1,6 @@
 """Session: samples in, steps that move them on; what every way to call the engine shares."""
 
-import contextlib
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
@@ -11,6 +9,7 @@ from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
 from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
+from jaxspec.turns import Turns
 
 _Result = TypeVar("_Result")
 
@@ -39,9 +38,7 @@ class Session:
         self._samples: dict[Request, Sample] = {}  # those that the scheduler has
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
-        # A signal's handler may call while its thread waits in line: that lock is an RLock too.
-        self._turn, self._next = threading.RLock(), threading.RLock()
-        self._holder: int | None = None  # the thread that has the turn
+        self._turns = Turns()
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -148,13 +145,13 @@ class Session:
                 turn already, as where a signal's handler calls within a step.
         """
         check_process(self._process)
-        if self._holder == threading.get_ident():
+        if self._turns.is_mine:
             raise RuntimeError(
                 "An LLM can't be called from within its own step, as by a signal's handler or a "
                 "finalizer. Set a flag there, and call when the step is over."
             )
         try:
-            return self._hold(lambda: self._after_notes(act))  # pyright: ignore[reportReturnType]
+            return self._turns.hold(lambda: self._after_notes(act))
         finally:
             self._do_notes()
 
@@ -179,7 +176,7 @@ class Session:
         self._is_whole = True
         return result
 
-    # These run within a turn, except `_do_notes` and `_hold`.
+    # These run within a turn, except `_do_notes`.
 
     def _after_notes(self, act: Callable[[], _Result]) -> _Result:
         if self._notes:
@@ -251,7 +248,7 @@ class Session:
         Not in a forked child, which drops its copies of what its parent runs.
         """
         while self._notes and os.getpid() == self._process:
-            if not self._hold(lambda: self.guarded(self._do_each_note), wait=False):
+            if not self._turns.try_hold(lambda: self.guarded(self._do_each_note)):
                 return
 
     def _do_each_note(self) -> bool:
@@ -266,34 +263,6 @@ class Session:
         self.engine.reset()
         self._samples.clear()
         self._is_whole = True
-
-    def _hold(self, act: Callable[[], _Result], *, wait: bool = True) -> _Result | None:
-        """Take the turn, act, and give it back; None if it is not free and we do not `wait`.
-
-        A thread that steps in a loop would take a plain lock again before others wake up. So the
-        next in line holds `_next`, and a thread that has just had its turn has to wait for that.
-
-        Python hears an interrupt after any call, so also right after the lock was taken. The lock
-        knows whether it was, and in a `finally` nothing is heard before the first call is over.
-        """
-        me = threading.get_ident()
-        if self._holder == me:
-            return None  # the garbage collector closes a stream within this thread's own turn
-        try:
-            with self._next if wait else contextlib.nullcontext():
-                is_held = self._turn.acquire(wait)
-            if not is_held:
-                return None
-            self._holder = me
-            try:
-                return act()
-            finally:
-                self._holder = None
-        finally:
-            try:  # noqa: SIM105 (a call of `suppress` would come before that of `release`)
-                self._turn.release()
-            except RuntimeError:
-                pass  # it was not taken
 
 
 def _taken(samples: Iterable[Sample]) -> list[TextDelta]:

@@ -111,6 +111,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
+        for request in self._followers.prefilled():
+            self.prefixes.preempted(request)
+            self.end(request, Finish.ABORT)
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
             return None  # a row that outlives them waits for the host, which is less than a step
         forked = self._fork() if self._followers else None
@@ -262,7 +265,8 @@ class Scheduler:
         self.pages.release(request.pages)
         request.slot, request.pages = 0, []
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a request out of the batch; it waits, and what can be kept of it is kept."""
         self.prefixes.preempted(request)
         self._leave(request)
         self.waiting.put_back(request)
@@ -282,7 +286,7 @@ class Scheduler:
         missing = self._pages_for(length, request) - len(request.pages)
         while missing > self.pages.num_free:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         request.pages += self.pages.allocate(missing)
