@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from jaxspec.plan import Program, StepOutput, StepPlan
-from jaxspec.request import DraftCounts
+from jaxspec.piece_plan import Copied
+from jaxspec.plan import Program, StepOutput, StepPlan, pack_export
+from jaxspec.request import DraftCounts, Request
 from jaxspec.scheduler.logprobs import record_logprobs
+from jaxspec.scheduler.prefix_copies import copy_in, copy_out
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
 
@@ -126,6 +128,16 @@ class Engine:
             return self._collect()
         return []
 
+    def copy_out(self, request: Request) -> Copied:
+        """Copy what is kept of a request's text to the host, behind all that is dispatched."""
+        copied, plans = copy_out(self.scheduler.prefixes, request)
+        self._copy(plans)
+        return copied
+
+    def copy_in(self, request: Request, copied: Copied) -> None:
+        """Keep what another engine computed of a request's text, as if it were computed here."""
+        self._copy(copy_in(self.scheduler.prefixes, request, copied))
+
     def drain(self) -> None:
         """Collect all that is in flight; what it says of ended requests is ignored."""
         while self._in_flight:
@@ -166,6 +178,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step uncollected."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    def _copy(self, plans: Iterable[StepPlan]) -> None:
+        """Dispatch copies now; states that the next plan was to keep first are kept before them."""
+        exports = map(pack_export, self.scheduler.prefixes.take_exports())
+        for plan in (*exports, *plans):
+            self.runner.dispatch(plan)
 
     def _num_behind(self) -> int:
         """Steps in flight behind the oldest dispatch; one that only copies counts as one."""

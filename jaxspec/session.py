@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
+from jaxspec.piece_plan import Copied
 from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
 from jaxspec.turns import Turns
@@ -88,7 +89,7 @@ class Session:
         A text stands for all samples that are there now of the request of that id. Once nothing
         runs, what is in flight is collected.
         """
-        noted = self._of_request(samples) if isinstance(samples, str) else tuple(samples)
+        noted = self.of_request(samples) if isinstance(samples, str) else tuple(samples)
         self.leave_note(lambda: self._end_each(noted))
 
     def leave_note(self, act: Callable[[], None]) -> None:
@@ -136,6 +137,25 @@ class Session:
         finally:
             self._notes.append(lambda: self._end_each(samples))
             self._do_notes()
+
+    def withdraw(self, sample: Sample) -> Copied | None:
+        """End a sample with "abort", and copy to the host what is kept of its tokens.
+
+        What is in flight for it is collected first, so others move on meanwhile. None: it ended
+        before.
+
+        Raises:
+            RuntimeError: as in `in_turn`.
+        """
+        return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
+
+    def bring(self, sample: Sample, copied: Copied) -> None:
+        """Keep what another engine computed of a sample's tokens; the sample may be added then.
+
+        Raises:
+            RuntimeError: as in `in_turn`.
+        """
+        self.in_turn(lambda: self.guarded(lambda: self.engine.copy_in(sample.request, copied)))
 
     def in_turn(self, act: Callable[[], _Result]) -> _Result:
         """What `act` returns, done while no other thread steps.
@@ -193,6 +213,18 @@ class Session:
             return []
         return [self._read(progress.request) for progress in self.engine.step()]
 
+    def _withdraw(self, sample: Sample) -> Copied | None:
+        self._let_in()
+        request = sample.request
+        if request in self.scheduler.running:
+            self.scheduler.preempt(request)
+        while request.in_flight and not request.finish:
+            self._step_once()
+        is_there = request in self._samples and not (request.finish and not request.is_prefill_only)
+        copied = self.engine.copy_out(request) if is_there else None
+        self._end_each([sample])
+        return copied
+
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
         deltas = _taken(samples)  # from a step of another caller
         if not deltas:
@@ -219,8 +251,11 @@ class Session:
             self.scheduler.drafter.settle(request)
         return sample
 
-    def _of_request(self, request_id: str) -> tuple[Sample, ...]:
-        """Those that are there, in any thread: a sample is let in before its note goes."""
+    def of_request(self, request_id: str) -> tuple[Sample, ...]:
+        """The samples of a request that are there, in any thread.
+
+        One that was added is let in before its note goes.
+        """
         added = [sample for samples in tuple(self._added) for sample in samples]
         there = [*added, *tuple(self._samples.values())]
         return tuple(sample for sample in there if sample.request_id == request_id)

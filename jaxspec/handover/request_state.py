@@ -199,7 +199,9 @@ def _params(values: Any) -> SamplingParams:
         pairs = None if bias is None else dict(map(tuple, bias))
         return SamplingParams(**values | {"logit_bias": pairs, "output_kind": kind})
     except (KeyError, TypeError, ValueError) as error:
-        raise _refused("params", values, f"such as SamplingParams takes ({error!s:.200})") from error
+        raise _refused(
+            "params", values, f"such as SamplingParams takes ({error!s:.200})"
+        ) from error
 
 
 def _text(name: str, about: Mapping[str, Any]) -> str:

@@ -79,7 +79,7 @@ class PrefixCache:
 
         Nothing is taken yet: the caller holds the pages, and then tells `enter`.
         """
-        if not self._is_on or self._why_not(request):
+        if not self._is_on or self.why_not(request):
             return Hit()
         tree, limit = self.store.tree, len(request.tokens) - 1
         key = request, limit, tree.version
@@ -115,7 +115,7 @@ class PrefixCache:
         """
         if not self._is_on:
             return []
-        if why_not := self._why_not(request):
+        if why_not := self.why_not(request):
             self.stats.skipped[why_not] += 1
         elif request.generation == 1:
             request.num_cached_tokens = hit.num_cached
@@ -139,7 +139,7 @@ class PrefixCache:
         return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
 
     @staticmethod
-    def _why_not(request: Request) -> str:
+    def why_not(request: Request) -> str:
         """Why a request computes its whole prompt whatever is there; "": it need not."""
         if request.params.prompt_logprobs is not None:
             return "prompt_logprobs"  # they need every hidden state

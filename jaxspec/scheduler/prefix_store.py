@@ -84,7 +84,7 @@ class PrefixStore:
         A partly filled page is copied, or with `gives_page` taken over from a request that leaves.
         """
         tail = self._tail(request, length)
-        if length < 1 or node.depth != length // self._shapes.page_size or self._has(node, tail):
+        if length < 1 or node.depth != length // self._shapes.page_size or self.has(node, tail):
             return
         slot = self._slot(request)
         if not slot:
@@ -96,7 +96,7 @@ class PrefixStore:
                 self._skip("no page", slot)
                 return
             source, (target,) = page, self.pool.allocate(1)
-        self._put(node, tail, target or page, slot)
+        self.put(node, tail, target or page, slot)
         self.pool.release([target] if target else [])
         self.exports.append(Export(request.row, slot, source, target))
 
@@ -124,10 +124,10 @@ class PrefixStore:
         if node.is_alive:
             node = self._add(request, node, length // self._shapes.page_size, pages)
         tail = self._tail(request, length)
-        if node.is_alive and self._has(node, tail):
+        if node.is_alive and self.has(node, tail):
             self.slots.give_back(slot)
         else:
-            self._put(node, tail, pages[node.depth - first] if tail else 0, slot)
+            self.put(node, tail, pages[node.depth - first] if tail else 0, slot)
         self.pool.release(pages)
 
     def drop(self, request: Request) -> None:
@@ -181,7 +181,7 @@ class PrefixStore:
             node = self.tree.add(node, tokens, pages[index - first])
         return node
 
-    def _has(self, node: Node, tail: list[int]) -> bool:
+    def has(self, node: Node, tail: list[int]) -> bool:
         """Whether there is such a checkpoint, which is of use then."""
         there = node.tails.get(tuple(tail)) if tail else node
         if there is None or not there.checkpoint:
@@ -189,7 +189,7 @@ class PrefixStore:
         self.touch(there)
         return True
 
-    def _put(self, node: Node, tail: list[int], page: int, slot: int) -> None:
+    def put(self, node: Node, tail: list[int], page: int, slot: int) -> None:
         """Name a slot as what lies behind a node and the `tail`, which has a held page of its own.
 
         Not if the node has left the tree for that page, or for the slot.
@@ -205,6 +205,10 @@ class PrefixStore:
         if self._is_late or request.row < 0:
             self._skip("too late")
             return 0
+        return self.take_slot()
+
+    def take_slot(self) -> int:
+        """A slot for a state, which somebody may lose for that; 0: there is none."""
         slot, loser = self.slots.take()
         if loser is not None:
             self._figures.num_evicted_checkpoints += 1
