@@ -100,6 +100,8 @@ class Harness:
         prefixes: str = "off",  # `StepShapes.prefix_caching`
         num_checkpoints: int = 6,
         interval: int | None = None,
+        host_bytes: int = 0,
+        piece_pages: int = 4,
     ):
         speculation = None
         if drafts:
@@ -129,6 +131,8 @@ class Harness:
             prefix_caching=prefixes,
             num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
             checkpoint_interval=interval,
+            host_bytes=host_bytes,
+            piece_pages=piece_pages,
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
