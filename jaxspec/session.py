@@ -141,20 +141,12 @@ class Session:
     def withdraw(self, sample: Sample) -> Copied | None:
         """End a sample with "abort", and copy to the host what is kept of its tokens.
 
-        What is in flight for it is collected first, so others move on meanwhile. None: it ended
-        before.
-
-        Raises:
-            RuntimeError: as in `in_turn`.
+        What is in flight for it is collected first. None: it ended before. Raises as `in_turn`.
         """
         return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
 
     def bring(self, sample: Sample, copied: Copied) -> None:
-        """Keep what another engine computed of a sample's tokens; the sample may be added then.
-
-        Raises:
-            RuntimeError: as in `in_turn`.
-        """
+        """Keep what another engine computed of a sample's tokens. Raises as `in_turn`."""
         self.in_turn(lambda: self.guarded(lambda: self.engine.copy_in(sample.request, copied)))
 
     def in_turn(self, act: Callable[[], _Result]) -> _Result:

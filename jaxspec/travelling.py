@@ -200,11 +200,12 @@ def _resumed(llm: Travels, state: RequestState) -> Sample:
     key = llm._inputs.request_key(request.prompt, state.seed)
     request.proposer_key = integer("request_key", key, 0, INT32_MAX)
     is_over = any(token in request.stop_ids for token in output[params.min_tokens :])
-    if is_over or len(request.prompt) + len(output) >= request.max_len:
+    room = request.max_len - len(request.prompt)
+    if is_over or len(output) >= room:
         raise ValueError(
-            f"A request that goes on must not have ended, and request {shown(state.request_id)} has "
-            f"{len(output)} of at most {request.max_len - len(request.prompt)} tokens, or a stop id "
-            "among them. Keep its text as it is, or raise max_model_len."
+            f"A request that goes on must not have ended, and {shown(state.request_id)} has "
+            f"{len(output)} of at most {room} tokens, or a stop id among them. Keep its text as it "
+            "is, or raise max_model_len."
         )
     request.tokens.extend(output)
     request.draft_positions.extend(state.draft_positions)

@@ -32,7 +32,9 @@ ARRAYS = {"kv": np.arange(24, dtype=np.float32).reshape(3, 8), "conv/x": np.zero
 
 
 def request(params=PARAMS, output=(4, 5), name="\ud800 a\0/..", **changes):
-    made = Request((1, 2, 3), params.clone(), 2**32 - 1, request_id=name, cache_salt="\udfff", **changes)
+    made = Request(
+        (1, 2, 3), params.clone(), 2**32 - 1, request_id=name, cache_salt="\udfff", **changes
+    )
     made.tokens += output
     made.draft_positions += [0] * len(output)
     if params.logprobs is not None:
