@@ -16,6 +16,7 @@ from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
+from jaxspec.scheduler.host_tier import PieceMover
 from jaxspec.scheduler.page_pool import check_fits
 from jaxspec.scheduler.prefix_cache import PrefixCache
 from jaxspec.scheduler.prompt_budget import prompt_budget
@@ -33,10 +34,11 @@ class Scheduler:
         shapes: StepShapes,
         max_step_ms: float | None = None,
         drafter: HostDrafter | None = None,
+        mover: PieceMover | None = None,
     ):
-        """Start empty. `max_step_ms`: as in `StepSeconds`."""
+        """Start empty. `max_step_ms`: as in `StepSeconds`; `mover`: as in `PrefixCache`."""
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
-        self.prefixes = PrefixCache(shapes)
+        self.prefixes = PrefixCache(shapes, mover)
         self._plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
@@ -132,10 +134,10 @@ class Scheduler:
             self._advance(self.running[index], step)
             index += 1
         self._admit(step)
-        if step.decodes or step.prefills:
+        if step.has_work:
             return self._dispatch(step)
-        if step.restores:  # of samples whose followers enter next
-            return ScheduledStep(self._plans.only_restores(step, self.running), (), (), 0)
+        if self.prefixes.lets_in:  # samples whose followers enter next
+            return ScheduledStep(self._plans.only_copies(self.running), (), (), 0)
         return None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
@@ -227,16 +229,21 @@ class Scheduler:
             rows_full = len(self._free_slots) <= reserved or not self._has_row(step)
             seqs_full = len(step.prefills) >= self.shapes.max_prefill_seqs or step.budget < 1
             if rows_full or seqs_full or request.in_flight:
+                self.prefixes.expect(request)
                 break
+            reach = self.shapes.reach(len(request.tokens))
+            wanted = self.shapes.pages_for(min(reach, request.max_len))
+            if self.prefixes.is_coming(request, wanted, can_wait=step.has_work):
+                reserved += 1
+                continue
             hit = self.prefixes.find(request)
             self.pages.share(hit.pages)  # what it holds is not there for others
-            wanted = self._pages_for(self.shapes.reach(len(request.tokens)), request)
             if wanted - len(hit.pages) > self.pages.num_free:
                 self.pages.release(hit.pages)
                 break
             self.waiting.remove(request)
             self._enter(request, step, hit.num_cached)
-            step.restores += self.prefixes.enter(request, hit)
+            self.prefixes.enter(request, hit)
             if request.num_computed < self._followers.prefill_end(request):
                 self._advance(request, step)
 
@@ -269,17 +276,14 @@ class Scheduler:
         request.num_computed = request.prefill_len = 0
         self.num_preemptions += 1
 
-    def _pages_for(self, length: int, request: Request) -> int:
-        return self.shapes.pages_for(min(length, request.max_len))
-
     def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.
 
         False: the request itself was the last and had to go.
         """
-        if min(length, request.max_len) <= len(request.pages) * self.shapes.page_size:
+        missing = self.shapes.pages_for(min(length, request.max_len)) - len(request.pages)
+        if missing <= 0:
             return True
-        missing = self._pages_for(length, request) - len(request.pages)
         while missing > self.pages.num_free:
             victim = self.running[-1]
             self._preempt(victim)
