@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
-from jaxspec.piece_plan import Piece, piece_layout
+from jaxspec.piece_plan import Piece, Read, Write, pack_piece, piece_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import BIAS, GREEDY, PENALTIES, PROMPT_LOGPROBS, Sampler
 from jaxspec.table_plan import table_layout
@@ -266,6 +266,13 @@ def pack_export(export: Export) -> StepPlan:
     for name, value in export._asdict().items():
         fields[name][...] = value
     return StepPlan(EXPORT, packed)
+
+
+def pack_copy(copy: Read | Write, shapes: StepShapes) -> StepPlan:
+    """The plan that fills a piece, or puts one back."""
+    kinds = (READ, READ_STATE) if isinstance(copy, Read) else (WRITE, WRITE_STATE)
+    packed = pack_piece(copy, 1 if copy.piece.is_state else shapes.piece_pages)
+    return StepPlan(kinds[copy.piece.is_state], packed, piece=copy.piece)
 
 
 def pack_plan(program: Program, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:

@@ -148,6 +148,8 @@ class Pieces:
         staged: dict[Piece, tuple[jax.Array, ...]] = {}
         size = 0
         for piece in pieces:
+            if piece.arrays is None:  # it is filled by the next plan
+                continue
             size += self.num_bytes(is_state=piece.is_state)
             if size > MAX_STAGED_BYTES and staged:
                 break

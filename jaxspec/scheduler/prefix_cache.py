@@ -10,17 +10,22 @@ checkpoint is made between steps by a plan of its own (`plan.EXPORT`):
     align   at multiples of `checkpoint_interval` in prompts, and nowhere else
     all     where a prompt parts from one that came before, before the last token of a long prompt,
             at the end of an output, of what is preempted, and at an interval if there is one
+
+What the device has no room for goes to the host's memory, if that keeps some (`HostTier`). It comes
+back for requests that wait (`PrefixArrivals`).
 """
 
 from typing import Any, NamedTuple
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Export, Fork
+from jaxspec.plan import Fork
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import PENALTIES
+from jaxspec.scheduler.host_tier import HostTier, PieceMover
 from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.prefix_arrivals import PrefixArrivals
 from jaxspec.scheduler.prefix_figures import PrefixFigures
-from jaxspec.scheduler.prefix_store import PrefixStore
+from jaxspec.scheduler.prefix_store import Copy, PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
 MIN_UNCACHED = 1000  # tokens of a prompt below which a checkpoint at its end is worth no step
@@ -40,18 +45,34 @@ class Hit(NamedTuple):
 class PrefixCache:
     """Follows the requests that run; `StepShapes.prefix_caching` says what it keeps of them."""
 
-    def __init__(self, shapes: StepShapes, min_uncached: int = MIN_UNCACHED):
-        """Start empty; `min_uncached`: see `MIN_UNCACHED`."""
+    def __init__(
+        self,
+        shapes: StepShapes,
+        mover: PieceMover | None = None,
+        min_uncached: int = MIN_UNCACHED,
+    ):
+        """Start empty; `min_uncached`: see `MIN_UNCACHED`.
+
+        `mover`: who copies what is kept in the host's memory, if some is.
+        """
         self.shapes, self.min_uncached = shapes, min_uncached
         self.stats = PrefixFigures()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0
         self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
+        self._mover = mover if self._is_on and shapes.host_bytes else None
+        self.tier = None  # what the host's memory keeps, if it keeps anything
+        if self._mover is not None:
+            self.tier = HostTier(shapes.host_bytes, shapes.page_size, self._mover)
         self.new_pool()
 
     def new_pool(self) -> PagePool:
         """Forget everything; a pool whose pages are all free."""
-        self.store = PrefixStore(self.shapes, self.stats)
+        self.store = PrefixStore(self.shapes, self.stats, self.tier)
+        self._arrivals = None
+        if self.tier is not None and self._mover is not None:
+            parts = self.store, self.tier, self._mover
+            self._arrivals = PrefixArrivals(*parts, has_states=self._has_states)
         self._forget()
         return self.store.pool
 
@@ -64,15 +85,30 @@ class PrefixCache:
         self._at: dict[Request, Node] = {}  # the last page of each running request in the tree
         self._stops: dict[Request, tuple[int, ...]] = {}  # where its prompt's chunks shall end
         self._found: tuple[Any, Hit] = (None, Hit())
+        if self.tier is not None and self._arrivals is not None:
+            self.tier.clear()
+            self._arrivals.clear()
 
     def figures(self) -> dict[str, Any]:
         """The counts, for people; nothing where no prefix is kept."""
         if not self._is_on:
             return {}
-        now = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now: dict[str, Any] = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now |= {"host": self.tier.figures()} if self.tier is not None else {}
         return {"prefix_cache": {**self.stats.told(), **now}}
 
     # What a request finds.
+
+    def expect(self, request: Request) -> None:
+        """A request is the next to enter; see `PrefixArrivals.expect`."""
+        if self._arrivals is not None and not self.why_not(request):
+            self._arrivals.expect(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Whether a request waits for its prefix; see `PrefixArrivals.is_coming`."""
+        if self._arrivals is None or self.why_not(request):
+            return False
+        return self._arrivals.is_coming(request, num_pages, can_wait=can_wait)
 
     def find(self, request: Request) -> Hit:
         """Where a request that waits would enter now; at least its last token is left to compute.
@@ -104,17 +140,16 @@ class PrefixCache:
         return hit
 
     def follow(self, request: Request) -> None:
-        """A request has a row from here on, behind whatever tokens."""
+        """A request has a row from here on, behind whatever tokens; nothing need come for it."""
         if self._is_on:
             self._at[request] = self.store.tree.root(request.cache_salt)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
 
-    def enter(self, request: Request, hit: Hit) -> list[Fork]:
-        """A request, which has a slot, enters at `hit`, whose pages are held for it.
-
-        Returns what the device copies for it first.
-        """
+    def enter(self, request: Request, hit: Hit) -> None:
+        """A request, which has a slot, enters at `hit`, whose pages are held for it."""
         if not self._is_on:
-            return []
+            return
         if why_not := self.why_not(request):
             self.stats.skipped[why_not] += 1
         elif request.generation == 1:
@@ -129,7 +164,8 @@ class PrefixCache:
             self._at[request] = at or self._at[request]
         if self._keeps_ends:
             self._stops[request] = self._wanted(request, hit)
-        return [self._begin(request, hit)] if hit.num_cached else []
+        if hit.num_cached:
+            self.store.copies.append(self._begin(request, hit))
 
     def _begin(self, request: Request, hit: Hit) -> Fork:
         own = self.store.pool.allocate(1) if hit.tail_page else []
@@ -217,10 +253,17 @@ class PrefixCache:
     def over(self, request: Request) -> None:
         """A request has ended while it waited: what it has lost is of no use."""
         self.store.drop(request)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
 
-    def take_exports(self) -> list[Export]:
-        """See `PrefixStore.take_exports`."""
-        return self.store.take_exports()
+    @property
+    def lets_in(self) -> bool:
+        """Whether a request enters on a prefix with the next plan."""
+        return any(isinstance(copy, Fork) for copy in self.store.copies)
+
+    def take_copies(self) -> list[Copy]:
+        """See `PrefixStore.take_copies`."""
+        return self.store.take_copies()
 
     def _publish(self, request: Request, num_computed: int) -> None:
         self._at[request] = self.store.publish(request, self._at[request], num_computed)

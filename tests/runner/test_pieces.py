@@ -41,7 +41,7 @@ def kept_of(engine, length):
     engine.scheduler.prefixes.clear()
     ask(engine, PROMPT[:length], ONE)
     store, pieces, runner = engine.scheduler.prefixes.store, engine.runner.pieces, engine.runner
-    for export in store.take_exports():
+    for export in store.take_copies():
         runner.dispatch(pack_export(export))
     nodes, end = store.tree.match(None, PROMPT, length)
     tail = end if end is not None and len(end.tokens) < engine.buckets.page_size else None

@@ -9,12 +9,32 @@ from jaxspec.request import Finish
 from jaxspec.scheduler.scheduler import Scheduler
 
 
+class FakeMover:
+    """Pieces land some time after they were asked for; one of pages has 10 bytes, a state 30."""
+
+    def __init__(self, random):
+        self.random, self.seconds, self.staged = random, 0.0, set()
+        self.num_waits = 0
+
+    def num_bytes(self, *, is_state):
+        return 30 if is_state else 10
+
+    def stage(self, pieces):
+        self.staged = set(pieces)
+
+    def has_landed(self, piece):
+        has_landed = piece not in self.staged or self.random.random() < 0.5
+        self.num_waits += not has_landed
+        return has_landed
+
+
 class Loop:
     """A scheduler and a fake device, with `depth` steps in flight."""
 
     def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
         self.random = np.random.default_rng(seed)
-        self.scheduler = Scheduler(make_buckets(**sizes))
+        self.mover = FakeMover(self.random)
+        self.scheduler = Scheduler(make_buckets(**sizes), mover=self.mover)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth
