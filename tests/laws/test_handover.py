@@ -6,11 +6,19 @@ The engines differ in all that may differ: sizes of pages, drafts, depth, and ho
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT
 from travellers import Traveller, all_is_free, by_wire, told
 
+from jaxspec.cache import policy, portable
+from jaxspec.engine import Engine
+from jaxspec.pallas.recurrent.state_select import state_select_reference
+from jaxspec.piece_plan import Read
+from jaxspec.plan import EXPORT
+from jaxspec.runner.step import make_step
+from jaxspec.scheduler.prefix_store import PrefixStore
 from jaxspec.session import Session
 from jaxspec.speculation.ngram import NgramOptions
 
@@ -187,3 +195,75 @@ def test_what_was_given_up_before_it_was_read_is_computed_anew(engines, monkeypa
         monkeypatch.undo()
         bare = dataclasses.replace(state, arrays={})
         assert receiver.check(bare, receiver.finish(bare).tokens) == 0
+
+
+# Bugs that others shipped, planted on the way.
+
+real_rows, real_take, real_out = portable._rows, PrefixStore.take_copies, Engine.copy_out
+
+
+def inputs_turned_by_one(position, taps, ring):
+    return real_rows(position + 1, taps, ring)
+
+
+def state_of_the_neighbour(store):
+    count = store._shapes.num_checkpoints
+    return [
+        copy._replace(checkpoint=copy.checkpoint % count + 1)
+        if isinstance(copy, Read) and copy.checkpoint
+        else copy
+        for copy in real_take(store)
+    ]
+
+
+def one_token_fewer_is_told(engine, request):
+    copied = real_out(engine, request)
+    return copied._replace(num_tokens=copied.num_tokens - 1)
+
+
+def another_candidate(snapshot, mixer, pool, rows, layer):
+    wrong = dataclasses.replace(rows, state_offset=rows.state_offset + 1)
+    return state_select_reference(pool.states, layer, wrong)
+
+
+def ring_not_folded(replay, mixer, pool, rows, layer):
+    return state_select_reference(pool.states, layer, rows)
+
+
+BUGS = {
+    "inputs turned by one": (portable, "_rows", inputs_turned_by_one),
+    "the state of the neighbour": (PrefixStore, "take_copies", state_of_the_neighbour),
+    "counts one off": (Engine, "copy_out", one_token_fewer_is_told),
+    "another candidate": (policy.Snapshot, "states", another_candidate),
+    "a ring that is not folded": (policy.Replay, "states", ring_not_folded),
+}
+
+
+def travels(engines):
+    """Requests that leave both engines in the middle of their output, and go on in the other."""
+    for sender, receiver in (engines, engines[::-1]):
+        for params in (GREEDY, SEEDED):
+            for engine in engines:
+                engine.prefixes.clear()
+            samples = [sender.sample(p, params, f"{len(p)}") for p in (PROMPT, OTHER)]
+            sender.session.add(samples)
+            for _ in range(5):
+                sender.session.step()
+            for sample in samples:
+                state = by_wire(sender.export(sample.request_id))
+                receiver.check(state, receiver.finish(state).tokens)
+
+
+@pytest.mark.parametrize("pair", ["its head"], indirect=True)
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_seen(bug, pair, monkeypatch):
+    if bug is None:
+        return travels(pair)
+    where, name, planted = BUGS[bug]
+    monkeypatch.setattr(where, name, planted)
+    for engine in pair if where in (policy.Snapshot, policy.Replay) else ():
+        runner = engine._runner
+        step = jax.jit(make_step(runner._config, EXPORT), donate_argnums=2)
+        monkeypatch.setitem(runner._programs, EXPORT, step.lower(*runner._args(EXPORT)).compile())
+    with pytest.raises(AssertionError):
+        travels(pair)
