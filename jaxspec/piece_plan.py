@@ -48,6 +48,14 @@ class Write(NamedTuple):
     checkpoint: int = 0  # the slot that gets its state; 0: none
 
 
+class Copied(NamedTuple):
+    """The first tokens of a text, on the host or on the way there."""
+
+    num_tokens: int
+    pages: tuple[Piece, ...] = ()  # their full pages in order, as many as fit in each piece
+    state: Piece | None = None  # what lies by slot, and the partly filled page; None: no states
+
+
 @functools.cache
 def piece_layout(num_pages: int) -> PackedLayout:
     """Where each field of a plan lies that reads or writes a piece of so many pages."""

@@ -38,8 +38,10 @@ def token_arrays(
     return arrays
 
 
-def pages_of(specs: Iterable[CacheSpec], arrays: Arrays, sizes: PoolSizes) -> Pools:
-    """The tokens in pages of `sizes.page_size` tokens, as `write_pages` takes them.
+def pages_of(
+    specs: Iterable[CacheSpec], arrays: Arrays, num_tokens: int, sizes: PoolSizes
+) -> Pools:
+    """The `num_tokens` tokens in pages of `sizes.page_size` tokens, as `write_pages` takes them.
 
     Behind the last token are zeros.
 
@@ -52,7 +54,7 @@ def pages_of(specs: Iterable[CacheSpec], arrays: Arrays, sizes: PoolSizes) -> Po
 
         def paged(name: str, leaf: Any, axis: int = spec.page_axis) -> np.ndarray:
             shape = leaf.shape[:axis] + leaf.shape[axis + 2 :]
-            tokens = _checked(arrays, name, (None, *shape), leaf.dtype)
+            tokens = _checked(arrays, name, (num_tokens, *shape), leaf.dtype)
             count = -(-len(tokens) // sizes.page_size)
             padded = np.zeros((count * sizes.page_size, *shape), tokens.dtype)
             padded[: len(tokens)] = tokens
@@ -108,6 +110,14 @@ def _rows(position: int, taps: int, ring: int) -> np.ndarray:
     return (position - np.arange(taps - 1, 0, -1)) % ring
 
 
+def names(specs: Iterable[CacheSpec]) -> set[str]:
+    """What the arrays are called of engines that have these specs."""
+    specs, sizes = tuple(specs), PoolSizes(num_pages=1, page_size=1, num_slots=1, width=1)
+    pools = jax.eval_shape(lambda: {s.name: s.allocate(sizes) for s in by_page(specs)})
+    pools |= jax.eval_shape(lambda: {s.name: s.allocate_checkpoints(sizes) for s in by_slot(specs)})
+    return {name for pool, tree in pools.items() for name, _ in _named(pool, tree)}
+
+
 def _named(pool: str, tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a pool with their names; a pool that is one array has its own."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -121,18 +131,14 @@ def _part(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _checked(arrays: Arrays, name: str, shape: tuple[int | None, ...], dtype: Any) -> np.ndarray:
-    """The array of that name, if it has the shape and dtype; None: any length."""
+def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The array of that name, if it has the shape and dtype."""
     array = arrays.get(name)
     if array is None:
         raise ValueError(f"A kept request must have the array {name!r}, and it has {list(arrays)}.")
-    fits = len(array.shape) == len(shape) and all(
-        want in (None, got) for want, got in zip(shape, array.shape, strict=True)
-    )
-    if not fits or array.dtype != dtype:
-        told = ["any" if size is None else size for size in shape]
+    if array.shape != shape or array.dtype != dtype:
         raise ValueError(
-            f"The array {name!r} of a kept request must be {dtype} {told} for this engine, got "
-            f"{array.dtype} {list(array.shape)}. Use the same model and dtypes on both sides."
+            f"The array {name!r} of a kept request must be {dtype} {list(shape)} for this engine, "
+            f"got {array.dtype} {list(array.shape)}. Use the same model and dtypes on both sides."
         )
     return array

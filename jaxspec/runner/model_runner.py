@@ -1,6 +1,7 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
 import contextlib
+import functools
 import logging
 import pickle
 import time
@@ -16,6 +17,7 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
+from jaxspec.handover.fingerprint import fingerprint
 from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.plan import EXPORT, PIECES, TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
@@ -112,6 +114,11 @@ class ModelRunner:
         if self._state is None:
             self._state = self._new_state()
         return self._state
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """That of the model and its weights (`handover.fingerprint`). Not once it is closed."""
+        return fingerprint(self._recipe.config, self._weights)
 
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one.

@@ -65,7 +65,7 @@ class Way(NamedTuple):
     nodes: Sequence[Node]  # pages that the device has, from the root on
     pages: tuple[Found, ...]  # those behind them that it lacks
     state: Found | None  # at the end; None: the model has no states
-    num_matched: int  # tokens whose whole pages one of the two has, with a state behind or not
+    num_matched: int = 0  # tokens whose whole pages one of the two has, with a state or not
 
     @property
     def pieces(self) -> list[Piece]:

@@ -77,30 +77,40 @@ class PrefixArrivals:
         self._mover.stage(piece for way in self._coming.values() for piece in way.pieces)
 
     def _bring(self, request: Request, way: Way) -> None:
-        """Give all that is on the way a page, and the state a slot; nothing, if pages are short."""
-        store, salt, size = self._store, request.cache_salt, self._store.tree.page_size
-        there = [node.page for node in way.nodes]
-        store.pool.share(there)  # so that nothing takes them to make room
-        count = len(way.pages) + bool(way.state and way.state.tokens)
-        if count <= store.pool.num_free:
-            pages = store.pool.allocate(count)
-            node = way.nodes[-1] if way.nodes else store.tree.root(salt)
-            for found, page in zip(way.pages, pages, strict=False):
-                node = store.tree.add(node, found.tokens, page)
-            store.copies += _writes(way.pages, pages)
-            if way.state is not None:
-                self._bring_state(way.state, node, pages[len(way.pages) :])
-            store.pool.release(pages)
-            self._tier.num_hits += way.num_tokens - len(way.nodes) * size
-        store.pool.release(there)
-        store.tree.prune(salt)
+        if bring(self._store, request, way):
+            num_known = len(way.nodes) * self._store.tree.page_size
+            self._tier.num_hits += way.num_tokens - num_known
 
-    def _bring_state(self, state: Found, node: Node, tail: Sequence[int]) -> None:
-        """Put a state behind a node, or behind a part of a page, which `tail` holds one for."""
-        slot = self._store.take_slot()
-        if slot:
-            self._store.put(node, state.tokens, tail[0] if tail else 0, slot)
-            self._store.copies.append(Write(state.piece, (0,) * len(tail), tuple(tail), slot))
+
+def bring(store: PrefixStore, request: Request, way: Way) -> bool:
+    """Plan to give all on the way that the device lacks a page, and the state a slot.
+
+    Nothing, if pages are short. Returns whether they were not.
+    """
+    there = [node.page for node in way.nodes]
+    store.pool.share(there)  # so that nothing takes them to make room
+    count = len(way.pages) + bool(way.state and way.state.tokens)
+    has_room = count <= store.pool.num_free
+    if has_room:
+        pages = store.pool.allocate(count)
+        node = way.nodes[-1] if way.nodes else store.tree.root(request.cache_salt)
+        for found, page in zip(way.pages, pages, strict=False):
+            node = store.tree.add(node, found.tokens, page)
+        store.copies += _writes(way.pages, pages)
+        if way.state is not None:
+            _bring_state(store, way.state, node, pages[len(way.pages) :])
+        store.pool.release(pages)
+    store.pool.release(there)
+    store.tree.prune(request.cache_salt)
+    return has_room
+
+
+def _bring_state(store: PrefixStore, state: Found, node: Node, tail: Sequence[int]) -> None:
+    """Put a state behind a node, or behind a part of a page, which `tail` holds one for."""
+    slot = store.take_slot()
+    if slot:
+        store.put(node, state.tokens, tail[0] if tail else 0, slot)
+        store.copies.append(Write(state.piece, (0,) * len(tail), tuple(tail), slot))
 
 
 def _writes(found: Sequence[Found], pages: Sequence[int]) -> list[Write]:

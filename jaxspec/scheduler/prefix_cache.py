@@ -94,12 +94,12 @@ class PrefixCache:
 
     def expect(self, request: Request) -> None:
         """A request is the next to enter; see `PrefixArrivals.expect`."""
-        if self._arrivals is not None and not self._why_not(request):
+        if self._arrivals is not None and not self.why_not(request):
             self._arrivals.expect(request)
 
     def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
         """Whether a request waits for its prefix; see `PrefixArrivals.is_coming`."""
-        if self._arrivals is None or self._why_not(request):
+        if self._arrivals is None or self.why_not(request):
             return False
         return self._arrivals.is_coming(request, num_pages, can_wait=can_wait)
 
@@ -108,7 +108,7 @@ class PrefixCache:
 
         Nothing is taken yet: the caller holds the pages, and then tells `enter`.
         """
-        if not self._is_on or self._why_not(request):
+        if not self._is_on or self.why_not(request):
             return Hit()
         tree, limit = self.store.tree, len(request.tokens) - 1
         key = request, limit, tree.version
@@ -144,7 +144,7 @@ class PrefixCache:
         """A request, which has a slot, enters at `hit`, whose pages are held for it."""
         if not self._is_on:
             return
-        if why_not := self._why_not(request):
+        if why_not := self.why_not(request):
             self.stats.skipped[why_not] += 1
         elif request.generation == 1:
             request.num_cached_tokens = hit.num_cached
@@ -169,7 +169,7 @@ class PrefixCache:
         return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
 
     @staticmethod
-    def _why_not(request: Request) -> str:
+    def why_not(request: Request) -> str:
         """Why a request computes its whole prompt whatever is there; "": it need not."""
         if request.params.prompt_logprobs is not None:
             return "prompt_logprobs"  # they need every hidden state

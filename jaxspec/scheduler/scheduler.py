@@ -39,7 +39,7 @@ class Scheduler:
         """Start empty. `max_step_ms`: as in `StepSeconds`; `tier`: as in `PrefixCache`."""
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
         self.prefixes = PrefixCache(shapes, tier)
-        self._plans = RowPlans(shapes, self.drafter, self.prefixes)
+        self.plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.samplers: tuple[Sampler, ...] = ()  # that programs are compiled for; (): for any
@@ -69,11 +69,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Refuse requests that could never run, even alone.
-
-        Raises:
-            ValueError: longer than all pages together.
-        """
+        """Refuse requests that are longer than all pages together, by a ValueError."""
         for request in requests:
             check_fits(request.max_len, self.shapes)
 
@@ -113,6 +109,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
+        for request in self._followers.prefilled():
+            self.prefixes.preempted(request)
+            self.end(request, Finish.ABORT)
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
             return None  # a row that outlives them waits for the host, which is less than a step
         forked = self._fork() if self._followers else None
@@ -137,7 +136,7 @@ class Scheduler:
         if step.has_work:
             return self._dispatch(step)
         if self.prefixes.lets_in:  # samples whose followers enter next
-            return ScheduledStep(self._plans.only_copies(self.running), (), (), 0)
+            return ScheduledStep(self.plans.only_copies(self.running), (), (), 0)
         return None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
@@ -215,7 +214,7 @@ class Scheduler:
         program = moves_of(join(r.sampler for r in self.running if r.row < 0))
         if not forks:
             return None
-        return ScheduledStep(self._plans.plan(program, step, self.running, forks), (), (), 0)
+        return ScheduledStep(self.plans.plan(program, step, self.running, forks), (), (), 0)
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -269,7 +268,8 @@ class Scheduler:
         self.pages.release(request.pages)
         request.slot, request.pages = 0, []
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a request out of the batch; it waits, and what can be kept of it is kept."""
         self.prefixes.preempted(request)
         self._leave(request)
         self.waiting.put_back(request)
@@ -286,7 +286,7 @@ class Scheduler:
             return True
         while missing > self.pages.num_free:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         request.pages += self.pages.allocate(missing)
@@ -302,7 +302,7 @@ class Scheduler:
         shape, choice = self.draft_count.dispatch(step, num_prompt_tokens, sampler)
         rows, tokens, drafts = shape
         program = Program(rows, tokens, sampler, step.num_steps, drafts)
-        plan = self._plans.plan(program, step, self.running)
+        plan = self.plans.plan(program, step, self.running)
         decodes, prefills = launch(step, drafts)
         for request in chunks:
             self.prefixes.computed(request)

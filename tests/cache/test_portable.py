@@ -9,7 +9,7 @@ from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, random_like, recurrent
 
 from jaxspec.cache import PoolSizes, Replay, allocate_checkpoints, owned
 from jaxspec.cache.copies import read_checkpoint
-from jaxspec.cache.portable import checkpoint_of, pages_of, state_arrays, token_arrays
+from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
 
 SPECS = (KV, HISTORY, HIDDEN, recurrent(), CONVS, *owned("draft", [KV, recurrent()]))
 OTHERS = (KV, HISTORY, HIDDEN, recurrent(Replay(8)), CONVS, *owned("draft", [KV, recurrent()]))
@@ -41,7 +41,7 @@ def made_up(seed=0, num_tokens=5):
 def test_tokens_are_the_same_in_pages_of_any_size(num_tokens):
     arrays = made_up(num_tokens=num_tokens)
     for sizes in (SIZES, WIDER):
-        pages = pages_of(SPECS, arrays, sizes)
+        pages = pages_of(SPECS, arrays, num_tokens, sizes)
         count = -(-num_tokens // sizes.page_size)
         assert pages["kv"].shape == (count, 1, 2, sizes.page_size, 1, 4)
         assert pages["tokens"].shape == (count, sizes.page_size)
@@ -85,11 +85,17 @@ def test_a_checkpoint_of_an_engine_comes_back_where_its_next_tokens_look():
         np.testing.assert_array_equal(again[tree].conv[:, rows], checkpoint[tree].conv[:, rows])
 
 
+def test_names_are_those_of_all_arrays():
+    assert names(SPECS) == made_up().keys()
+    assert names((KV,)) == {"kv"} and names(()) == set()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda a: a.pop("kv"), "must have the array 'kv'"),
-        (lambda a: a.update(kv=a["kv"][..., :2]), r"'kv' .* \['any', 1, 2, 1, 4\]"),
+        (lambda a: a.update(kv=a["kv"][..., :2]), r"'kv' .* \[5, 1, 2, 1, 4\]"),
+        (lambda a: a.update(kv=a["kv"][:4]), r"'kv' .* got float32 \[4, 1, 2, 1, 4\]"),
         (lambda a: a.update(tokens=a["tokens"].astype(np.int64)), "'tokens' .* int32"),
         (lambda a: a.pop("recurrent/states"), "must have the array 'recurrent/states'"),
         (lambda a: a.update(short_conv=a["short_conv"][:, 1:]), r"'short_conv' .* \[2, 2, 5\]"),
@@ -99,5 +105,5 @@ def test_arrays_of_another_model_are_refused(change, words):
     arrays = made_up()
     change(arrays)
     with pytest.raises(ValueError, match=words):
-        pages_of(SPECS, arrays, SIZES)
+        pages_of(SPECS, arrays, 5, SIZES)
         checkpoint_of(SPECS, arrays, 5, SIZES)

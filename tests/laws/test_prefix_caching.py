@@ -170,7 +170,7 @@ def test_what_is_kept_is_the_oracle_s_state(fixture, states):
         (request,) = engine.add((*LONGER, num_steps), GREEDY)
         for _ in range(num_steps):
             engine.step()
-        engine.scheduler._preempt(request)
+        engine.scheduler.preempt(request)
         engine.run()
     assert engine.scheduler.prefixes.stats.num_resumed > 20
     found = kept_states(engine)

@@ -65,7 +65,7 @@ def give(engine, arrays, length):
     prefixes, pieces = engine.scheduler.prefixes, engine.runner.pieces
     prefixes.clear()
     store, size = prefixes.store, engine.buckets.page_size
-    pages = pages_of(pieces.specs, arrays, pieces.sizes)
+    pages = pages_of(pieces.specs, arrays, length, pieces.sizes)
     targets = store.pool.allocate(-(-length // size))
     for place, target in enumerate(targets):
         padded = {

@@ -71,7 +71,7 @@ def test_a_random_walk_in_which_both_tiers_give_up_gives_every_request_what_it_g
                 victim = loop.requests[int(random.choice(list(loop.requests)))]
                 loop.scheduler.end(victim, Finish.ABORT)
             if random.random() < 0.03 and loop.scheduler.running:
-                loop.scheduler._preempt(loop.scheduler.running[-1])
+                loop.scheduler.preempt(loop.scheduler.running[-1])
             if random.random() < 0.01:
                 loop.scheduler.prefixes.clear()
             if turn % 10 == 0:
@@ -266,7 +266,7 @@ def test_a_digest_is_of_a_text_and_its_salt_and_the_same_in_every_process():
 
 
 REAL_TAKE = prefix_store.PrefixStore.take_copies
-REAL_BRING = prefix_arrivals.PrefixArrivals._bring_state
+REAL_BRING = prefix_arrivals._bring_state
 
 
 def read_after_the_page_was_used_again(store):
@@ -304,9 +304,9 @@ def no_salt_in_digests(node):
     return b""
 
 
-def pages_without_their_state(arrivals, state, node, tail):
-    REAL_BRING(arrivals, state, node, tail)
-    arrivals._store.copies.pop()
+def pages_without_their_state(store, state, node, tail):
+    REAL_BRING(store, state, node, tail)
+    store.copies.pop()
 
 
 BUGS = {
@@ -324,7 +324,7 @@ BUGS = {
     ),
     "no salt in digests": (prefix_tree, "digest_of", no_salt_in_digests),
     "pages without their state": (
-        prefix_arrivals.PrefixArrivals, "_bring_state", pages_without_their_state,
+        prefix_arrivals, "_bring_state", pages_without_their_state,
     ),
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
                 victim = loop.requests[int(random.choice(list(loop.requests)))]
                 loop.scheduler.end(victim, Finish.ABORT)
             if random.random() < 0.03 and loop.scheduler.running:
-                loop.scheduler._preempt(loop.scheduler.running[-1])
+                loop.scheduler.preempt(loop.scheduler.running[-1])
             if random.random() < 0.01:
                 loop.scheduler.prefixes.clear()
             if turn % 10 == 0:
@@ -148,7 +148,7 @@ def test_a_preempted_request_goes_on_from_its_own_prefix(mode):
         loop.add([request])
         for _ in range(6):
             loop.turn()
-        loop.scheduler._preempt(request)
+        loop.scheduler.preempt(request)
         num_known = len(request.tokens)
         loop.run()
         resumed = loop.scheduler.prefixes.stats.num_resumed
@@ -163,7 +163,7 @@ def test_what_a_preempted_request_left_is_given_up_when_pages_are_short_or_it_is
         loop.add([request])
         for _ in range(4):
             loop.turn()
-        loop.scheduler._preempt(request)
+        loop.scheduler.preempt(request)
         store = loop.scheduler.prefixes.store
         assert store._pending
         if way == "short":
