@@ -60,7 +60,7 @@ class StepShapes:
     prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for checkpoints
     num_checkpoints: int = dataclasses.field(default=0, compare=False)  # the null one not counted
     checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in prompts
-    piece_pages: int = dataclasses.field(default=16, compare=False)  # of a copy to the host
+    piece_pages: int = dataclasses.field(default=0, compare=False)  # of a copy to the host; 0: some
     host_bytes: int = dataclasses.field(default=0, compare=False)  # for what the device gives up
 
     def __post_init__(self) -> None:
@@ -113,6 +113,8 @@ class StepShapes:
             )
 
     def _check_prefixes(self) -> None:
+        if self.piece_pages == 0:
+            object.__setattr__(self, "piece_pages", max(1, PIECE_TOKENS // self.page_size))
         integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
         integer("host_bytes", self.host_bytes, 0)
         check_sizes(piece_pages=self.piece_pages, checkpoint_interval=self.checkpoint_interval or 1)
@@ -175,7 +177,6 @@ class StepShapes:
             prefill_tokens=tuple(prefill_tokens),
             max_num_batched_tokens=budget,
             max_prefill_seqs=max_prefill_seqs,
-            piece_pages=max(1, PIECE_TOKENS // page_size),
             **sizes,
         )
 

@@ -59,8 +59,7 @@ class LLM(Diagnostics):
         self._show_progress = progress
         self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
-        self._default_params = loaded.default_params
-        runner = loaded.runner
+        self._default_params, runner = loaded.default_params, loaded.runner
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model_config.vocab_size,
@@ -78,7 +77,8 @@ class LLM(Diagnostics):
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        scheduler = Scheduler(runner.shapes, config.max_step_ms, loaded.host_drafter)
+        parts = loaded.host_drafter, loaded.host_tier
+        scheduler = Scheduler(runner.shapes, config.max_step_ms, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         super().__init__(
             Session(engine, on_failure),

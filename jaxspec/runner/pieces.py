@@ -6,6 +6,7 @@ all later ones. No step's program has any part in it.
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -46,6 +47,27 @@ class _Kept:
 
     pools: Pools  # those that lie in pages
     checkpoints: Pools  # none, where pages alone are copied
+
+
+def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes) -> None:
+    """Refuse a size of the host's memory in which no prefix could lie, or that it has not.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if not shapes.host_bytes:
+        return
+    pieces = Pieces(specs, shapes)
+    least = pieces.num_bytes(is_state=False)
+    if shapes.num_checkpoints:
+        least += pieces.num_bytes(is_state=True)
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not least <= shapes.host_bytes <= most:
+        raise ValueError(
+            f"kv_offloading_size must be from {least / 2**30:.3g} GiB, which one piece of a prefix "
+            f"takes, to {most / 2**30:.3g} GiB, which this machine has, got "
+            f"{shapes.host_bytes / 2**30:.3g}."
+        )
 
 
 class Pieces:

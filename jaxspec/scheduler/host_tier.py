@@ -61,10 +61,11 @@ class Found(NamedTuple):
 class Way(NamedTuple):
     """A place in a text up to which device and host together have what a request needs."""
 
-    num_tokens: int  # up to there
-    nodes: list[Node]  # pages that the device has, from the root on
+    num_tokens: int  # up to there; 0: there is no such place
+    nodes: Sequence[Node]  # pages that the device has, from the root on
     pages: tuple[Found, ...]  # those behind them that it lacks
     state: Found | None  # at the end; None: the model has no states
+    num_matched: int = 0  # tokens whose whole pages one of the two has, with a state or not
 
     @property
     def pieces(self) -> list[Piece]:
@@ -77,8 +78,8 @@ class HostTier:
     """Entries by digest and tokens; pieces by their last use, in at most `max_bytes`."""
 
     def __init__(self, max_bytes: int, page_size: int, mover: PieceMover):
-        """Start empty; `mover` knows the size of pieces."""
-        self.max_bytes, self._page_size, self._mover = max_bytes, page_size, mover
+        """Start empty; `mover` knows the size of pieces, and copies them to the device."""
+        self.max_bytes, self._page_size, self.mover = max_bytes, page_size, mover
         self.num_read_pages = self.num_read_states = 0  # in its whole life
         self.num_evicted_pieces = self.num_hits = 0
         self.clear()
@@ -103,7 +104,7 @@ class HostTier:
             "num_bytes": self.num_bytes,
             "max_bytes": self.max_bytes,
             "num_evicted_pieces": self.num_evicted_pieces,
-            "seconds": self._mover.seconds,
+            "seconds": self.mover.seconds,
         }
 
     # What the device gives up.
@@ -149,13 +150,13 @@ class HostTier:
 
     def find(
         self, match: Match, root: Node, tokens: Sequence[int], limit: int, *, has_states: bool
-    ) -> Way | None:
+    ) -> Way:
         """The deepest place in `tokens`, of which `limit` count, that the host leads to.
 
-        `match`: what the device has of them, below `root`. None: the host adds nothing to it.
+        `match`: what the device has of them, below `root`. There may be no place that is deeper.
         """
         size, digest, depth = self._page_size, digest_of(root), 0
-        pages, found = list[Found](), None
+        pages, found = list[Found](), (0, None)
         while True:
             rest = tuple(tokens[depth * size : min((depth + 1) * size, limit)])
             below = self._below.get(digest, {})
@@ -174,14 +175,13 @@ class HostTier:
                 found = depth, None
             elif entry is not None and entry.state is not None:
                 found = depth, Found((), entry.state)
-        if found is None:
-            return None
+        num_matched = depth * size
         depth, state = found
         num_tokens = depth * size + (len(state.tokens) if state is not None else 0)
         if num_tokens <= self._known(match, has_states=has_states):
-            return None
-        num_known = min(depth, len(match.nodes))
-        return Way(num_tokens, match.nodes[:num_known], tuple(pages[: depth - num_known]), state)
+            return Way(0, (), (), None, num_matched)
+        nodes = match.nodes[:depth]
+        return Way(num_tokens, nodes, tuple(pages[: depth - len(nodes)]), state, num_matched)
 
     def touch(self, pieces: Iterable[Piece]) -> None:
         """Pieces are of use."""
@@ -215,7 +215,7 @@ class HostTier:
 
     def _add(self, piece: Piece, entries: list[Entry]) -> None:
         self._pieces[piece] = entries
-        self.num_bytes += self._mover.num_bytes(is_state=piece.is_state)
+        self.num_bytes += self.mover.num_bytes(is_state=piece.is_state)
         while self.num_bytes > self.max_bytes:
             self._forget(next(iter(self._pieces)))
             self.num_evicted_pieces += 1
@@ -231,7 +231,7 @@ class HostTier:
                 del family[entry.tokens]
                 if not family:
                     del self._below[entry.before]
-        self.num_bytes -= self._mover.num_bytes(is_state=piece.is_state)
+        self.num_bytes -= self.mover.num_bytes(is_state=piece.is_state)
 
 
 def _tail(below: dict[tuple[Any, ...], Entry], rest: tuple[int, ...], size: int) -> Found | None:

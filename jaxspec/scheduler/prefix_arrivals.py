@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxspec.piece_plan import Piece, Write
 from jaxspec.request import Request
-from jaxspec.scheduler.host_tier import Found, HostTier, PieceMover, Way
+from jaxspec.scheduler.host_tier import Found, HostTier, Way
 from jaxspec.scheduler.prefix_store import PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
@@ -18,9 +18,9 @@ from jaxspec.scheduler.prefix_tree import Node
 class PrefixArrivals:
     """Puts what `tier` has of a request's text into `store`, whose requests have states or not."""
 
-    def __init__(self, store: PrefixStore, tier: HostTier, mover: PieceMover, *, has_states: bool):
-        """Start with nothing on its way; `mover` copies to the device ahead."""
-        self._store, self._tier, self._mover = store, tier, mover
+    def __init__(self, store: PrefixStore, tier: HostTier, *, has_states: bool):
+        """Start with nothing on its way."""
+        self._store, self._tier, self._mover = store, tier, tier.mover
         self._has_states = has_states
         self._coming: dict[Request, Way] = {}
 
@@ -41,7 +41,7 @@ class PrefixArrivals:
         where it `can_wait` no longer, for nothing else runs: its device would idle as well.
         """
         way = self._look(request)
-        if way is None:
+        if not way.num_tokens:
             return False
         held = sum(node.is_held for node in way.nodes)
         if num_pages > self._store.pool.num_free + held:
@@ -56,15 +56,16 @@ class PrefixArrivals:
         if self._coming.pop(request, None) is not None:
             self._stage()
 
-    def _look(self, request: Request) -> Way | None:
+    def num_matched(self, request: Request) -> int:
+        """Tokens of a request that device and host knew when it was last looked up."""
+        return self._coming[request].num_matched if request in self._coming else 0
+
+    def _look(self, request: Request) -> Way:
         limit = len(request.tokens) - 1
         tree, salt = self._store.tree, request.cache_salt
         match, root = tree.match(salt, request.tokens, limit), tree.root(salt)
         way = self._tier.find(match, root, request.tokens, limit, has_states=self._has_states)
         tree.prune(salt)
-        if way is None:
-            self.drop(request)
-            return None
         before = self._coming.get(request)
         self._coming[request] = way
         if before is None or before.pieces != way.pieces:

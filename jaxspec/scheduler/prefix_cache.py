@@ -21,7 +21,7 @@ from jaxspec.config import StepShapes
 from jaxspec.plan import Fork
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import PENALTIES
-from jaxspec.scheduler.host_tier import HostTier, PieceMover
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import PagePool
 from jaxspec.scheduler.prefix_arrivals import PrefixArrivals
 from jaxspec.scheduler.prefix_figures import PrefixFigures
@@ -39,7 +39,7 @@ class Hit(NamedTuple):
     tail_page: int = 0  # holds the rest of them, and is to be copied; 0: there is no rest
     checkpoint: int = 0  # slot of the state behind them; 0: the model keeps none
     node: Node | None = None  # of the last token
-    num_matched: int = 0  # tokens whose pages are there
+    num_matched: int = 0  # tokens whose pages are there, or on the host
 
 
 class PrefixCache:
@@ -48,31 +48,24 @@ class PrefixCache:
     def __init__(
         self,
         shapes: StepShapes,
-        mover: PieceMover | None = None,
+        tier: HostTier | None = None,
         min_uncached: int = MIN_UNCACHED,
     ):
-        """Start empty; `min_uncached`: see `MIN_UNCACHED`.
-
-        `mover`: who copies what is kept in the host's memory, if some is.
-        """
+        """Start empty; `tier`: the host's part, if it has one; `min_uncached`: `MIN_UNCACHED`."""
         self.shapes, self.min_uncached = shapes, min_uncached
         self.stats = PrefixFigures()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0
         self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
-        self._mover = mover if self._is_on and shapes.host_bytes else None
-        self.tier = None  # what the host's memory keeps, if it keeps anything
-        if self._mover is not None:
-            self.tier = HostTier(shapes.host_bytes, shapes.page_size, self._mover)
+        self.tier = tier if self._is_on else None
         self.new_pool()
 
     def new_pool(self) -> PagePool:
         """Forget everything; a pool whose pages are all free."""
         self.store = PrefixStore(self.shapes, self.stats, self.tier)
         self._arrivals = None
-        if self.tier is not None and self._mover is not None:
-            parts = self.store, self.tier, self._mover
-            self._arrivals = PrefixArrivals(*parts, has_states=self._has_states)
+        if self.tier is not None:
+            self._arrivals = PrefixArrivals(self.store, self.tier, has_states=self._has_states)
         self._forget()
         return self.store.pool
 
@@ -125,7 +118,8 @@ class PrefixCache:
         if not self._has_states:
             node = nodes[-1] if nodes else None
         size = self.shapes.page_size
-        hit = Hit(num_matched=len(nodes) * size)
+        num_matched = self._arrivals.num_matched(request) if self._arrivals is not None else 0
+        hit = Hit(num_matched=max(num_matched, len(nodes) * size))
         if node is not None:
             rest = len(node.tokens) % size
             num_full = node.depth - (rest > 0)

@@ -16,7 +16,7 @@ from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
-from jaxspec.scheduler.host_tier import PieceMover
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import check_fits
 from jaxspec.scheduler.prefix_cache import PrefixCache
 from jaxspec.scheduler.prompt_budget import prompt_budget
@@ -34,11 +34,11 @@ class Scheduler:
         shapes: StepShapes,
         max_step_ms: float | None = None,
         drafter: HostDrafter | None = None,
-        mover: PieceMover | None = None,
+        tier: HostTier | None = None,
     ):
-        """Start empty. `max_step_ms`: as in `StepSeconds`; `mover`: as in `PrefixCache`."""
+        """Start empty. `max_step_ms`: as in `StepSeconds`; `tier`: as in `PrefixCache`."""
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
-        self.prefixes = PrefixCache(shapes, mover)
+        self.prefixes = PrefixCache(shapes, tier)
         self.plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0

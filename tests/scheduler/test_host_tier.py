@@ -233,18 +233,22 @@ def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():
         match = prefix_tree.Match(list(nodes), None)
         return tier.find(match, tree.root(None), texts, limit, has_states=has_states)
 
-    assert find() is None
+    assert find() == (0, (), (), None, 0)
     read = tier.add_pages([c, a])
     assert read == Read(read.piece, (c.page, a.page))
-    assert find() is None and find(has_states=False).num_tokens == 4
+    assert (
+        find().num_tokens == 0
+        and find().num_matched == 4
+        and find(has_states=False).num_tokens == 4
+    )
     assert find(a, b, has_states=False).pages[0].place == 0
     state = tier.add_state(tail, 7)
     assert state == Read(state.piece, (tail.page,), 7)
-    assert find() is None  # the second page is nowhere
+    assert not find().num_tokens  # the second page is nowhere
     way = find(a, b)
     assert way.num_tokens == 14 and way.state.piece is state.piece and way.nodes == [a, b]
     assert way.pieces == [state.piece, read.piece]
-    assert find(a, b, limit=13) is None
+    assert not find(a, b, limit=13).num_tokens and find(a, b).num_matched == 12
     whole = tier.add_state(b, 3)
     assert whole.pages == () and find(a, b, limit=13).num_tokens == 8
     assert find(a, b, limit=13).pages == ()

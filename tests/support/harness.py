@@ -20,6 +20,7 @@ from jaxspec.sampler import to_compile
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.speculation import SpeculativeConfig
 
@@ -160,7 +161,8 @@ class Harness:
         )
         warm_up(self.runner, samplers)
         drafts_on_host = make_host_drafter(speculation)
-        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host)
+        tier = HostTier(host_bytes, page_size, self.runner.pieces) if host_bytes else None
+        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
         self.scheduler.samplers = tuple(to_compile(samplers))
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []

@@ -6,6 +6,7 @@ import numpy as np
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
 from jaxspec.request import Finish
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
 
 
@@ -34,7 +35,10 @@ class Loop:
     def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
         self.random = np.random.default_rng(seed)
         self.mover = FakeMover(self.random)
-        self.scheduler = Scheduler(make_buckets(**sizes), mover=self.mover)
+        shapes = make_buckets(**sizes)
+        sizes_on_host = shapes.host_bytes, shapes.page_size
+        tier = HostTier(*sizes_on_host, self.mover) if shapes.host_bytes else None
+        self.scheduler = Scheduler(shapes, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth
