@@ -12,7 +12,7 @@ MAX_PATH = 64
 """Tokens of a path, which a plan brings for each row of an engine that drafts on the host."""
 TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
-
+PIECE_TOKENS = 256  # of a copy to the host's memory: some MB, which a bus takes at its full speed
 
 PrefixMode = Literal["off", "pages", "align", "all"]
 
@@ -60,6 +60,8 @@ class StepShapes:
     prefix_cache_share: float = dataclasses.field(default=0.0, compare=False)  # for checkpoints
     num_checkpoints: int = dataclasses.field(default=0, compare=False)  # the null one not counted
     checkpoint_interval: int | None = dataclasses.field(default=None, compare=False)  # in prompts
+    piece_pages: int = dataclasses.field(default=0, compare=False)  # of a copy to the host; 0: some
+    host_bytes: int = dataclasses.field(default=0, compare=False)  # for what the device gives up
 
     def __post_init__(self) -> None:
         """Check every size."""
@@ -95,13 +97,9 @@ class StepShapes:
         if self.decode_rows[-1] != self.max_num_seqs:
             raise ValueError(
                 f"The largest of decode_buckets must equal max_num_seqs, got max_num_seqs="
-                f"{self.max_num_seqs}, decode_buckets={shown(self.decode_rows)}. Change one of the "
-                "two."
+                f"{self.max_num_seqs}, decode_buckets={shown(self.decode_rows)}. Change either."
             )
-        if self.num_pages < 2:
-            raise ValueError(
-                f"num_pages must be at least 2, the null page and one, got {self.num_pages}."
-            )
+        integer("num_pages", self.num_pages, 2, hint=" (the null page and one)")
         if self.max_num_batched_tokens <= self.max_num_seqs * (1 + self.num_drafts):
             raise ValueError(
                 f"A step must have room for every row's verify and some prompt: "
@@ -115,8 +113,11 @@ class StepShapes:
             )
 
     def _check_prefixes(self) -> None:
+        if self.piece_pages == 0:
+            object.__setattr__(self, "piece_pages", max(1, PIECE_TOKENS // self.page_size))
         integer("num_checkpoints", self.num_checkpoints, 0, INT32_MAX)
-        check_sizes(checkpoint_interval=self.checkpoint_interval or 1)
+        integer("host_bytes", self.host_bytes, 0)
+        check_sizes(piece_pages=self.piece_pages, checkpoint_interval=self.checkpoint_interval or 1)
         modes, share = get_args(PrefixMode), self.prefix_cache_share
         if self.prefix_caching not in modes or not (isinstance(share, float) and 0 <= share < 1):
             raise ValueError(
@@ -296,5 +297,4 @@ class StateConfig:
         if self.dtype not in ("float32", "float16", "bfloat16"):
             words = "'float32', 'float16' or 'bfloat16'"
             raise ValueError(f"state_dtype must be {words}, got {shown(self.dtype)}.")
-        if self.window is not None:
-            check_sizes(window=self.window)
+        check_sizes(window=1 if self.window is None else self.window)

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from jaxspec.piece_plan import Copied
 from jaxspec.plan import Program, StepOutput, StepPlan
-from jaxspec.request import DraftCounts
+from jaxspec.request import DraftCounts, Request
 from jaxspec.scheduler.logprobs import record_logprobs
+from jaxspec.scheduler.prefix_copies import copy_in, copy_out
 from jaxspec.scheduler.scheduled_step import Progress, ScheduledStep
 from jaxspec.scheduler.scheduler import Scheduler
 
@@ -126,6 +128,17 @@ class Engine:
             return self._collect()
         return []
 
+    def copy_out(self, request: Request) -> Copied:
+        """Copy what the device has of a request's text to the host, behind all that is planned."""
+        copied = copy_out(self.scheduler.prefixes, request)
+        self._dispatch_copies()
+        return copied
+
+    def copy_in(self, request: Request, copied: Copied) -> None:
+        """Keep what another engine computed of a request's text, as if it were computed here."""
+        copy_in(self.scheduler.prefixes, request, copied)
+        self._dispatch_copies()
+
     def drain(self) -> None:
         """Collect all that is in flight; what it says of ended requests is ignored."""
         while self._in_flight:
@@ -166,6 +179,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step uncollected."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    def _dispatch_copies(self) -> None:
+        """Have those made now that the next plan would begin with."""
+        if self.scheduler.prefixes.store.copies:
+            self.runner.dispatch(self.scheduler.plans.only_copies(self.scheduler.running))
 
     def _num_behind(self) -> int:
         """Steps in flight behind the oldest dispatch; one that only copies counts as one."""

@@ -64,7 +64,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
-        self._request_key, self._seed = request_key, seed
+        self.request_key, self._seed = request_key, seed
         self._finds_boundaries = finds_boundaries
         self._num_prompts = 0  # which the noise of prompts without a seed goes by
         self._lock = threading.Lock()
@@ -207,7 +207,7 @@ class InputProcessor:
                 stop_ids=stop_ids,
                 bad_words=bad_words,
                 proposer_key=integer(
-                    "request_key", self._request_key(prompt.ids, seed), 0, INT32_MAX
+                    "request_key", self.request_key(prompt.ids, seed), 0, INT32_MAX
                 ),
                 leader=samples[0].request if samples else None,
                 request_id=request_id,

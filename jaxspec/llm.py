@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jaxspec import progress_bar
+from jaxspec import progress_bar, travelling
 from jaxspec.beam_search import beam_search as _beam_search
-from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.checks import INT64_MAX, integer
 from jaxspec.conversations import Messages, TemplateOptions
 from jaxspec.diagnostics import Diagnostics
 from jaxspec.engine import Engine
@@ -20,7 +20,7 @@ from jaxspec.loading import load
 from jaxspec.options import SIGNATURE, EngineConfig, listing
 from jaxspec.outputs import RequestOutput, Sample, Stream
 from jaxspec.process import check_process, first_process
-from jaxspec.prompts import Prompt, parts_of, prompts_of
+from jaxspec.prompts import Prompt, check_is_one, parts_of, prompts_of
 from jaxspec.runner.warmup import Notice, warm_up
 from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
 from jaxspec.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ class LLM(Diagnostics):
         self._show_progress = progress
         self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
-        runner, self._default_params = loaded.runner, loaded.default_params
+        self._default_params, runner = loaded.default_params, loaded.runner
         self._inputs = InputProcessor(
             self.tokenizer,
             vocab_size=model_config.vocab_size,
@@ -78,7 +78,8 @@ class LLM(Diagnostics):
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        scheduler = Scheduler(runner.shapes, config.max_step_ms, loaded.host_drafter)
+        parts = loaded.host_drafter, loaded.host_tier
+        scheduler = Scheduler(runner.shapes, config.max_step_ms, *parts)
         engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
         super().__init__(
             Session(engine, on_failure),
@@ -211,7 +212,7 @@ class LLM(Diagnostics):
         """
         self.session.require_usable()
         batch, ids = prompts_of(prompt), None if request_id is None else [request_id]
-        _check_is_one("prompt", batch)
+        check_is_one("prompt", batch)
         params = params_of(sampling_params, 1, self._default_params)
         (samples,) = self._prepare(batch, params, ids, integer("priority", priority, -INT64_MAX))
         return Stream(self.session.stream(*samples), samples[0].request_id)
@@ -254,6 +255,8 @@ class LLM(Diagnostics):
         )
 
     beam_search, score = _beam_search, _score
+    export_request, prefill = travelling.export_request, travelling.prefill
+    import_request = travelling.import_request
 
     def stream_chat(
         self,
@@ -271,7 +274,7 @@ class LLM(Diagnostics):
         """
         self.session.require_usable()
         prompts = self._inputs.chats(messages, template)
-        _check_is_one("conversation", prompts)
+        check_is_one("conversation", prompts)
         return self.stream(prompts[0], sampling_params, priority=priority, request_id=request_id)
 
     def _prepare(
@@ -287,14 +290,6 @@ class LLM(Diagnostics):
         self.session.check(sample for group in groups for sample in group)
         self._compile({sample.request.sampler for group in groups for sample in group})
         return groups
-
-
-def _check_is_one(what: str, batch: Sequence[Any]) -> None:
-    if len(batch) != 1:
-        raise ValueError(
-            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
-            "or use generate() or chat()."
-        )
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

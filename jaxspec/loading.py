@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxspec.cache import CacheSpec, by_slot, kv_dtype_of, unknown
+from jaxspec.cache import kv_dtype_of
 from jaxspec.config import ModelSizes, StateConfig, StepShapes
 from jaxspec.extraction.follower import HiddenStateFollower
 from jaxspec.extraction.state_file import prepare_folder
@@ -18,13 +18,16 @@ from jaxspec.models.base import Model, ModelRecipe, Published
 from jaxspec.models.config import ModelConfig
 from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
+from jaxspec.prefixes import host_tier, prefix_sizes
 from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.pieces import check_host_bytes
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.speculation import SpeculativeConfig
 from jaxspec.speculation.extract_hidden_states import ExtractHiddenStatesOptions
 from jaxspec.tokenizer import Tokenizer
@@ -41,6 +44,7 @@ class Loaded(NamedTuple):
     proposer: Proposer | None
     runner: ModelRunner
     host_drafter: HostDrafter
+    host_tier: HostTier | None  # of prefixes
     tokenizer: Tokenizer | None
     default_params: SamplingParams  # of a call that brings none
     config: EngineConfig  # with every "auto" and None that the device decided resolved
@@ -112,8 +116,10 @@ class Settled(NamedTuple):
     holdings: Holdings
 
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
-        """The shapes with as many pages as fit; ValueError as in `fit`."""
-        return fit(self.shapes, budget, self.holdings.bytes)
+        """The shapes with as many pages as fit; ValueError as in `fit` and `check_host_bytes`."""
+        shapes = fit(self.shapes, budget, self.holdings.bytes)
+        check_host_bytes(self.holdings.specs, shapes)
+        return shapes
 
 
 def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -> StepShapes:
@@ -125,47 +131,6 @@ def shapes_of(config: EngineConfig, model: Model, draft_counts: Sequence[int]) -
     own = ModelSizes(model.max_position_embeddings, model.tokens_per_step, model.steps_per_dispatch)
     sizes = config.step_shapes(own, draft_counts)
     return dataclasses.replace(sizes, vocab_size=model.vocab_size)
-
-
-def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, Any]:
-    """The fields of `StepShapes` that say what is kept of requests for those to come.
-
-    Raises:
-        ValueError: states are to be kept without memory for them or off the pages' grid, or nobody
-            knows how to keep a pool.
-    """
-    has_states, strange = bool(by_slot(specs)), unknown(specs)
-    wanted = config.enable_prefix_caching
-    if strange and wanted:
-        raise ValueError(
-            f"Prefixes can be kept where every pool lies in pages or says how to keep a slot of it "
-            f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
-            "enable_prefix_caching=False, or `by_page = True` in a spec that copies pages alone."
-        )
-    if strange or wanted is False:
-        return {}
-    if not has_states:
-        return {"prefix_caching": "pages"}
-    mode, interval = config.mamba_cache_mode, config.checkpoint_interval
-    if mode == "none":  # keys and values without the states of their tokens would be wrong
-        return {}
-    if config.prefix_cache_share == 0:
-        raise ValueError(
-            "prefix_cache_share must be above 0 for a model with recurrent states, or there is "
-            "nothing to begin on; got 0. Use 0.2, or enable_prefix_caching=False."
-        )
-    if mode == "align":
-        interval = interval or 32 * config.page_size
-        if interval % config.page_size:
-            raise ValueError(
-                f"checkpoint_interval must be a multiple of page_size={config.page_size} with "
-                f"mamba_cache_mode='align', got {interval}. Round it, or use 'all'."
-            )
-    return {
-        "prefix_caching": mode,
-        "prefix_cache_share": config.prefix_cache_share,
-        "checkpoint_interval": interval,
-    }
 
 
 def settle(
@@ -265,6 +230,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
+        host_tier=host_tier(runner),
         tokenizer=tokenizer,
         default_params=defaults,
         config=resolved,

@@ -126,6 +126,11 @@ class EngineConfig:
         "tokens of a prompt between states that are kept on the way",
         none="none are kept; with align 32 pages",
     )
+    kv_offloading_size: float = option(
+        0.0,
+        "GiB of the host's memory for prefixes that the device has no room for "
+        "(docs/prefix-caching.md); 0: none are kept there",
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of what JAX may take of a GPU's memory that weights and caches may fill, in (0, 1]; "
@@ -210,6 +215,10 @@ class EngineConfig:
             raise ValueError(
                 f"prefix_cache_share must be in [0, 1), got {self.prefix_cache_share}: it is a "
                 "share of the memory that pages take as well."
+            )
+        if self.kv_offloading_size < 0:
+            raise ValueError(
+                f"kv_offloading_size must be at least 0 GiB, got {self.kv_offloading_size}."
             )
         if self.revision is not None and self.model is None:
             raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+from jaxspec.checks import shown
 from jaxspec.logprobs import Logprob, readable
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import RequestOutputKind
@@ -173,6 +174,19 @@ class Sample:
                 if self._stops.matched is not None:
                     return self._num_read
         return self._read_rest() if self.request.finish else None
+
+    def resume(self) -> None:
+        """Begin behind the tokens that the request came with: `take` tells what follows them.
+
+        Raises:
+            ValueError: they complete a stop string, behind which nothing follows.
+        """
+        if self.read() is not None:
+            raise ValueError(
+                f"A request that goes on must not have ended, and the output of request "
+                f"{shown(self.request_id)} has a stop string. Keep its text as it is."
+            )
+        self._num_tokens_taken, self._num_characters_taken = self.request.num_output, len(self.text)
 
     @property
     def stop_reason(self) -> str | int | None:

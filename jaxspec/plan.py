@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
+from jaxspec.piece_plan import Piece, Read, Write, pack_piece, piece_layout
 from jaxspec.row import row_layout
 from jaxspec.sampler import BIAS, GREEDY, PENALTIES, PROMPT_LOGPROBS, Sampler
 from jaxspec.table_plan import table_layout
@@ -29,7 +30,9 @@ class Program:
     sampler: Sampler  # what its sampling can do
     num_steps: int = 1  # decode steps, one after the other; more than 1 only without a prompt
     num_drafts: int = 0  # of a row, verified in a step and then made anew: K or less
-    checkpoint: Literal["none", "export", "restore"] = "none"  # what it does with one
+    checkpoint: Literal[  # what it does with one, or with a piece of what is kept
+        "none", "export", "restore", "read", "write", "read_state", "write_state"
+    ] = "none"
 
     def __post_init__(self) -> None:
         """Drop what changes nothing: equal programs are compiled once."""
@@ -44,7 +47,12 @@ class Program:
     @property
     def is_moves(self) -> bool:
         """Whether it places rows, and copies slots and pages, as `MOVES`."""
-        return self.num_steps == 0 and self not in (TABLES, EXPORT)
+        return self.num_steps == 0 and self not in (TABLES, EXPORT, *PIECES)
+
+    @property
+    def is_of_state(self) -> bool:
+        """Whether its piece is a checkpoint's; for one of `PIECES`."""
+        return self in (READ_STATE, WRITE_STATE)
 
 
 # Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
@@ -58,7 +66,14 @@ EXPORT = dataclasses.replace(MOVES, checkpoint="export")
 # Places rows as `MOVES` does. Its one source is a checkpoint, if the model keeps states at all.
 RESTORE = dataclasses.replace(MOVES, checkpoint="restore")
 
-WITHOUT_STEPS = MOVES, COUNTED_MOVES, TABLES, EXPORT, RESTORE
+# Fill a piece with pages, or with a kept state, in the host's memory; and put one back.
+READ = dataclasses.replace(MOVES, checkpoint="read")
+WRITE = dataclasses.replace(MOVES, checkpoint="write")
+READ_STATE = dataclasses.replace(MOVES, checkpoint="read_state")
+WRITE_STATE = dataclasses.replace(MOVES, checkpoint="write_state")
+
+PIECES = READ, WRITE, READ_STATE, WRITE_STATE
+WITHOUT_STEPS = MOVES, COUNTED_MOVES, TABLES, EXPORT, RESTORE, *PIECES
 
 
 def moves_of(sampler: Sampler) -> Program:
@@ -66,9 +81,15 @@ def moves_of(sampler: Sampler) -> Program:
     return COUNTED_MOVES if PENALTIES in sampler else MOVES
 
 
-@functools.cache
 def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     """Where each field of a `StepPlan` for `program` lies in its packed array."""
+    if program in PIECES:  # their size is none of a step's
+        return piece_layout(1 if program.is_of_state else shapes.piece_pages)
+    return _plan_layout(program, shapes)
+
+
+@functools.cache
+def _plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:
     if program == TABLES:
         return table_layout(shapes.vocab_size)
     if program == EXPORT:
@@ -235,6 +256,7 @@ class StepPlan:
     program: Program
     packed: np.ndarray  # int32, `plan_layout(program, shapes)`
     before: tuple["StepPlan", ...] = ()  # what must be dispatched in front of it
+    piece: Piece | None = None  # that one of `PIECES` fills, or puts back
 
 
 def pack_export(export: Export) -> StepPlan:
@@ -244,6 +266,13 @@ def pack_export(export: Export) -> StepPlan:
     for name, value in export._asdict().items():
         fields[name][...] = value
     return StepPlan(EXPORT, packed)
+
+
+def pack_copy(copy: Read | Write, shapes: StepShapes) -> StepPlan:
+    """The plan that fills a piece, or puts one back."""
+    kinds = (READ, READ_STATE) if isinstance(copy, Read) else (WRITE, WRITE_STATE)
+    packed = pack_piece(copy, 1 if copy.piece.is_state else shapes.piece_pages)
+    return StepPlan(kinds[copy.piece.is_state], packed, piece=copy.piece)
 
 
 def pack_plan(program: Program, shapes: StepShapes, values: dict[str, Any]) -> np.ndarray:

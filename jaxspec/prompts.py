@@ -96,6 +96,15 @@ def check_num_samples(counts: Iterable[int]) -> None:
         )
 
 
+def check_is_one(what: str, batch: Sequence[Any]) -> None:
+    """Refuse a stream of several prompts, or of none, by a ValueError that calls one `what`."""
+    if len(batch) != 1:
+        raise ValueError(
+            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
+            "or use generate() or chat()."
+        )
+
+
 def is_one_prompt(prompts: Any) -> bool:
     """Whether a call brings one prompt itself, and no list of prompts."""
     if isinstance(prompts, _LISTS):

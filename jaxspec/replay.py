@@ -14,9 +14,10 @@ from jaxspec.checks import shown
 from jaxspec.flight import Flight, Step
 from jaxspec.flight.about import OWN, check_speculation, digest_of, is_here
 from jaxspec.flight.file import read
+from jaxspec.flight.pieces import ReplayedPieces
 from jaxspec.loading import load_runner
 from jaxspec.options import EngineConfig
-from jaxspec.plan import EXPORT, TABLES, StepOutput, StepPlan, output_layout, plan_layout
+from jaxspec.plan import EXPORT, PIECES, TABLES, StepOutput, output_layout, plan_layout
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.output import PendingOutput
 
@@ -72,7 +73,8 @@ def replay(
 
     Raises:
         FileNotFoundError: no flight or no model there.
-        ValueError: it is no flight, or of another checkpoint, or this version makes other programs.
+        ValueError: it is no flight, or of another checkpoint, or this version makes other programs;
+            or it begins in the middle of what it keeps of prefixes.
     """
     flight = read(Path(path))
     try:
@@ -82,7 +84,7 @@ def replay(
             f"The engine of a flight must fit this device, and it does not: {error!s:.300}. Replay "
             "it on a device like the one it was recorded on."
         ) from error
-    comparison = _Comparison(flight)
+    comparison, pieces = _Comparison(flight), ReplayedPieces(flight.steps, flight.shapes)
     waiting: deque[tuple[Step, PendingOutput]] = deque()
     failure = None
     try:
@@ -91,7 +93,7 @@ def replay(
         if flight.state is not None:
             runner.restore(flight.state)
         for step in flight.steps:
-            waiting.append((step, runner.dispatch(StepPlan(step.program, step.packed))))
+            waiting.append((step, runner.dispatch(pieces.plan(step))))
             if len(waiting) > _IN_FLIGHT:
                 comparison.add(*_collect(waiting))
         while waiting:
@@ -162,7 +164,7 @@ class _Comparison:
 
     def add(self, step: Step, output: StepOutput) -> None:
         self._step += 1
-        if step.program in (TABLES, EXPORT):
+        if step.program in (TABLES, EXPORT, *PIECES):
             return
         fields = plan_layout(step.program, self._shapes).unpack(step.packed)
         self._follow(fields)

@@ -159,6 +159,7 @@ class Request:
     priority: int = 0  # lower ones enter first
     cache_salt: str | None = None  # only requests with the same one share what is kept
     cache_boundaries: tuple[int, ...] = ()  # tokens behind which others will part from its prompt
+    is_prefill_only: bool = False  # another engine computes its prompt's last token, and goes on
     tokens: list[int] = dataclasses.field(init=False)  # prompt, then what was emitted
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # of each token emitted
     # Rows of `logprobs.LAYOUT`, if they are asked for: an interrupt may leave more than tokens.
@@ -225,7 +226,7 @@ class Request:
         serves a forked sample (prompt 11, computed 10) and the tail of a chunked prompt.
         """
         if self.is_prefilling:
-            return 0 < self.num_computed == self.prefill_len - 1
+            return 0 < self.num_computed == self.prefill_len - 1 and not self.is_prefill_only
         return len(self.tokens) + self.in_flight < self.max_len
 
     @property

@@ -1,16 +1,16 @@
 """Session: samples in, steps that move them on; what every way to call the engine shares."""
 
-import contextlib
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
+from jaxspec.piece_plan import Copied
 from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
+from jaxspec.turns import Turns
 
 _Result = TypeVar("_Result")
 
@@ -39,9 +39,7 @@ class Session:
         self._samples: dict[Request, Sample] = {}  # those that the scheduler has
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
-        # A signal's handler may call while its thread waits in line: that lock is an RLock too.
-        self._turn, self._next = threading.RLock(), threading.RLock()
-        self._holder: int | None = None  # the thread that has the turn
+        self._turns = Turns()
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -91,7 +89,7 @@ class Session:
         A text stands for all samples that are there now of the request of that id. Once nothing
         runs, what is in flight is collected.
         """
-        noted = self._of_request(samples) if isinstance(samples, str) else tuple(samples)
+        noted = self.of_request(samples) if isinstance(samples, str) else tuple(samples)
         self.leave_note(lambda: self._end_each(noted))
 
     def leave_note(self, act: Callable[[], None]) -> None:
@@ -140,6 +138,17 @@ class Session:
             self._notes.append(lambda: self._end_each(samples))
             self._do_notes()
 
+    def withdraw(self, sample: Sample) -> Copied | None:
+        """End a sample with "abort", and copy to the host what is kept of its tokens.
+
+        What is in flight for it is collected first. None: it ended before. Raises as `in_turn`.
+        """
+        return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
+
+    def bring(self, sample: Sample, copied: Copied) -> None:
+        """Keep what another engine computed of a sample's tokens. Raises as `in_turn`."""
+        self.in_turn(lambda: self.guarded(lambda: self.engine.copy_in(sample.request, copied)))
+
     def in_turn(self, act: Callable[[], _Result]) -> _Result:
         """What `act` returns, done while no other thread steps.
 
@@ -148,13 +157,13 @@ class Session:
                 turn already, as where a signal's handler calls within a step.
         """
         check_process(self._process)
-        if self._holder == threading.get_ident():
+        if self._turns.is_mine:
             raise RuntimeError(
                 "An LLM can't be called from within its own step, as by a signal's handler or a "
                 "finalizer. Set a flag there, and call when the step is over."
             )
         try:
-            return self._hold(lambda: self._after_notes(act))  # pyright: ignore[reportReturnType]
+            return self._turns.hold(lambda: self._after_notes(act))
         finally:
             self._do_notes()
 
@@ -179,7 +188,7 @@ class Session:
         self._is_whole = True
         return result
 
-    # These run within a turn, except `_do_notes` and `_hold`.
+    # These run within a turn, except `_do_notes`.
 
     def _after_notes(self, act: Callable[[], _Result]) -> _Result:
         if self._notes:
@@ -195,6 +204,18 @@ class Session:
             self._end_each(None)  # added while it was closed
             return []
         return [self._read(progress.request) for progress in self.engine.step()]
+
+    def _withdraw(self, sample: Sample) -> Copied | None:
+        self._let_in()
+        request = sample.request
+        if request in self.scheduler.running:
+            self.scheduler.preempt(request)
+        while request.in_flight and not request.finish:
+            self._step_once()
+        is_there = request in self._samples and not (request.finish and not request.is_prefill_only)
+        copied = self.engine.copy_out(request) if is_there else None
+        self._end_each([sample])
+        return copied
 
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
         deltas = _taken(samples)  # from a step of another caller
@@ -222,8 +243,11 @@ class Session:
             self.scheduler.drafter.settle(request)
         return sample
 
-    def _of_request(self, request_id: str) -> tuple[Sample, ...]:
-        """Those that are there, in any thread: a sample is let in before its note goes."""
+    def of_request(self, request_id: str) -> tuple[Sample, ...]:
+        """The samples of a request that are there, in any thread.
+
+        One that was added is let in before its note goes.
+        """
         added = [sample for samples in tuple(self._added) for sample in samples]
         there = [*added, *tuple(self._samples.values())]
         return tuple(sample for sample in there if sample.request_id == request_id)
@@ -251,7 +275,7 @@ class Session:
         Not in a forked child, which drops its copies of what its parent runs.
         """
         while self._notes and os.getpid() == self._process:
-            if not self._hold(lambda: self.guarded(self._do_each_note), wait=False):
+            if not self._turns.try_hold(lambda: self.guarded(self._do_each_note)):
                 return
 
     def _do_each_note(self) -> bool:
@@ -266,34 +290,6 @@ class Session:
         self.engine.reset()
         self._samples.clear()
         self._is_whole = True
-
-    def _hold(self, act: Callable[[], _Result], *, wait: bool = True) -> _Result | None:
-        """Take the turn, act, and give it back; None if it is not free and we do not `wait`.
-
-        A thread that steps in a loop would take a plain lock again before others wake up. So the
-        next in line holds `_next`, and a thread that has just had its turn has to wait for that.
-
-        Python hears an interrupt after any call, so also right after the lock was taken. The lock
-        knows whether it was, and in a `finally` nothing is heard before the first call is over.
-        """
-        me = threading.get_ident()
-        if self._holder == me:
-            return None  # the garbage collector closes a stream within this thread's own turn
-        try:
-            with self._next if wait else contextlib.nullcontext():
-                is_held = self._turn.acquire(wait)
-            if not is_held:
-                return None
-            self._holder = me
-            try:
-                return act()
-            finally:
-                self._holder = None
-        finally:
-            try:  # noqa: SIM105 (a call of `suppress` would come before that of `release`)
-                self._turn.release()
-            except RuntimeError:
-                pass  # it was not taken
 
 
 def _taken(samples: Iterable[Sample]) -> list[TextDelta]:

@@ -586,7 +586,7 @@ CALLS = [
     ),
     (
         lambda llm: LLM(num_pages=1),
-        "num_pages must be at least 2, the null page and one, got 1.",
+        "num_pages must be an integer of at least 2, got 1 (the null page and one).",
     ),
     (
         lambda llm: LLM(load_format="gguf"),

@@ -61,6 +61,8 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(make):
         ({"steps_per_dispatch": "all"}, "steps_per_dispatch must be an integer of at least 1"),
         ({"max_step_ms": 0}, "max_step_ms must be above 0, got 0.0."),
         ({"prefix_cache_share": 1}, "prefix_cache_share must be in [0, 1), got 1.0"),
+        ({"kv_offloading_size": -1}, "kv_offloading_size must be at least 0 GiB, got -1.0"),
+        ({"kv_offloading_size": float("inf")}, "kv_offloading_size must be a finite number"),
         ({"prefix_cache_share": -0.1}, "prefix_cache_share must be in [0, 1), got -0.1"),
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode must be "),
         ({"checkpoint_interval": 0}, "checkpoint_interval must be an integer of at least 1, got 0"),

@@ -11,7 +11,7 @@ from harness import FIXTURES
 from jaxspec import LLM, SamplingParams, __main__
 from jaxspec.flight import file
 from jaxspec.models.base import Model
-from jaxspec.plan import output_layout
+from jaxspec.plan import WRITE, WRITE_STATE, output_layout
 from jaxspec.replay import replay, report
 from jaxspec.runner import model_runner
 
@@ -62,6 +62,30 @@ def test_paths_of_the_host_are_in_the_plans_and_run_again(tmp_path):
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20
     result = replay(llm.save_flight(tmp_path / "suffix.npz"))
     assert result.is_equal and result.num_compared > 5 and result.flight.shapes.path_length > 8
+
+
+def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
+    """A replay fills its own pieces; one that was filled before the flight began is not there."""
+    kept = {"enable_prefix_caching": True, "num_pages": 20, "kv_offloading_size": 0.01}
+    with LLM(FIXTURES / "qwen3_5", speculative_config=None, **kept, **OPTIONS) as llm:
+        prompts = [{"prompt_token_ids": [seed + 1] * 70} for seed in range(3)]
+        params = SamplingParams(temperature=0, max_tokens=4)
+        for prompt in (*prompts, *prompts):
+            llm.generate(prompt, params)
+        assert llm.metrics()["prefix_cache"]["host"]["num_hits"] > 100
+        result = replay(llm.save_flight(tmp_path / "whole.npz"))
+        assert result.is_equal and result.num_compared > 10
+        programs = [step.program for step in result.flight.steps]
+        assert WRITE in programs and WRITE_STATE in programs
+        llm.restart_flight()
+        llm.generate(prompts[0], params)
+        with pytest.raises(ValueError, match="one that came from before the flight"):
+            replay(llm.save_flight(tmp_path / "part.npz"))
+        llm.reset_prefix_cache()
+        llm.restart_flight()
+        for prompt in (*prompts, *prompts):
+            llm.generate(prompt, params)
+        assert replay(llm.save_flight(tmp_path / "again.npz")).is_equal
 
 
 def test_a_replay_saves_no_hidden_states(tmp_path):

@@ -30,7 +30,15 @@ class BySlot(Protocol):
     """A `CacheSpec` that keeps something by slot. Slot 0 of the checkpoints is null, too."""
 
     def allocate_checkpoints(self, sizes: PoolSizes) -> Any:
-        """`sizes.num_slots` checkpoints, all zeros."""
+        """`sizes.num_slots` checkpoints, all zeros: arrays `[layers, checkpoints, ...]`."""
+        ...
+
+    def taps_of(self, part: str) -> int | None:
+        """The taps of the convolution whose inputs this array of a checkpoint has.
+
+        They lie along its third axis, in a ring by their position. None: it has no inputs. `part`:
+        the array's name in the pytree, or the last word of the spec's, if it is one array.
+        """
         ...
 
     def export(self, pool: Any, checkpoints: Any, kept: Kept, states: Any) -> Any:

@@ -24,6 +24,7 @@ class HiddenStates:
     name: str = "hidden_states"
     layers: int = 1
     by_page: ClassVar = True
+    page_axis: ClassVar = 0
     labels: ClassVar = {"hidden_states": Holder("hidden states", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> States:

@@ -28,6 +28,11 @@ class Owned:
         return getattr(self.spec, "by_page", False)
 
     @property
+    def page_axis(self) -> int | None:
+        """See `jaxspec.cache.copies`."""
+        return getattr(self.spec, "page_axis", None)
+
+    @property
     def layers(self) -> int:
         """The owner's layers that share the pool."""
         return self.spec.layers
@@ -54,6 +59,10 @@ class OwnedBySlot(Owned):
     """One of a `BySlot`."""
 
     spec: Any
+
+    def taps_of(self, part: str) -> int | None:
+        """See `BySlot`."""
+        return self.spec.taps_of(part)
 
     def allocate_checkpoints(self, sizes: PoolSizes) -> Any:
         """See `BySlot`."""

@@ -25,6 +25,7 @@ class PagedKV:
     head_dim: int
     dtype: jnp.dtype
     by_page: ClassVar = True
+    page_axis: ClassVar = 2
     labels: ClassVar = {"kv": Holder("keys and values", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> KV:

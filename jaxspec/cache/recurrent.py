@@ -97,6 +97,10 @@ class Recurrent:
 
         return dataclasses.replace(pool, conv=copied(pool.conv), states=copied(pool.states))
 
+    def taps_of(self, part: str) -> int | None:
+        """Inputs of the convolution have their row by their position."""
+        return self.conv.taps if part == "conv" else None
+
     def allocate_checkpoints(self, sizes: PoolSizes) -> KeptStates:
         """A checkpoint is one state and the inputs of its convolution, without a ring."""
         slots = self.layers, sizes.num_slots

@@ -38,6 +38,10 @@ class ShortConv:
         targets = jnp.where(moves.target_slots > 0, moves.target_slots, pool.shape[1])
         return pool.at[:, targets].set(pool[:, moves.source_slots], mode="drop")
 
+    def taps_of(self, part: str) -> int | None:
+        """All of it are inputs."""
+        return self.taps
+
     def allocate_checkpoints(self, sizes: PoolSizes) -> Inputs:
         """As much as a slot has."""
         return self.allocate(sizes)

@@ -22,6 +22,7 @@ class TokenHistory:
     name: str = "tokens"
     layers: int = 1
     by_page: ClassVar = True
+    page_axis: ClassVar = 0
     labels: ClassVar = {"tokens": Holder("token ids", ("pages",))}
 
     def allocate(self, sizes: PoolSizes) -> History:

@@ -21,8 +21,10 @@ import numpy as np
 from jaxspec.checks import shown
 from jaxspec.config import StepShapes
 from jaxspec.flight import Flight, Step
+from jaxspec.flight.pieces import bounds_of_copy
 from jaxspec.plan import (
     EXPORT,
+    PIECES,
     RESTORE,
     TABLES,
     WITHOUT_STEPS,
@@ -229,10 +231,8 @@ def _check_plan(program: Program, packed: np.ndarray, shapes: StepShapes, vocab_
         return
     last_row, last_slot = shapes.max_num_seqs - 1, shapes.num_slots - 1
     last_page = shapes.num_pages - 1
-    if program == EXPORT:
-        pages = dict.fromkeys(("source_page", "target_page"), (0, last_page))
-        rows = {"row": (0, last_row), "checkpoint": (0, shapes.num_checkpoints)}
-        _check_bounds("a plan that keeps a state", fields, pages | rows)
+    if program in (EXPORT, *PIECES):
+        _check_bounds("a plan that copies a prefix", fields, bounds_of_copy(program, shapes))
         return
     bounds = {
         "prev_positions": (-1, last_row),

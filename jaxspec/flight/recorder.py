@@ -136,6 +136,8 @@ class FlightRecorder:
     def _note(self, plan: StepPlan) -> Step | None:
         if self._is_full:
             layout = plan_layout(plan.program, self._shapes)
+            if "prev_positions" not in layout.fields:  # it places no rows
+                return None
             self._is_full = bool((layout.read(plan.packed, "prev_positions") >= 0).any())
             if self._is_full:
                 return None

@@ -1,6 +1,7 @@
 """ModelRunner: holds the weights and the newest state, and dispatches plans without waiting."""
 
 import contextlib
+import functools
 import logging
 import pickle
 import time
@@ -16,12 +17,14 @@ from flax import nnx
 
 from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
+from jaxspec.handover.fingerprint import fingerprint
 from jaxspec.models.base import Model, ModelRecipe, Published
-from jaxspec.plan import EXPORT, TABLES, Program, StepPlan, output_layout, plan_layout
+from jaxspec.plan import EXPORT, PIECES, TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.memory import Holdings
 from jaxspec.runner.output import DeviceOutput, PendingOutput
+from jaxspec.runner.pieces import Pieces
 from jaxspec.runner.programs import program_cache, program_key, trace_processes
 from jaxspec.runner.step import StepConfig, jitted_step
 from jaxspec.runner.trace_worker import TraceRequest
@@ -81,6 +84,7 @@ class ModelRunner:
         self._steps: dict[Program, jax.stages.Wrapped] = {}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
+        self.pieces = Pieces(self._config.specs, shapes)
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue `plan` behind all earlier ones; its output will come later.
@@ -90,6 +94,9 @@ class ModelRunner:
         """
         for each in plan.before:
             self.dispatch(each)
+        if plan.piece is not None:
+            self._state = self.pieces.dispatch(plan, self.state)
+            return PendingOutput.empty(output_layout(self.shapes.num_drafts))
         return self._run(plan.program, self._programs[plan.program], plan.packed)
 
     @contextlib.contextmanager
@@ -107,6 +114,11 @@ class ModelRunner:
         if self._state is None:
             self._state = self._new_state()
         return self._state
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """That of the model and its weights (`handover.fingerprint`). Not once it is closed."""
+        return fingerprint(self._recipe.config, self._weights)
 
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one.
@@ -142,6 +154,7 @@ class ModelRunner:
         self._state, self._weights, self._tables = None, (), ()
         self._steps.clear()
         self._programs.clear()
+        self.pieces.close()
 
     def trace_ahead(self, programs: Sequence[Program]) -> Generator[Program]:
         """The programs, in the order in which each can be lowered at once.
@@ -166,6 +179,8 @@ class ModelRunner:
 
         Lowering neither copies nor donates them.
         """
+        if program in PIECES:
+            return self.pieces.lower(program, self.state)
         args = self._args(program)
         return self._step(program, args).lower(*args)
 
@@ -178,6 +193,9 @@ class ModelRunner:
 
         Returns the seconds of the third run.
         """
+        if program in PIECES:
+            self._state, seconds = self.pieces.warm_up(program, self.state)
+            return seconds
         step, started = self.lower(program).compile(), 0.0
         for _ in range(3):
             started = time.perf_counter()
@@ -187,7 +205,7 @@ class ModelRunner:
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""
-        return program in self._programs
+        return program in self._programs or self.pieces.is_warm(program)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device, by what holds them."""

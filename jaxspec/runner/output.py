@@ -49,6 +49,11 @@ class PendingOutput:
             watcher.submit(_time_when_done, self._packed) if watcher else None
         )
 
+    @staticmethod
+    def empty(layout: PackedLayout) -> "PendingOutput":
+        """That of a plan which gives no row anything, and for which nobody need wait."""
+        return PendingOutput(DeviceOutput(np.zeros((0, 0, layout.size), np.int32)), layout)
+
     def result(self) -> StepOutput:
         """Wait for the step, then its output as NumPy arrays."""
         reports = [None if each is None else np.asarray(each) for each in self._reports]

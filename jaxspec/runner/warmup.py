@@ -12,12 +12,31 @@ import jax.stages
 from tqdm import tqdm
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import EXPORT, MOVES, RESTORE, TABLES, Program, moves_of
+from jaxspec.plan import (
+    EXPORT,
+    MOVES,
+    READ,
+    READ_STATE,
+    RESTORE,
+    TABLES,
+    WRITE,
+    WRITE_STATE,
+    Program,
+    moves_of,
+)
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.sampler import BIAS, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
 """How people are told that programs compile: by a bar, by a line, or not at all."""
+_OF_PREFIXES = {
+    "export": "keeping a prefix",
+    "restore": "beginning on a prefix",
+    "read": "pages to the host",
+    "write": "pages from the host",
+    "read_state": "a state to the host",
+    "write_state": "a state from the host",
+}
 
 
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
@@ -40,8 +59,16 @@ def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
 
 def _of_prefixes(shapes: StepShapes) -> list[Program]:
     """What keeps prefixes, and lets requests begin on them."""
-    restores = [RESTORE] if shapes.prefix_caching != "off" else []
-    return [*restores, *([EXPORT] if shapes.num_checkpoints else [])]
+    if shapes.prefix_caching == "off":
+        return []
+    has_states = shapes.num_checkpoints > 0
+    pieces = of_pieces(shapes) if shapes.host_bytes else []
+    return [RESTORE, *([EXPORT] if has_states else []), *pieces]
+
+
+def of_pieces(shapes: StepShapes) -> list[Program]:
+    """What copies pages and states to the host's memory, and back."""
+    return [READ, WRITE, *([READ_STATE, WRITE_STATE] if shapes.num_checkpoints else [])]
 
 
 def warm_up(
@@ -138,9 +165,7 @@ def _label(program: Program) -> str:
     if program == TABLES:
         return "tables of what a request forbids"
     if program.checkpoint != "none":
-        return {"export": "keeping a prefix", "restore": "beginning on a prefix"}[
-            program.checkpoint
-        ]
+        return _OF_PREFIXES[program.checkpoint]
     if program.is_moves:
         return "copies of a prompt's state" + (program != MOVES) * " and counts"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)

@@ -13,11 +13,15 @@ class Followers:
     A leader's prefill stops before the prompt's last token. There its followers enter the batch,
     and then each sample computes that token for itself and draws its own next one. A follower whose
     leader left, or that found no row or page at the fork, runs a prefill of its own.
+
+    The follower of a request that `is_prefill_only` is in another engine. So such a request stops
+    there too, and then leaves.
     """
 
     def __init__(self) -> None:
         """Start with none."""
         self._of: dict[Request, list[Request]] = {}  # by leader, in the order they came
+        self._alone: set[Request] = set()  # those that are only to be prefilled
 
     def __bool__(self) -> bool:
         """Whether any sample waits for a leader."""
@@ -25,7 +29,9 @@ class Followers:
 
     def add(self, request: Request) -> None:
         """Let a queued sample wait for its leader, if there is a prompt to share."""
-        if request.leader is not None and len(request.prompt) > 1:
+        if request.is_prefill_only:
+            self._alone.add(request)
+        elif request.leader is not None and len(request.prompt) > 1:
             self._of.setdefault(request.leader, []).append(request)
 
     def of(self, leader: Request) -> list[Request]:
@@ -50,15 +56,20 @@ class Followers:
         """A request has ended: it waits no longer, and nobody waits for it."""
         self.dismiss(request)
         self.release(request)
+        self._alone.discard(request)
 
     def prefill_end(self, request: Request) -> int:
         """The tokens that a request's prefill computes: a leader's stops where others fork off."""
         leads = self.of(request) and request.prefill_len == len(request.prompt)
-        return request.prefill_len - bool(leads)
+        return request.prefill_len - bool(leads or request.is_prefill_only)
 
     def ready(self, running: Iterable[Request]) -> list[Request]:
         """The leaders that stand before their last prompt token and are waited for."""
         return [r for r in running if self.of(r) and r.num_computed == len(r.prompt) - 1]
+
+    def prefilled(self) -> list[Request]:
+        """Those in the batch that are only to be prefilled, and now are."""
+        return [r for r in self._alone if r.slot and r.num_computed == r.prefill_len - 1]
 
 
 def num_own_pages(leader: Request, page_size: int) -> int:

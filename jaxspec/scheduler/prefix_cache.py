@@ -11,17 +11,22 @@ checkpoint is made between steps by a plan of its own (`plan.EXPORT`):
     all     where a prompt parts from one that came before, where those to come will part from it,
             before the last token of a long prompt, at the end of an output, of what is preempted,
             and at an interval if there is one
+
+What the device has no room for goes to the host's memory, if that keeps some (`HostTier`). It comes
+back for requests that wait (`PrefixArrivals`).
 """
 
 from typing import Any, NamedTuple
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Export, Fork
+from jaxspec.plan import Fork
 from jaxspec.request import Finish, Request
 from jaxspec.sampler import PENALTIES
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import PagePool
+from jaxspec.scheduler.prefix_arrivals import PrefixArrivals
 from jaxspec.scheduler.prefix_figures import PrefixFigures
-from jaxspec.scheduler.prefix_store import PrefixStore
+from jaxspec.scheduler.prefix_store import Copy, PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
 MIN_UNCACHED = 1000  # tokens of a prompt below which a checkpoint at its end is worth no step
@@ -38,26 +43,34 @@ class Hit(NamedTuple):
     tail_page: int = 0  # holds the rest of them, and is to be copied; 0: there is no rest
     checkpoint: int = 0  # slot of the state behind them; 0: the model keeps none
     node: Node | None = None  # of the last token
-    num_matched: int = 0  # tokens whose pages are there
+    num_matched: int = 0  # tokens whose pages are there, or on the host
 
 
 class PrefixCache:
     """Follows the requests that run; `StepShapes.prefix_caching` says what it keeps of them."""
 
     def __init__(
-        self, shapes: StepShapes, min_uncached: int = MIN_UNCACHED, min_turn: int = MIN_TURN
+        self,
+        shapes: StepShapes,
+        tier: HostTier | None = None,
+        min_uncached: int = MIN_UNCACHED,
+        min_turn: int = MIN_TURN,
     ):
-        """Start empty; `min_uncached`: see `MIN_UNCACHED`, `min_turn`: see `MIN_TURN`."""
+        """Start empty; `tier`: the host's part; the others: see `MIN_UNCACHED` and `MIN_TURN`."""
         self.shapes, self.min_uncached, self.min_turn = shapes, min_uncached, min_turn
         self.stats = PrefixFigures()
         self._is_on = shapes.prefix_caching != "off"
         self._has_states = shapes.num_checkpoints > 0
         self._keeps_ends = self._has_states and shapes.prefix_caching == "all"
+        self.tier = tier if self._is_on else None
         self.new_pool()
 
     def new_pool(self) -> PagePool:
         """Forget everything; a pool whose pages are all free."""
-        self.store = PrefixStore(self.shapes, self.stats)
+        self.store = PrefixStore(self.shapes, self.stats, self.tier)
+        self._arrivals = None
+        if self.tier is not None:
+            self._arrivals = PrefixArrivals(self.store, self.tier, has_states=self._has_states)
         self._forget()
         return self.store.pool
 
@@ -70,22 +83,37 @@ class PrefixCache:
         self._at: dict[Request, Node] = {}  # the last page of each running request in the tree
         self._stops: dict[Request, tuple[int, ...]] = {}  # where its prompt's chunks shall end
         self._found: tuple[Any, Hit] = (None, Hit())
+        if self.tier is not None and self._arrivals is not None:
+            self.tier.clear()
+            self._arrivals.clear()
 
     def figures(self) -> dict[str, Any]:
         """The counts, for people; nothing where no prefix is kept."""
         if not self._is_on:
             return {}
-        now = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now: dict[str, Any] = {"num_pages": len(self.store), "num_states": len(self.store.slots)}
+        now |= {"host": self.tier.figures()} if self.tier is not None else {}
         return {"prefix_cache": {**self.stats.told(), **now}}
 
     # What a request finds.
+
+    def expect(self, request: Request) -> None:
+        """A request is the next to enter; see `PrefixArrivals.expect`."""
+        if self._arrivals is not None and not self.why_not(request):
+            self._arrivals.expect(request)
+
+    def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
+        """Whether a request waits for its prefix; see `PrefixArrivals.is_coming`."""
+        if self._arrivals is None or self.why_not(request):
+            return False
+        return self._arrivals.is_coming(request, num_pages, can_wait=can_wait)
 
     def find(self, request: Request) -> Hit:
         """Where a request that waits would enter now; at least its last token is left to compute.
 
         Nothing is taken yet: the caller holds the pages, and then tells `enter`.
         """
-        if not self._is_on or self._why_not(request):
+        if not self._is_on or self.why_not(request):
             return Hit()
         tree, limit = self.store.tree, len(request.tokens) - 1
         key = request, limit, tree.version
@@ -95,7 +123,8 @@ class PrefixCache:
         if not self._has_states:
             node = nodes[-1] if nodes else None
         size = self.shapes.page_size
-        hit = Hit(num_matched=len(nodes) * size)
+        num_matched = self._arrivals.num_matched(request) if self._arrivals is not None else 0
+        hit = Hit(num_matched=max(num_matched, len(nodes) * size))
         if node is not None:
             rest = len(node.tokens) % size
             num_full = node.depth - (rest > 0)
@@ -110,18 +139,17 @@ class PrefixCache:
         return hit
 
     def follow(self, request: Request) -> None:
-        """A request has a row from here on, behind whatever tokens."""
+        """A request has a row from here on, behind whatever tokens; nothing need come for it."""
         if self._is_on:
             self._at[request] = self.store.tree.root(request.cache_salt)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
 
-    def enter(self, request: Request, hit: Hit) -> list[Fork]:
-        """A request, which has a slot, enters at `hit`, whose pages are held for it.
-
-        Returns what the device copies for it first.
-        """
+    def enter(self, request: Request, hit: Hit) -> None:
+        """A request, which has a slot, enters at `hit`, whose pages are held for it."""
         if not self._is_on:
-            return []
-        if why_not := self._why_not(request):
+            return
+        if why_not := self.why_not(request):
             self.stats.skipped[why_not] += 1
         elif request.generation == 1:
             request.num_cached_tokens = hit.num_cached
@@ -137,7 +165,8 @@ class PrefixCache:
             self._at[request] = at or self._at[request]
         if self._keeps_ends:
             self._stops[request] = self._wanted(request, hit)
-        return [self._begin(request, hit)] if hit.num_cached else []
+        if hit.num_cached:
+            self.store.copies.append(self._begin(request, hit))
 
     def _begin(self, request: Request, hit: Hit) -> Fork:
         own = self.store.pool.allocate(1) if hit.tail_page else []
@@ -147,7 +176,7 @@ class PrefixCache:
         return Fork(hit.checkpoint, request.slot, *pages, tuple(request.pages))
 
     @staticmethod
-    def _why_not(request: Request) -> str:
+    def why_not(request: Request) -> str:
         """Why a request computes its whole prompt whatever is there; "": it need not."""
         if request.params.prompt_logprobs is not None:
             return "prompt_logprobs"  # they need every hidden state
@@ -232,10 +261,17 @@ class PrefixCache:
     def over(self, request: Request) -> None:
         """A request has ended while it waited: what it has lost is of no use."""
         self.store.drop(request)
+        if self._arrivals is not None:
+            self._arrivals.drop(request)
 
-    def take_exports(self) -> list[Export]:
-        """See `PrefixStore.take_exports`."""
-        return self.store.take_exports()
+    @property
+    def lets_in(self) -> bool:
+        """Whether a request enters on a prefix with the next plan."""
+        return any(isinstance(copy, Fork) for copy in self.store.copies)
+
+    def take_copies(self) -> list[Copy]:
+        """See `PrefixStore.take_copies`."""
+        return self.store.take_copies()
 
     def _publish(self, request: Request, num_computed: int) -> None:
         self._at[request] = self.store.publish(request, self._at[request], num_computed)

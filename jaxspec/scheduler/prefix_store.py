@@ -1,18 +1,25 @@
 """PrefixStore: the pages and states that are kept, and what the next plan has to copy for them.
 
-What the books say holds from the next plan on, for its exports run before anything else. So a state
-may be named here, and found by a request, before the device has copied it.
+What the books say holds from the next plan on, for its copies run before its step. So a state may
+be named here, and found by a request, before the device has copied it. The copies run in the order
+in which they came here. So a page or slot may be given away as soon as a copy of it is planned.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Export
+from jaxspec.piece_plan import Read, Write
+from jaxspec.plan import Export, Fork
 from jaxspec.request import Request
 from jaxspec.scheduler.checkpoint_slots import CheckpointSlots
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import PagePool
 from jaxspec.scheduler.prefix_figures import PrefixFigures
 from jaxspec.scheduler.prefix_tree import Node, PrefixTree
+
+Copy = Export | Read | Write | Fork
+"""A state is kept, a piece is filled or put back, or a request enters on a prefix."""
 
 
 class _Pending(NamedTuple):
@@ -26,11 +33,14 @@ class _Pending(NamedTuple):
 class PrefixStore:
     """The `Reserve` of its `pool`, from which nothing is taken but pages that nobody holds."""
 
-    def __init__(self, shapes: StepShapes, figures: PrefixFigures):
-        """Start empty, and count in `figures`."""
+    def __init__(self, shapes: StepShapes, figures: PrefixFigures, tier: HostTier | None = None):
+        """Start empty, and count in `figures`; `tier` gets what has to go, if there is one."""
         self.tree = PrefixTree(shapes.page_size)
         self.pool = PagePool(shapes.num_pages, self)
-        self._shapes, self._figures = shapes, figures
+        self._shapes, self._figures, self._tier = shapes, figures, tier
+        # A copy of many pages takes as long as one of few. A pool of few pages keeps most of them.
+        many = min(shapes.piece_pages, max(1, shapes.num_pages // 8))
+        self._num_at_once = 1 if tier is None else many
         self._forget()
 
     def clear(self) -> None:
@@ -43,7 +53,7 @@ class PrefixStore:
     def _forget(self) -> None:
         self.slots = CheckpointSlots(self._shapes.num_checkpoints, self.tree)
         self._pending: dict[Request, _Pending] = {}
-        self.exports: list[Export] = []  # for the next plan
+        self.copies: list[Copy] = []  # for the next plan
         self._is_late = False
 
     def __len__(self) -> int:
@@ -66,16 +76,16 @@ class PrefixStore:
         if depth <= node.depth:
             while node.parent is not None and node.depth > depth:
                 node = node.parent
-            self._has(node, self._tail(request, length))
+            self.has(node, self._tail(request, length))
 
     def begin_late(self) -> None:
         """From here on the plan can keep nothing more: a request begins in it."""
         self._is_late = True
 
-    def take_exports(self) -> list[Export]:
-        """What the plan that is made now has to keep."""
-        exports, self.exports, self._is_late = self.exports, [], False
-        return exports
+    def take_copies(self) -> list[Copy]:
+        """What the plan that is made now has to copy before its step, in this order."""
+        copies, self.copies, self._is_late = self.copies, [], False
+        return copies
 
     def publish(self, request: Request, node: Node, num_computed: int) -> Node:
         """Put the full pages of so many tokens behind `node`, where the tree lacks their like.
@@ -95,7 +105,7 @@ class PrefixStore:
         A partly filled page is copied, or with `gives_page` taken over from a request that leaves.
         """
         tail = self._tail(request, length)
-        if length < 1 or node.depth != length // self._shapes.page_size or self._has(node, tail):
+        if length < 1 or node.depth != length // self._shapes.page_size or self.has(node, tail):
             return
         slot = self._slot(request)
         if not slot:
@@ -107,9 +117,9 @@ class PrefixStore:
                 self._skip("no page", slot)
                 return
             source, (target,) = page, self.pool.allocate(1)
-        self._put(node, tail, target or page, slot)
+        self.put(node, tail, target or page, slot)
         self.pool.release([target] if target else [])
-        self.exports.append(Export(request.row, slot, source, target))
+        self.copies.append(Export(request.row, slot, source, target))
 
     # Requests that lost their row while steps were in flight.
 
@@ -119,7 +129,7 @@ class PrefixStore:
             pages = request.pages[node.depth :]
             self.pool.share(pages)
             self._pending[request] = _Pending(node, pages, slot)
-            self.exports.append(Export(request.row, slot))
+            self.copies.append(Export(request.row, slot))
 
     def settle(self, request: Request) -> None:
         """All that was in flight has come, so it is known where the row stood at the end.
@@ -135,10 +145,10 @@ class PrefixStore:
         if node.is_alive:
             node = self._add(request, node, length // self._shapes.page_size, pages)
         tail = self._tail(request, length)
-        if node.is_alive and self._has(node, tail):
+        if node.is_alive and self.has(node, tail):
             self.slots.give_back(slot)
         else:
-            self._put(node, tail, pages[node.depth - first] if tail else 0, slot)
+            self.put(node, tail, pages[node.depth - first] if tail else 0, slot)
         self.pool.release(pages)
 
     def drop(self, request: Request) -> None:
@@ -169,11 +179,14 @@ class PrefixStore:
         self.tree.unpin(page)
 
     def evict(self) -> list[int]:
-        """Give up the page that was used longest ago and has none behind it."""
+        """Give up the page that was used longest ago and has none behind it, or a piece of them."""
         if not self.tree.num_evictable:
             self.drop(next(iter(self._pending)))
             return []  # they are free already
-        gone = self.tree.remove(self.tree.oldest())
+        gone = list[Node]()
+        while self.tree.num_evictable and len(gone) < self._num_at_once:
+            gone += self.tree.remove(self.tree.oldest())
+        self._to_host(gone)
         self._figures.num_evicted_checkpoints += sum([self.slots.drop(node) for node in gone])
         self._figures.num_evicted_pages += len(gone)
         return [node.page for node in gone]
@@ -192,7 +205,25 @@ class PrefixStore:
             node = self.tree.add(node, tokens, pages[index - first])
         return node
 
-    def _has(self, node: Node, tail: list[int]) -> bool:
+    def _to_host(self, gone: Sequence[Node]) -> None:
+        """Have read what the host lacks of nodes that leave the tree."""
+        if self._tier is None:
+            return
+        pages, size = (
+            [node for node in gone if self._tier.lacks_page(node)],
+            self._shapes.piece_pages,
+        )
+        for first in range(0, len(pages), size):
+            self.copies.append(self._tier.add_pages(pages[first : first + size]))
+        for node in gone:
+            if node.checkpoint:
+                self._state_to_host(node, node.checkpoint)
+
+    def _state_to_host(self, node: Node, slot: int) -> None:
+        if self._tier is not None and self._tier.lacks_state(node):
+            self.copies.append(self._tier.add_state(node, slot))
+
+    def has(self, node: Node, tail: Sequence[int]) -> bool:
         """Whether there is such a checkpoint, which is of use then."""
         there = node.tails.get(tuple(tail)) if tail else node
         if there is None or not there.checkpoint:
@@ -200,7 +231,7 @@ class PrefixStore:
         self.touch(there)
         return True
 
-    def _put(self, node: Node, tail: list[int], page: int, slot: int) -> None:
+    def put(self, node: Node, tail: Sequence[int], page: int, slot: int) -> None:
         """Name a slot as what lies behind a node and the `tail`, which has a held page of its own.
 
         Not if the node has left the tree for that page, or for the slot.
@@ -216,9 +247,14 @@ class PrefixStore:
         if self._is_late or request.row < 0:
             self._skip("too late")
             return 0
+        return self.take_slot()
+
+    def take_slot(self) -> int:
+        """A slot for a state, which somebody may lose for that; 0: there is none."""
         slot, loser = self.slots.take()
         if loser is not None:
             self._figures.num_evicted_checkpoints += 1
+            self._state_to_host(loser, slot)
             if len(loser.tokens) < self._shapes.page_size:  # it was there for the state alone
                 self.pool.add_free(node.page for node in self.tree.remove(loser))
         if not slot:

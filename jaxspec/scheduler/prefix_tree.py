@@ -16,8 +16,10 @@ The tree keeps pages that nobody holds until they are needed. Then those go firs
 longest ago, and among them leaves, so that no node loses its way to the root.
 """
 
+import hashlib
 import heapq
 import itertools
+from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ class Node:
         "checkpoint",
         "children",
         "depth",
+        "digest",
         "is_alive",
         "is_held",
         "last_use",
@@ -48,11 +51,34 @@ class Node:
         self.is_held = True  # a request has its page
         self.last_use = 0
         self.is_alive = True
+        self.digest: bytes | None = None  # see `digest_of`
 
     @property
     def is_leaf(self) -> bool:
         """Whether nothing hangs on it."""
         return not (self.children or self.tails)
+
+
+def digest_of(node: Node) -> bytes:
+    """What tells a node's text from every other one, its salt included; 32 bytes.
+
+    It is the same in every process, so that files may be named by it.
+    """
+    way = []
+    while node.digest is None and node.parent is not None:
+        way.append(node)
+        node = node.parent
+    if node.digest is None:
+        node.digest = hashlib.blake2b(repr(node.tokens[0]).encode(), digest_size=32).digest()
+    digest = node.digest
+    for each in reversed(way):
+        digest = each.digest = chained(digest, each.tokens)
+    return digest
+
+
+def chained(digest: bytes, tokens: Sequence[int]) -> bytes:
+    """The digest of a text with some tokens more."""
+    return hashlib.blake2b(digest + array("i", tokens).tobytes(), digest_size=32).digest()
 
 
 class Match(NamedTuple):

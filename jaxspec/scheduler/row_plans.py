@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import RESTORE, Fork, Program, StepPlan, pack_export
+from jaxspec.plan import RESTORE, Export, Fork, Program, StepPlan, pack_copy, pack_export
 from jaxspec.request import Request
 from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.packing import pack_step
@@ -28,20 +28,25 @@ class RowPlans:
     ) -> StepPlan:
         """Pack a plan of every running request; from then on the device knows its row and pages.
 
-        States that are to be kept go first: their rows are where the last plan had them. Then come
-        requests that enter on a prefix that was kept, and everybody else who enters.
+        What is to be copied goes first, in its order. Every request that enters has its row from
+        the first copy on that lets one in on a prefix.
         """
-        exports = [pack_export(each) for each in self._prefixes.take_exports()]
-        plans = [self._plan(RESTORE, NextStep(0, 0), running, [each]) for each in step.restores]
-        plans.append(self._plan(program, step, running, forks))
-        in_order = [each for plan in plans for each in (*plan.before, plan)][:-1]
-        return dataclasses.replace(plans[-1], before=(*exports, *(_alone(p) for p in in_order)))
+        return _joined([*self._copies(running), self._plan(program, step, running, forks)])
 
-    def only_restores(self, step: NextStep, running: Sequence[Request]) -> StepPlan:
-        """A plan in which requests enter on prefixes, and nothing is computed."""
-        *others, last = step.restores
-        only = dataclasses.replace(step, restores=others)
-        return self.plan(RESTORE, only, running, [last])
+    def only_copies(self, running: Sequence[Request]) -> StepPlan:
+        """A plan of what is to be copied, which there is, and nothing is computed."""
+        return _joined(self._copies(running))
+
+    def _copies(self, running: Sequence[Request]) -> list[StepPlan]:
+        plans = list[StepPlan]()
+        for copy in self._prefixes.take_copies():
+            if isinstance(copy, Fork):
+                plans.append(self._plan(RESTORE, NextStep(0, 0), running, [copy]))
+            elif isinstance(copy, Export):
+                plans.append(pack_export(copy))
+            else:
+                plans.append(pack_copy(copy, self._shapes))
+        return plans
 
     def _plan(
         self,
@@ -71,5 +76,9 @@ class RowPlans:
         return plan
 
 
-def _alone(plan: StepPlan) -> StepPlan:
-    return StepPlan(plan.program, plan.packed)
+def _joined(plans: Sequence[StepPlan]) -> StepPlan:
+    """The last of the plans, with all others in front of it."""
+    *others, last = (each for plan in plans for each in (*plan.before, plan))
+    return dataclasses.replace(
+        last, before=tuple(dataclasses.replace(each, before=()) for each in others)
+    )

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxspec.plan import Fork, RowOutput, StepPlan
+from jaxspec.plan import RowOutput, StepPlan
 from jaxspec.request import Request
 
 
@@ -17,7 +17,11 @@ class NextStep:
     prefills: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
     grown: list[Request] = dataclasses.field(default_factory=list)  # given pages
     num_new: int = 0  # rows that enter
-    restores: list[Fork] = dataclasses.field(default_factory=list)  # of those, on kept prefixes
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is computed."""
+        return bool(self.decodes or self.prefills)
 
 
 class Entry(NamedTuple):

@@ -16,6 +16,7 @@ from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
 from jaxspec.scheduler.host_drafter import HostDrafter
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import check_fits
 from jaxspec.scheduler.prefix_cache import PrefixCache
 from jaxspec.scheduler.prompt_budget import prompt_budget
@@ -33,11 +34,12 @@ class Scheduler:
         shapes: StepShapes,
         max_step_ms: float | None = None,
         drafter: HostDrafter | None = None,
+        tier: HostTier | None = None,
     ):
-        """Start empty. `max_step_ms`: as in `StepSeconds`."""
+        """Start empty. `max_step_ms`: as in `StepSeconds`; `tier`: as in `PrefixCache`."""
         self.shapes, self.drafter = shapes, drafter or HostDrafter()
-        self.prefixes = PrefixCache(shapes)
-        self._plans = RowPlans(shapes, self.drafter, self.prefixes)
+        self.prefixes = PrefixCache(shapes, tier)
+        self.plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
         self.samplers: tuple[Sampler, ...] = ()  # that programs are compiled for; (): for any
@@ -67,11 +69,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Refuse requests that could never run, even alone.
-
-        Raises:
-            ValueError: longer than all pages together.
-        """
+        """Refuse requests that are longer than all pages together, by a ValueError."""
         for request in requests:
             check_fits(request.max_len, self.shapes)
 
@@ -111,6 +109,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next dispatch, or None when none should be made before results arrive."""
+        for request in self._followers.prefilled():
+            self.prefixes.preempted(request)
+            self.end(request, Finish.ABORT)
         if not (self.waiting and self._free_slots) and all(r.is_likely_over for r in self.running):
             return None  # a row that outlives them waits for the host, which is less than a step
         forked = self._fork() if self._followers else None
@@ -132,10 +133,10 @@ class Scheduler:
             self._advance(self.running[index], step)
             index += 1
         self._admit(step)
-        if step.decodes or step.prefills:
+        if step.has_work:
             return self._dispatch(step)
-        if step.restores:  # of samples whose followers enter next
-            return ScheduledStep(self._plans.only_restores(step, self.running), (), (), 0)
+        if self.prefixes.lets_in:  # samples whose followers enter next
+            return ScheduledStep(self.plans.only_copies(self.running), (), (), 0)
         return None
 
     def collect(self, step: ScheduledStep, output: StepOutput) -> list[Progress]:
@@ -213,7 +214,7 @@ class Scheduler:
         program = moves_of(join(r.sampler for r in self.running if r.row < 0))
         if not forks:
             return None
-        return ScheduledStep(self._plans.plan(program, step, self.running, forks), (), (), 0)
+        return ScheduledStep(self.plans.plan(program, step, self.running, forks), (), (), 0)
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -227,16 +228,21 @@ class Scheduler:
             rows_full = len(self._free_slots) <= reserved or not self._has_row(step)
             seqs_full = len(step.prefills) >= self.shapes.max_prefill_seqs or step.budget < 1
             if rows_full or seqs_full or request.in_flight:
+                self.prefixes.expect(request)
                 break
+            reach = self.shapes.reach(len(request.tokens))
+            wanted = self.shapes.pages_for(min(reach, request.max_len))
+            if self.prefixes.is_coming(request, wanted, can_wait=step.has_work):
+                reserved += 1
+                continue
             hit = self.prefixes.find(request)
             self.pages.share(hit.pages)  # what it holds is not there for others
-            wanted = self._pages_for(self.shapes.reach(len(request.tokens)), request)
             if wanted - len(hit.pages) > self.pages.num_free:
                 self.pages.release(hit.pages)
                 break
             self.waiting.remove(request)
             self._enter(request, step, hit.num_cached)
-            step.restores += self.prefixes.enter(request, hit)
+            self.prefixes.enter(request, hit)
             if request.num_computed < self._followers.prefill_end(request):
                 self._advance(request, step)
 
@@ -262,27 +268,25 @@ class Scheduler:
         self.pages.release(request.pages)
         request.slot, request.pages = 0, []
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a request out of the batch; it waits, and what can be kept of it is kept."""
         self.prefixes.preempted(request)
         self._leave(request)
         self.waiting.put_back(request)
         request.num_computed = request.prefill_len = 0
         self.num_preemptions += 1
 
-    def _pages_for(self, length: int, request: Request) -> int:
-        return self.shapes.pages_for(min(length, request.max_len))
-
     def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.
 
         False: the request itself was the last and had to go.
         """
-        if min(length, request.max_len) <= len(request.pages) * self.shapes.page_size:
+        missing = self.shapes.pages_for(min(length, request.max_len)) - len(request.pages)
+        if missing <= 0:
             return True
-        missing = self._pages_for(length, request) - len(request.pages)
         while missing > self.pages.num_free:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         request.pages += self.pages.allocate(missing)
@@ -298,7 +302,7 @@ class Scheduler:
         shape, choice = self.draft_count.dispatch(step, num_prompt_tokens, sampler)
         rows, tokens, drafts = shape
         program = Program(rows, tokens, sampler, step.num_steps, drafts)
-        plan = self._plans.plan(program, step, self.running)
+        plan = self.plans.plan(program, step, self.running)
         decodes, prefills = launch(step, drafts)
         for request in chunks:
             self.prefixes.computed(request)

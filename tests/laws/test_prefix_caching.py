@@ -17,7 +17,7 @@ from walk import random_walk, walk_harness
 
 from jaxspec.cache import policy, recurrent
 from jaxspec.pallas.recurrent.state_select import state_select_reference
-from jaxspec.plan import EXPORT, RESTORE
+from jaxspec.plan import EXPORT, RESTORE, Export
 from jaxspec.request import Finish
 from jaxspec.runner.step import make_step
 from jaxspec.scheduler import packing, prefix_cache
@@ -145,7 +145,8 @@ def kept_states(engine):
 
     Not what the next plan would copy first.
     """
-    coming = {export.checkpoint for export in engine.scheduler.prefixes.store.exports}
+    copies = engine.scheduler.prefixes.store.copies
+    coming = {copy.checkpoint for copy in copies if isinstance(copy, Export)}
     checkpoints = engine.runner.state.checkpoints["recurrent"]
     states = np.asarray(checkpoints.states)
     found = {}
@@ -169,7 +170,7 @@ def test_what_is_kept_is_the_oracle_s_state(fixture, states):
         (request,) = engine.add((*LONGER, num_steps), GREEDY)
         for _ in range(num_steps):
             engine.step()
-        engine.scheduler._preempt(request)
+        engine.scheduler.preempt(request)
         engine.run()
     assert engine.scheduler.prefixes.stats.num_resumed > 20
     found = kept_states(engine)

@@ -34,7 +34,7 @@ from jaxspec.scheduler.scheduled_step import Entry
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.session import Session
 
-real_leave, real_launch, real_preempt = Scheduler._leave, Entry.launch, Scheduler._preempt
+real_leave, real_launch, real_preempt = Scheduler._leave, Entry.launch, Scheduler.preempt
 real_enter, real_reset = Scheduler._enter, Scheduler.reset
 real_recover, real_end_each = Session._recover, Session._end_each
 real_fork = scheduler_module.fork
@@ -298,7 +298,7 @@ BUGS = [
     (Scheduler, "_leave", a_page_is_kept_when_a_request_leaves),
     (scheduler_module, "fork", a_fork_copies_the_first_page),
     (PagePool, "share", a_fork_holds_shared_pages_only_once),
-    (Scheduler, "_preempt", a_preempted_request_comes_back_before_its_late_results),
+    (Scheduler, "preempt", a_preempted_request_comes_back_before_its_late_results),
     (Entry, "launch", tokens_in_flight_are_not_counted),
     (Followers, "dismiss", followers_wait_for_a_leader_that_is_gone),
     (Scheduler, "_enter", a_slot_is_given_to_two),

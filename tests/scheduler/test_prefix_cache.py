@@ -5,6 +5,7 @@ import pytest
 from fake_device import make_group, next_token
 from loop import Loop, random_group
 
+from jaxspec.plan import Export
 from jaxspec.request import Finish
 from jaxspec.scheduler import prefix_cache, prefix_store, prefix_tree
 from jaxspec.scheduler.scheduler import Scheduler
@@ -72,7 +73,7 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
                 victim = loop.requests[int(random.choice(list(loop.requests)))]
                 loop.scheduler.end(victim, Finish.ABORT)
             if random.random() < 0.03 and loop.scheduler.running:
-                loop.scheduler._preempt(loop.scheduler.running[-1])
+                loop.scheduler.preempt(loop.scheduler.running[-1])
             if random.random() < 0.01:
                 loop.scheduler.prefixes.clear()
             if turn % 10 == 0:
@@ -210,7 +211,7 @@ def test_a_preempted_request_goes_on_from_its_own_prefix(mode):
         loop.add([request])
         for _ in range(6):
             loop.turn()
-        loop.scheduler._preempt(request)
+        loop.scheduler.preempt(request)
         num_known = len(request.tokens)
         loop.run()
         resumed = loop.scheduler.prefixes.stats.num_resumed
@@ -225,7 +226,7 @@ def test_what_a_preempted_request_left_is_given_up_when_pages_are_short_or_it_is
         loop.add([request])
         for _ in range(4):
             loop.turn()
-        loop.scheduler._preempt(request)
+        loop.scheduler.preempt(request)
         store = loop.scheduler.prefixes.store
         assert store._pending
         if way == "short":
@@ -270,7 +271,7 @@ def test_salts_share_nothing():
 
 REAL_MATCH, REAL_FIND = prefix_tree.PrefixTree.match, prefix_cache.PrefixCache.find
 REAL_GIVEN, REAL_KEEP = prefix_cache.PrefixCache.given, prefix_store.PrefixStore.keep
-REAL_BEGIN, REAL_TAKE = prefix_cache.PrefixCache._begin, prefix_store.PrefixStore.take_exports
+REAL_BEGIN, REAL_TAKE = prefix_cache.PrefixCache._begin, prefix_store.PrefixStore.take_copies
 REAL_ADVANCE, REAL_POOL = Scheduler._advance_prefill, prefix_cache.PrefixCache.new_pool
 
 
@@ -279,12 +280,16 @@ def a_state_one_token_off(store, request, node, length, **how):
 
 
 def the_state_of_the_neighbour(store):
-    return [each._replace(row=each.row ^ 1) for each in REAL_TAKE(store)]
+    return [
+        each._replace(row=each.row ^ 1) if isinstance(each, Export) else each
+        for each in REAL_TAKE(store)
+    ]
 
 
 def kept_after_the_plan(store):
-    late, store.late = getattr(store, "late", []), REAL_TAKE(store)
-    return late
+    now = REAL_TAKE(store)
+    late, store.late = getattr(store, "late", []), [x for x in now if isinstance(x, Export)]
+    return late + [each for each in now if not isinstance(each, Export)]
 
 
 def a_partial_page_shared(prefixes, request, hit):
@@ -335,10 +340,10 @@ def _depth(match):
 BUGS = {
     "a state one token off": (prefix_store.PrefixStore, "keep", a_state_one_token_off),
     "the state of the neighbour": (
-        prefix_store.PrefixStore, "take_exports", the_state_of_the_neighbour,
+        prefix_store.PrefixStore, "take_copies", the_state_of_the_neighbour,
     ),
     "kept after the slot was given out": (
-        prefix_store.PrefixStore, "take_exports", kept_after_the_plan,
+        prefix_store.PrefixStore, "take_copies", kept_after_the_plan,
     ),
     "a partial page shared": (prefix_cache.PrefixCache, "_begin", a_partial_page_shared),
     "pages of drafts": (prefix_cache.PrefixCache, "given", pages_of_drafts_published),

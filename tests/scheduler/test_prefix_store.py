@@ -44,11 +44,11 @@ def test_a_partly_filled_page_is_copied_unless_its_request_leaves():
     node = publish(store, request, 10)
     third = request.pages[2]
     store.keep(request, node, 9)
-    (copied,) = store.take_exports()
+    (copied,) = store.take_copies()
     assert copied == Export(3, 1, third, copied.target_page) and copied.target_page != third
     assert node.tails[tuple(request.tokens[8:9])].page == copied.target_page
     store.keep(request, node, 10, gives_page=True)
-    assert store.take_exports() == [Export(3, 2)]
+    assert store.take_copies() == [Export(3, 2)]
     leave(store, request)
     assert store.tree.holds(third) and store.num_evictable == 4
 
@@ -59,7 +59,7 @@ def test_what_is_there_is_not_kept_again():
     node = publish(store, request, 8)
     for _ in range(2):
         store.keep(request, node, 8)
-    assert len(store.take_exports()) == 1 and store._figures.num_checkpoints == 1
+    assert len(store.take_copies()) == 1 and store._figures.num_checkpoints == 1
 
 
 def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
@@ -69,7 +69,7 @@ def test_the_state_used_longest_ago_makes_room_and_takes_its_own_page_along():
     leave(store, first)
     num_pages = len(store)
     store.keep(second, publish(store, second, 8), 8)
-    assert [each.checkpoint for each in store.take_exports()] == [1, 1]
+    assert [each.checkpoint for each in store.take_copies()] == [1, 1]
     assert len(store) == num_pages - 1 + 2 and store._figures.num_evicted_checkpoints == 1
 
 
@@ -79,9 +79,9 @@ def test_what_would_come_too_late_is_not_kept():
     node = publish(store, request, 8)
     store.begin_late()
     store.keep(request, node, 8)
-    assert store.take_exports() == [] and store._figures.skipped["too late"] == 1
+    assert store.take_copies() == [] and store._figures.skipped["too late"] == 1
     store.keep(request, node, 8)
-    assert len(store.take_exports()) == 1
+    assert len(store.take_copies()) == 1
 
 
 def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
@@ -91,7 +91,7 @@ def test_a_row_in_flight_is_kept_where_it_turns_out_to_stand():
     node = publish(store, request, 9)
     store.keep_unsettled(request, node)
     leave(store, request)
-    assert store.take_exports() == [Export(3, 1)] and store.num_evictable == 4
+    assert store.take_copies() == [Export(3, 1)] and store.num_evictable == 4
     request.tokens += [1, 2, 3, 4]
     store.settle(request)
     hit = store.tree.match(None, request.tokens, 13)
@@ -106,7 +106,7 @@ def test_clear_frees_what_nobody_holds():
     leave(store, request)
     publish(store, other, 9)
     store.clear()
-    assert store.num_evictable == len(store) == 0 and store.take_exports() == []
+    assert store.num_evictable == len(store) == 0 and store.take_copies() == []
     assert store.pool.num_free == store._shapes.num_pages - 1 - 3
     leave(store, other)
     assert store.pool.num_free == store._shapes.num_pages - 1

@@ -2,7 +2,20 @@
 
 from fake_device import make_buckets, make_group
 
-from jaxspec.plan import EXPORT, RESTORE, TABLES, Export, Fork, Program, plan_layout
+from jaxspec.piece_plan import Piece, Read, Write
+from jaxspec.plan import (
+    EXPORT,
+    READ,
+    READ_STATE,
+    RESTORE,
+    TABLES,
+    WRITE,
+    WRITE_STATE,
+    Export,
+    Fork,
+    Program,
+    plan_layout,
+)
 from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.host_drafter import HostDrafter
 from jaxspec.scheduler.prefix_cache import PrefixCache
@@ -39,10 +52,8 @@ def test_rows_that_decode_come_first_and_the_device_is_told_once_that_a_row_is_n
 def test_states_are_kept_first_then_rows_enter_on_prefixes_and_then_comes_the_step():
     plans, prefixes, (a, b, c) = make(3)
     plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a])
-    prefixes.store.exports.append(Export(0, 1))
-    forks = [Fork(1, 2, 7, 8, (6, 8)), Fork(2, 3, 0, 0, (6,))]
-    step = NextStep(0, 1, decodes=[c, a, b], restores=forks)
-    plan = plans.plan(STEP, step, [a, b, c])
+    prefixes.store.copies += Export(0, 1), Fork(1, 2, 7, 8, (6, 8)), Fork(2, 3, 0, 0, (6,))
+    plan = plans.plan(STEP, NextStep(0, 1, decodes=[c, a, b]), [a, b, c])
     assert [each.program for each in plan.before] == [EXPORT, RESTORE, RESTORE]
     kept, first, second = map(fields, plan.before)
     assert int(kept["row"]) == 0 and int(kept["checkpoint"]) == 1  # where the last plan had it
@@ -50,22 +61,42 @@ def test_states_are_kept_first_then_rows_enter_on_prefixes_and_then_comes_the_st
     assert (second["new_row_index"] == -1).all()
     assert [int(each["target_slots"][0]) for each in (first, second)] == [2, 3]
     assert fields(plan)["prev_positions"][:3].tolist() == [2, 0, 1]
-    assert prefixes.store.exports == []
+    assert prefixes.store.copies == []
+
+
+def test_copies_run_in_the_order_in_which_they_were_thought_of():
+    """A piece is filled before its page or slot is given away, and a request enters before that."""
+    plans, prefixes, (a, b) = make(2)
+    pages, state = Piece(is_state=False), Piece(is_state=True)
+    prefixes.store.copies += [
+        *(Read(pages, (5, 6)), Write(state, (0,), (5,), 2), Fork(2, 1, 5, 6, (6,))),
+        *(
+            Read(Piece(is_state=True), (5,), 2),
+            Write(pages, (1, 0), (9, 5)),
+            Fork(1, 2, 0, 0, (9,)),
+        ),
+    ]
+    plan = plans.plan(STEP, NextStep(0, 1, decodes=[a, b]), [a, b])
+    kinds = [READ, WRITE_STATE, RESTORE, READ_STATE, WRITE, RESTORE]
+    assert [each.program for each in plan.before] == kinds
+    assert plan.before[0].piece is plan.before[4].piece is pages and plan.piece is None
+    assert fields(plan.before[4])["targets"][:3].tolist() == [9, 5, 0]
+    assert int(fields(plan.before[1])["checkpoint"]) == 2
 
 
 def test_a_plan_may_do_no_more_than_let_requests_enter():
-    plans, _, (a, b) = make(2)
-    forks = [Fork(1, 1, 0, 0, (6,)), Fork(2, 2, 0, 0, (7,))]
-    plan = plans.only_restores(NextStep(0, 0, restores=forks), [a, b])
+    plans, prefixes, (a, b) = make(2)
+    prefixes.store.copies += Fork(1, 1, 0, 0, (6,)), Fork(2, 2, 0, 0, (7,))
+    plan = plans.only_copies([a, b])
     assert plan.program == RESTORE and [each.program for each in plan.before] == [RESTORE]
     assert fields(plan)["target_slots"].tolist() == [2]
 
 
 def test_tables_of_a_request_that_enters_on_a_prefix_come_before_it():
-    plans, _, (a,) = make(1)
+    plans, prefixes, (a,) = make(1)
     a.stop_ids = tuple(range(20))
     a.__post_init__()
-    step = NextStep(0, 1, decodes=[a], restores=[Fork(1, 1, 0, 0, (6,))])
-    plan = plans.plan(STEP, step, [a])
+    prefixes.store.copies.append(Fork(1, 1, 0, 0, (6,)))
+    plan = plans.plan(STEP, NextStep(0, 1, decodes=[a]), [a])
     assert [each.program for each in plan.before] == [TABLES, RESTORE]
     assert not any(each.before for each in plan.before)  # whoever notes plans sees them all

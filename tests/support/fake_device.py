@@ -6,7 +6,19 @@ from collections import deque
 import numpy as np
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import EXPORT, RESTORE, TABLES, StepOutput, output_layout, plan_layout
+from jaxspec.piece_plan import Write
+from jaxspec.plan import (
+    EXPORT,
+    PIECES,
+    READ,
+    READ_STATE,
+    RESTORE,
+    TABLES,
+    Export,
+    StepOutput,
+    output_layout,
+    plan_layout,
+)
 from jaxspec.request import Finish, Request
 from jaxspec.row import row_layout
 from jaxspec.sampling_params import SamplingParams
@@ -105,6 +117,7 @@ class FakeDevice:
         self.num_scheduled = 0  # tokens computed
         self.num_wasted = 0  # decode rows of requests that had finished
         self.num_forks = self.num_copied_pages = self.num_restores = self.num_exports = 0
+        self.num_reads = self.num_writes = 0
         self.admitted: list[Request] = []  # in order of their first admission
         self.reset()
         self.log: list[tuple[list, list]] = []  # seeds that decoded; (seed, tokens) of prefills
@@ -124,15 +137,20 @@ class FakeDevice:
     def run(self, scheduler: Scheduler, step: ScheduledStep) -> StepOutput:
         """Carry out a plan that `scheduler` just gave."""
         plan = step.plan
-        for each in plan.before:
+        for each in (*plan.before, plan):
             values = plan_layout(each.program, self.buckets).unpack(each.packed)
             if each.program == EXPORT:
                 self._export(values)
+            elif each.program in PIECES:
+                self._copy(each, values)
             elif each.program != TABLES:
                 self._place(values, scheduler, each.program)
-        values = plan_layout(plan.program, self.buckets).unpack(plan.packed)
-        self._place(values, scheduler, plan.program)
         assert not self.begun, "a row with tokens computed that nobody computed for it"
+        if plan.program in (EXPORT, *PIECES):
+            self._check_pages(scheduler)
+            self._check_prefixes(scheduler)
+            self.uncollected.append(step)
+            return StepOutput(*[np.zeros(0, np.int32)] * 5)  # nobody reads it
         self._check_order(values, step)
         self._check_pages(scheduler)
         num_decode = int(values["num_decode"])
@@ -198,6 +216,25 @@ class FakeDevice:
         if values["target_page"]:
             self.pages[values["target_page"]] = self.pages[values["source_page"]]
 
+    def _copy(self, plan, values):
+        """A piece is filled with what is there now, or what it was filled with is put back."""
+        piece, slot = plan.piece, int(values["checkpoint"])
+        assert values["piece"] == piece.number and piece.is_state == plan.program.is_of_state
+        if plan.program in (READ, READ_STATE):
+            assert piece.arrays is None, "a piece is filled twice"
+            self.num_reads += 1
+            pages = [self.pages[page].copy() for page in values["sources"]]
+            piece.arrays = pages, self.checkpoints[slot] if slot else None
+            return
+        self.num_writes += 1
+        pages, state = piece.arrays
+        for place, page in zip(values["sources"], values["targets"], strict=True):
+            if page:
+                self.pages[page] = pages[place]
+        if slot:
+            assert state is not None
+            self.checkpoints[slot] = state
+
     def _restore(self, row, source, slot):
         """The state that was kept, where states are; else the row's pages say where it stands."""
         self.num_restores += 1
@@ -210,10 +247,13 @@ class FakeDevice:
         assert len(self.states[slot]) == row.num_computed, "a state of another position"
 
     def _check_prefixes(self, scheduler):
-        """What is kept is what the tree says; what the next plan keeps first is left out."""
+        """What is kept is what the tree says; what the next plan copies first is left out."""
         prefixes = scheduler.prefixes.store
-        coming = {export.target_page for export in prefixes.exports}
-        slots = {export.checkpoint for export in prefixes.exports}
+        exports = [copy for copy in prefixes.copies if isinstance(copy, Export)]
+        writes = [copy for copy in prefixes.copies if isinstance(copy, Write)]
+        coming = {export.target_page for export in exports}
+        coming |= {page for write in writes for page in write.pages}
+        slots = {copy.checkpoint for copy in (*exports, *writes)}
         for page, node in prefixes.tree._by_page.items():
             assert page == node.page and node.is_alive
             count = len(node.tokens)
@@ -230,6 +270,25 @@ class FakeDevice:
         held = [node.checkpoint for node in prefixes.slots._used] + prefixes.slots._free
         held += [each.slot for each in pending]
         assert sorted(held) == list(range(1, 1 + self.buckets.num_checkpoints))
+        self._check_host(scheduler)
+
+    def _check_host(self, scheduler):
+        """Pieces hold the tokens by which they are found, and never change."""
+        tier = scheduler.prefixes.tier
+        if tier is None:
+            return
+        assert tier.num_bytes <= tier.max_bytes
+        for piece, entries in tier._pieces.items():
+            pages, state = piece.arrays or ((), None)
+            for entry in entries if pages else ():
+                assert tier._below[entry.before][entry.tokens] is entry
+                count = len(entry.tokens)
+                if entry.piece is piece:
+                    assert tuple(pages[entry.place][:count]) == entry.tokens, "another page"
+                if entry.state is piece:
+                    assert state[len(state) - count :] == entry.tokens, "another state"
+                    if count < self.buckets.page_size:
+                        assert tuple(pages[0][:count]) == entry.tokens
 
     def _move(self, values, program):
         """Copies; and a row enters with tokens computed if and only if something is copied to it.

@@ -20,6 +20,7 @@ from jaxspec.sampler import to_compile
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.speculation import SpeculativeConfig
 
@@ -100,6 +101,8 @@ class Harness:
         prefixes: str = "off",  # `StepShapes.prefix_caching`
         num_checkpoints: int = 6,
         interval: int | None = None,
+        host_bytes: int = 0,
+        piece_pages: int = 4,
     ):
         speculation = None
         if drafts:
@@ -129,6 +132,8 @@ class Harness:
             prefix_caching=prefixes,
             num_checkpoints=num_checkpoints if prefixes in ("align", "all") else 0,
             checkpoint_interval=interval,
+            host_bytes=host_bytes,
+            piece_pages=piece_pages,
         )
         self.fixture = fixture
         self.vocab_size = model(fixture).vocab_size
@@ -156,7 +161,8 @@ class Harness:
         )
         warm_up(self.runner, samplers)
         drafts_on_host = make_host_drafter(speculation)
-        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host)
+        tier = HostTier(host_bytes, page_size, self.runner.pieces) if host_bytes else None
+        self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
         self.scheduler.samplers = tuple(to_compile(samplers))
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []

@@ -6,7 +6,27 @@ import numpy as np
 from fake_device import FakeDevice, expected_output, make_buckets, make_group
 
 from jaxspec.request import Finish
+from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
+
+
+class FakeMover:
+    """Pieces land some time after they were asked for; one of pages has 10 bytes, a state 30."""
+
+    def __init__(self, random):
+        self.random, self.seconds, self.staged = random, 0.0, set()
+        self.num_waits = 0
+
+    def num_bytes(self, *, is_state):
+        return 30 if is_state else 10
+
+    def stage(self, pieces):
+        self.staged = set(pieces)
+
+    def has_landed(self, piece):
+        has_landed = piece not in self.staged or self.random.random() < 0.5
+        self.num_waits += not has_landed
+        return has_landed
 
 
 class Loop:
@@ -14,7 +34,11 @@ class Loop:
 
     def __init__(self, depth=0, accuracy=0.6, seed=0, **sizes):
         self.random = np.random.default_rng(seed)
-        self.scheduler = Scheduler(make_buckets(**sizes))
+        self.mover = FakeMover(self.random)
+        shapes = make_buckets(**sizes)
+        sizes_on_host = shapes.host_bytes, shapes.page_size
+        tier = HostTier(*sizes_on_host, self.mover) if shapes.host_bytes else None
+        self.scheduler = Scheduler(shapes, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
         self.depth = depth

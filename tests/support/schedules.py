@@ -172,7 +172,7 @@ class Schedule:
     def preempt(self, index: int):
         """A running row has to go for a while."""
         running = self.scheduler.running
-        self.scheduler._preempt(running[index % len(running)])
+        self.scheduler.preempt(running[index % len(running)])
 
     def permute(self, by: int):
         """The rows move."""

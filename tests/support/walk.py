@@ -49,7 +49,7 @@ def random_walk(
             victims = [*running, *engine.scheduler.waiting]
             engine.scheduler.end(victims[rng.integers(len(victims))], Finish.ABORT)
         elif event == "preempt" and running:
-            engine.scheduler._preempt(running[rng.integers(len(running))])
+            engine.scheduler.preempt(running[rng.integers(len(running))])
         elif event == "permute":
             rng.shuffle(running)
         else:

@@ -1,0 +1,264 @@
+"""Laws of the host tier: what went to the host and came back changes no token.
+
+Bugs of the books are planted in tests/scheduler/test_host_tier.py, on a device that checks every
+page; those of what is copied are planted here.
+"""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, continuations, prompts
+from walk import PROMPTS as WALKED
+from walk import random_walk, walk_harness
+
+from jaxspec.cache import copies
+from jaxspec.plan import PIECES, READ, READ_STATE, RESTORE, WRITE, WRITE_STATE
+from jaxspec.request import Finish
+from jaxspec.runner import pieces
+
+(PROMPT,) = [tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())]
+OTHERS = prompts(4, seed=11, longest=40)
+ONE = dataclasses.replace(GREEDY, max_tokens=1)
+FP8 = np.dtype("float8_e4m3fn")
+MIB = 2**20
+
+
+def make(fixture="qwen3_5", drafts=3, depth=2, states=SNAPSHOT, mode="all", **options):
+    """An engine with a little room on the device and a lot on the host."""
+    known = [(prompt, params, 0) for prompt in (PROMPT, *OTHERS) for params in (GREEDY, SAMPLED)]
+    oracles = {"accuracy": (0.8, 0.5, 0.5)[:drafts], "continuations": continuations(fixture, known)}
+    options = {"num_pages": 40, "num_checkpoints": 4, "host_bytes": 64 * MIB} | options
+    engine = Harness(
+        fixture,
+        drafts=drafts,
+        max_in_flight=depth,
+        states=states,
+        prefixes=mode,
+        **(oracles if drafts and "method" not in options else {}),
+        **options,
+    )
+    engine.scheduler.prefixes.min_uncached = 6
+    return engine
+
+
+def ask(engine, prompt, params=GREEDY, **asked):
+    (request,) = engine.add(prompt, params, **asked)
+    engine.run()
+    return request
+
+
+def push_out(engine):
+    """Every page and state of the device goes to the host."""
+    pool, store = engine.scheduler.pages, engine.scheduler.prefixes.store
+    pool.release(pool.allocate(pool.num_free))
+    while len(store.slots):
+        store.slots.give_back(store.take_slot())
+    assert not len(store)
+
+
+def check_all_is_free(engine):
+    scheduler, shapes, prefixes = engine.scheduler, engine.buckets, engine.scheduler.prefixes
+    mover, tier = engine.runner.pieces, prefixes.tier
+    assert scheduler.pages.num_free == shapes.num_pages - 1
+    assert tier.num_bytes == sum(mover.num_bytes(is_state=p.is_state) for p in tier._pieces)
+    assert tier.num_bytes <= shapes.host_bytes and not mover._staged
+    prefixes.clear()
+    assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
+    assert sorted(prefixes.store.slots._free) == list(range(1, 1 + shapes.num_checkpoints))
+    assert (len(tier), tier.num_bytes, tier._below) == (0, 0, {})
+
+
+ENGINES = {
+    "snapshot": {},
+    "replay": {"states": REPLAY, "depth": 0},
+    "no drafts": {"drafts": 0, "states": REPLAY},
+    "synchronous, without drafts": {"drafts": 0, "depth": 0},
+    "its head": {"drafts": 2, "method": "mtp", "states": REPLAY},
+    "Mamba2, replayed": {"fixture": "nemotron_h", "drafts": 3, "states": REPLAY},
+    "attention": {"fixture": "qwen3", "drafts": 3, "mode": "pages"},
+    "short convolutions": {"fixture": "lfm2", "drafts": 2},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_hit_from_the_host_gives_the_tokens_of_a_cold_run_at_every_position(name):
+    engine = make(**ENGINES[name])
+    has_states = engine.buckets.num_checkpoints > 0
+    for length in range(1, len(PROMPT)):
+        engine.scheduler.prefixes.clear()
+        ask(engine, PROMPT[:length], ONE)
+        push_out(engine)
+        want = length if has_states else length - length % 4
+        assert ask(engine, PROMPT).num_cached_tokens == want
+        push_out(engine)
+        again = ask(engine, (*engine.requests[-1].tokens, 3, 1))
+        assert again.num_cached_tokens >= want
+    assert engine.check() <= 2
+    host = engine.engine.figures()["prefix_cache"]["host"]
+    assert host["num_hits"] > 200 and host["num_evicted_pieces"] == 0
+    check_all_is_free(engine)
+
+
+def test_a_hit_from_the_host_over_8_bit_keys_and_values_gives_the_tokens_of_a_cold_run():
+    engine = make(kv_dtype=FP8, states=REPLAY)
+    cold = ask(engine, PROMPT).output
+    for length in range(1, len(PROMPT)):
+        engine.scheduler.prefixes.clear()
+        ask(engine, PROMPT[:length], ONE)
+        push_out(engine)
+        hit = ask(engine, PROMPT)
+        assert (hit.num_cached_tokens, hit.output) == (length, cold)
+
+
+def test_salts_share_nothing_on_the_host():
+    engine, cached = make(), []
+    for salt in (None, "a", "b", "a", None):
+        cached.append(ask(engine, PROMPT, salt=salt).num_cached_tokens)
+        push_out(engine)
+    assert cached == [0, 0, 0, len(PROMPT) - 1, len(PROMPT) - 1]
+
+
+def test_no_step_s_program_is_another_one_and_a_hit_from_the_host_compiles_nothing():
+    engines = [make(host_bytes=0, drafts=1), make(drafts=1)]
+    added = engines[1].runner._programs.keys() - engines[0].runner._programs.keys()
+    assert not added
+    assert not any(map(engines[0].runner.is_warm, PIECES))
+    assert all(map(engines[1].runner.is_warm, PIECES))
+    engine, heard, plans = engines[1], [], []
+    ask(engine, PROMPT)
+    dispatch = engine.runner.dispatch
+    engine.runner.dispatch = lambda plan: (plans.append(plan), dispatch(plan))[1]
+
+    def listen(event, duration, **_):
+        if "compile" in event or "trace" in event:
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for end in range(3, 20, 4):
+            push_out(engine)
+            ask(engine, (*PROMPT[:end], 1, 2, 3))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    before = [each.program for plan in plans for each in plan.before]
+    kinds = READ, READ_STATE, WRITE, WRITE_STATE, RESTORE
+    assert min(before.count(kind) for kind in kinds) >= 2, Counter(before)
+    assert len(before) == sum(not plan.program.num_steps for plan in plans)  # none by itself
+    assert heard == []
+
+
+SHARED = [(*WALKED[0][:n], *tail) for n in (5, 8, 12) for tail in prompts(3, seed=n, longest=9)]
+
+
+@pytest.mark.parametrize(
+    ("states", "depth", "options"),
+    [
+        (SNAPSHOT, 2, {"num_pages": 30, "num_checkpoints": 3, "piece_pages": 3}),
+        (REPLAY, 3, {"num_pages": 40, "num_checkpoints": 5, "chunk": 7, "piece_pages": 1}),
+        (REPLAY, 0, {"num_pages": 24, "num_checkpoints": 3, "steps_per_dispatch": 2}),
+    ],
+    ids=["short of all", "deep", "synchronous, in twos"],
+)
+def test_whatever_happens_where_both_tiers_give_up_every_request_gives_its_own_tokens(
+    states, depth, options
+):
+    engine = walk_harness(
+        (0.8, 0.6, 0.5),
+        vary=True,
+        states=states,
+        max_in_flight=depth,
+        prefixes="all",
+        host_bytes=MIB,
+        **options,
+    )
+    prefixes, mover = engine.scheduler.prefixes, engine.runner.pieces
+    prefixes.min_uncached = 6
+    prefixes.tier.max_bytes = 6 * sum(mover.num_bytes(is_state=kind) for kind in (True, False))
+    random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
+    assert engine.check() <= 3
+    host = engine.engine.figures()["prefix_cache"]["host"]
+    assert host["num_hits"] > 50 and host["num_evicted_pieces"] > 20
+    check_all_is_free(engine)
+
+
+def test_a_piece_never_changes():
+    """Whatever becomes of its pages; it is the same at its end as when it was filled."""
+    engine = make(states=REPLAY, num_pages=30)
+    kept, tier = {}, engine.scheduler.prefixes.tier
+    for turn in range(3):
+        for prompt in (PROMPT, *OTHERS, *SHARED):
+            ask(engine, (*prompt, turn))
+            for piece in tier._pieces:
+                if piece.arrays is not None:
+                    now = [np.array(array) for array in piece.arrays]
+                    for before, after in zip(kept.setdefault(piece, now), now, strict=True):
+                        np.testing.assert_array_equal(before.view(np.uint8), after.view(np.uint8))
+    assert len(kept) > 20 and engine.check() <= 2
+
+
+# Bugs, planted in what is copied.
+
+real_read, real_write = copies.read_pages, copies.write_pages
+real_state = copies.write_checkpoint
+
+
+def pages_of_the_neighbour(specs, pools, pages):
+    return real_read(specs, pools, jnp.maximum(pages - 1, 0))
+
+
+def places_in_the_wrong_order(specs, pools, pieces, sources, targets):
+    return real_write(specs, pools, pieces, sources[::-1], targets)
+
+
+def inputs_of_another_position(specs, checkpoints, copy, slot):
+    moved = copy["recurrent"].replace(conv=jnp.roll(copy["recurrent"].conv, 1, axis=1))
+    return real_state(specs, checkpoints, copy | {"recurrent": moved}, slot)
+
+
+def no_state(specs, checkpoints, copy, slot):
+    return checkpoints
+
+
+BUGS = {
+    "pages of the neighbour": ("read_pages", pages_of_the_neighbour),
+    "places in the wrong order": ("write_pages", places_in_the_wrong_order),
+    "inputs of another position": ("write_checkpoint", inputs_of_another_position),
+    "no state": ("write_checkpoint", no_state),
+}
+
+
+def hits(engine):
+    for seed, tokens in enumerate((PROMPT, OTHERS[0])):
+        first = ask(engine, tokens, seed=seed)
+        push_out(engine)
+        ask(engine, (*first.tokens, 5, 6), seed=seed)
+        push_out(engine)
+        ask(engine, tokens, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def victim():
+    engine = make(states=REPLAY)
+    hits(engine)
+    assert engine.check() == 0
+    return engine
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_seen(bug, victim, monkeypatch):
+    monkeypatch.setattr(pieces, *BUGS[bug])
+    runner = victim.runner
+    for program in PIECES:
+        compiled = runner.pieces.lower(program, runner.state).compile()
+        monkeypatch.setitem(runner.pieces._programs, program, compiled)
+    victim.requests.clear()
+    victim.scheduler.prefixes.clear()
+    with pytest.raises(AssertionError):
+        hits(victim)
+        victim.check()
+    victim.scheduler.prefixes.clear()
+    assert all(request.finish is not Finish.RUNNING for request in victim.requests)

@@ -1,0 +1,110 @@
+"""Engines of the law tests with the calls by which requests travel, held against the oracle."""
+
+from types import SimpleNamespace
+
+from harness import MAX_LEN, Harness, expected
+
+from jaxspec import travelling
+from jaxspec.handover import RequestState
+from jaxspec.inputs import InputProcessor
+from jaxspec.request import Finish
+from jaxspec.session import Session
+
+
+class Traveller:
+    """What `jaxspec.travelling` needs of an `LLM`, around a `Harness`."""
+
+    def __init__(self, fixture="qwen3_5", **options):
+        options = {"num_pages": 120, "prefixes": "all"} | options
+        options.setdefault("num_checkpoints", 0 if options["prefixes"] == "pages" else 12)
+        self.harness = Harness(fixture, **options)
+        self.fixture, self._runner = fixture, self.harness.runner
+        self.session = Session(self.harness.engine)
+        self.prefixes = self.harness.scheduler.prefixes
+        self._default_params = None
+        proposer = self.harness.proposer
+        self._inputs = InputProcessor(
+            None,
+            vocab_size=self.harness.vocab_size,
+            max_model_len=MAX_LEN,
+            eos_ids=(),
+            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
+            seed=0,
+        )
+
+    def _prepare(self, prompts, params, request_ids=None, priority=None):
+        groups = self._inputs.process(prompts, params, request_ids, priority)
+        self.session.check(sample for group in groups for sample in group)
+        return groups
+
+    def _compile(self, samplers):
+        assert all(each in self.harness.scheduler.samplers for each in samplers)
+
+    def sample(self, prompt, params, name="x"):
+        ((sample,),) = self._prepare([list(prompt)], [params], [name])
+        return sample
+
+    def stream(self, prompt, params, name="x"):
+        """The sample, and its pieces as they come."""
+        sample = self.sample(prompt, params, name)
+        return sample.request, self.session.stream(sample)
+
+    def run(self, prompt, params):
+        """A request that this engine computes alone and cold."""
+        self.prefixes.clear()
+        request, pieces = self.stream(prompt, params)
+        assert list(pieces)
+        self.prefixes.clear()
+        return request
+
+    def prefill(self, prompt, params, name="x"):
+        return travelling.prefill(self, list(prompt), params, request_id=name)
+
+    def export(self, name="x"):
+        return travelling.export_request(self, name)
+
+    def finish(self, state):
+        """Import a request and run it to its end."""
+        return told(travelling.import_request(self, state))
+
+    def arrive(self, state):
+        return travelling.import_request(self, state)
+
+    def check(self, state, tokens):
+        """All of a request's tokens are those that the oracle says; the ties met."""
+        want = expected(self.fixture, state.prompt_token_ids, state.params, state.seed)
+        return want.check([*state.token_ids, *tokens], f"{self.fixture} {state.request_id}")
+
+
+def told(pieces):
+    """What the pieces of one sample say together."""
+    pieces = list(pieces)
+    return SimpleNamespace(
+        tokens=[token for piece in pieces for token in piece.token_ids],
+        draft_positions=[place for piece in pieces for place in piece.draft_positions],
+        text="".join(piece.text for piece in pieces),
+        finish=pieces[-1].finish_reason if pieces else None,
+        metrics=pieces[-1].metrics if pieces else None,
+        logprobs=[each for piece in pieces for each in piece.logprobs or ()],
+    )
+
+
+def by_wire(state):
+    """The state as another process would read it."""
+    return RequestState.from_bytes(state.to_bytes())
+
+
+def all_is_free(traveller):
+    """Nothing runs, and no page, slot or checkpoint is lost."""
+    scheduler, shapes = traveller.harness.scheduler, traveller.harness.buckets
+    assert not scheduler.has_work and not traveller.session._samples
+    assert scheduler.pages.num_free == shapes.num_pages - 1
+    traveller.prefixes.clear()
+    assert sorted(scheduler.pages._free) == list(range(1, shapes.num_pages))
+    slots = traveller.prefixes.store.slots
+    assert sorted(slots._free) == list(range(1, 1 + shapes.num_checkpoints))
+    assert len(scheduler._free_slots) == shapes.max_num_seqs
+
+
+def is_abort(request):
+    return request.finish is Finish.ABORT
