@@ -80,7 +80,11 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
-    llm = LLM(**engine_options(args), max_num_seqs=min(len(prompts), 8))
+    options = engine_options(args)
+    options["max_num_seqs"] = min(len(prompts), 8)
+    if len(prompts) == 1:
+        options["enable_prefix_caching"] = False  # nobody comes who would begin alike
+    llm = LLM(**options)
     if args.verbose:
         print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
     if len(prompts) == 1 and not args.json:

@@ -142,7 +142,7 @@ def prefix_sizes(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[str, 
             f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
             "enable_prefix_caching=False, or `by_page = True` in a spec that copies pages alone."
         )
-    if strange or not (wanted or (wanted is None and not has_states)):
+    if strange or wanted is False:
         return {}
     if not has_states:
         return {"prefix_caching": "pages"}

@@ -110,13 +110,13 @@ class EngineConfig:
         None,
         "whether prompts that begin as earlier ones did are computed from where they part "
         "(docs/prefix-caching.md)",
-        none="only if the model has no recurrent states, where it takes no memory",
+        none="wherever that can be; a model with recurrent states gives prefix_cache_share",
     )
     mamba_cache_mode: Literal["none", "align", "all"] = option(
         "all",
-        "where recurrent states are kept for that: all is where prompts part, and at the ends of "
-        "prompts and outputs; align is at multiples of checkpoint_interval; none is nowhere, so "
-        "that a model with such states finds no prefix",
+        "where recurrent states are kept for that: all is where prompts part, or the next turn of "
+        "a chat will, and at the ends of prompts and outputs; align is at multiples of "
+        "checkpoint_interval; none is nowhere, so that a model with such states finds no prefix",
     )
     prefix_cache_share: float = option(
         0.2, "share of the memory of caches that kept states take, in [0, 1); at least two of them"

@@ -74,6 +74,7 @@ def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embed
 
     def steps(prompt):
         """After each step, what was emitted and what is drafted next."""
+        embedded.reset_prefix_cache()  # behind a hit the head knows its last token otherwise
         groups = embedded._prepare([{"prompt_token_ids": prompt}], [GREEDY])
         embedded.session.add(groups[0])
         request, seen = groups[0][0].request, []
@@ -318,14 +319,14 @@ def test_progress_shows_only_when_asked_for_and_compiling_unless_it_is_not(
         assert bars == ""
         return
     if shown is None:
-        line = r"jaxspec: compiling 3 programs \(greedy\), once \.\.\. done in \d+\.\d s\n"
+        line = r"jaxspec: compiling 5 programs \(greedy\), once \.\.\. done in \d+\.\d s\n"
         assert re.fullmatch(line, bars)
         llm.generate(PROMPTS, GREEDY, use_tqdm=True)
         assert re.search(r"generating: .* 0/3 ", capfd.readouterr().err)
         return
-    assert re.search(r"compiling 0/3 .*, 4 rows, 3 drafts, greedy", bars)
-    assert re.search(r"compiling 1/3 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
-    assert re.search(r"compiling 2/3 .*, copies of a prompt's state", bars)
+    assert re.search(r"compiling 0/5 .*, 4 rows, 3 drafts, greedy", bars)
+    assert re.search(r"compiling 1/5 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
+    assert re.search(r"compiling 2/5 .*, copies of a prompt's state", bars)
     assert re.search(r"generating: .* 0/3 ", bars)
     assert bars.endswith("\r")  # the last bar is wiped out
 

@@ -172,9 +172,11 @@ def kept(fixture, **options):
     return shapes.prefix_caching, shapes.num_checkpoints, shapes.checkpoint_interval
 
 
-def test_prefixes_are_kept_where_that_costs_nothing_or_where_it_is_asked_for():
+def test_prefixes_are_kept_unless_they_shall_not_be():
     assert kept("qwen3") == kept("qwen3", enable_prefix_caching=True) == ("pages", 0, None)
-    assert kept("qwen3", enable_prefix_caching=False) == kept("qwen3_5") == ("off", 0, None)
+    assert kept("qwen3", enable_prefix_caching=False) == ("off", 0, None)
+    assert kept("qwen3_5", enable_prefix_caching=False) == ("off", 0, None)
+    assert kept("qwen3_5") == kept("qwen3_5", enable_prefix_caching=True) != ("off", 0, None)
     mode, count, interval = kept("qwen3_5", enable_prefix_caching=True, checkpoint_interval=100)
     assert mode == "all" and count >= 2 and interval == 100
     aligned = kept("qwen3_5", enable_prefix_caching=True, mamba_cache_mode="align", page_size=8)

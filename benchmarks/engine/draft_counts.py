@@ -68,6 +68,7 @@ def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM
         max_model_len=args.prompt + args.tokens,
         compilation_cache=args.compilation_cache,
         show_progress=False,
+        enable_prefix_caching=False,  # the same prompts come again and again
     )
 
 

@@ -118,7 +118,7 @@ def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) ->
         speculative_config=speculation if args.drafts else None,
         compilation_cache=args.compilation_cache,
         show_progress=False,
-        **sizes | options,
+        **{"enable_prefix_caching": False} | sizes | options,  # the same work comes again
     )
 
 
