@@ -7,7 +7,8 @@ from jaxspec.plan import Program
 from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.step_seconds import StepSeconds
 
-SHAPES = default_shapes(16, 0, tokens_per_step=2048, decode_rows=(1, 16), max_model_len=9000)
+SIZES = {"decode_rows": (1, 16), "prefill_tokens": (64, 512, 2048), "max_model_len": 9000}
+SHAPES = default_shapes(16, 0, tokens_per_step=2048, **SIZES)
 
 
 def make_seconds(bound):
