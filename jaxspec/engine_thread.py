@@ -188,19 +188,19 @@ class EngineThread:
             self.admission.over(inbox)
 
     def _close(self) -> None:
-        inboxes = self.admission.close(DrainingError)
+        inboxes, failure = self.admission.close(DrainingError), None
         try:
             self._session.close()
         except BaseException as error:
-            self.ended.set_exception(error)
-        else:
+            failure = error
+        self._live.update({tap: inbox for inbox in inboxes for tap in inbox.taps})
+        for tap in list(self._live):
+            tap.end()
+        self._send()
+        if failure is None:
             self.ended.set_result(None)
-        finally:
-            self._live.update({tap: inbox for inbox in inboxes for tap in inbox.taps})
-            for inbox in inboxes:
-                for tap in inbox.taps:
-                    tap.end()
-            self._send()
+        else:
+            self.ended.set_exception(failure)
 
     def _at_exit(self) -> None:
         """Python ends: a thread that is within JAX then would crash."""
