@@ -173,7 +173,14 @@ class Sample:
                 self.text += self._stops.push(text, may_end=self._may_end)
                 if self._stops.matched is not None:
                     return self._num_read
-        return self._read_rest() if self.request.finish else None
+        # After an abort nobody knows what the text that is held back would have become.
+        has_rest = self.request.finish not in (Finish.RUNNING, Finish.ABORT)
+        return self._read_rest() if has_rest else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no stop string cuts it any more, once `read` has seen its end."""
+        return True
 
     def resume(self) -> None:
         """Begin behind the tokens that the request came with: `take` tells what follows them.

@@ -40,6 +40,7 @@ class Session:
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
         self._turns = Turns()
+        self.num_failures = 0  # how often it started afresh
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -99,6 +100,13 @@ class Session:
         """
         self._notes.append(act)
         self._do_notes()
+
+    def settle(self, sample: Sample, num_tokens: int | None = None) -> None:
+        """Say that a sample whose text is made elsewhere was read to its end.
+
+        With `num_tokens` that is where a stop string ends it, and it may have run past it.
+        """
+        self.leave_note(lambda: self._settle(sample.request, num_tokens))
 
     def step(self) -> list[Sample]:
         """Dispatch a step and collect one; the samples that got tokens or their end.
@@ -240,8 +248,15 @@ class Session:
             self.scheduler.cut(request, num_tokens)
         if request.finish:
             del self._samples[request]
-            self.scheduler.drafter.settle(request)
+            if sample.is_settled:
+                self.scheduler.drafter.settle(request)
         return sample
+
+    def _settle(self, request: Request, num_tokens: int | None) -> None:
+        if num_tokens is not None and request.finish not in (Finish.ERROR, Finish.ABORT):
+            self._samples.pop(request, None)
+            self.scheduler.cut(request, num_tokens)
+        self.scheduler.drafter.settle(request)
 
     def of_request(self, request_id: str) -> tuple[Sample, ...]:
         """The samples of a request that are there, in any thread.
@@ -286,6 +301,7 @@ class Session:
 
     def _recover(self) -> None:
         """Start afresh; every sample ends with "error". It may be run again from any point."""
+        self.num_failures += 1
         self.scheduler.reset(self._samples)
         self.engine.reset()
         self._samples.clear()

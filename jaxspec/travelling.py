@@ -1,7 +1,7 @@
 """Requests that travel: out of an engine with what was computed of them, and on in another one."""
 
 import dataclasses
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, Protocol
 
 from jaxspec.checks import INT64_MAX, integer, shown
@@ -29,9 +29,11 @@ class Travels(Protocol):
     _runner: ModelRunner
     _default_params: SamplingParams
 
-    def _prepare(self, prompts: Any, params: Any, request_ids: Any, priority: Any, /) -> Any: ...
+    def prepare(self, prompts: Any, params: Any, request_ids: Any, priority: Any, /) -> Any:
+        """See `LLMEngine`."""
+        ...
 
-    def _compile(self, samplers: Iterable[Sampler], /) -> None: ...
+    def _compile(self, samplers: set[Sampler], /) -> None: ...
 
 
 def export_request(llm: Travels, request_id: str) -> RequestState:
@@ -90,7 +92,7 @@ def prefill(
     if params[0].n > 1:
         raise ValueError(f"prefill takes a request of one sample, got n={params[0].n}. Set n=1.")
     priority = integer("priority", priority, -INT64_MAX)
-    ((sample,),) = llm._prepare(batch, params, ids, priority)
+    ((sample,),) = llm.prepare(batch, params, ids, priority)
     request, session = sample.request, llm.session
     _check_prefill(llm, request)
     if len(request.prompt) == 1:  # and so its last one

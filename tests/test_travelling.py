@@ -121,7 +121,7 @@ def test_logprobs_go_along(here, there):
 
 def _after(llm, params, num_steps, name="moves", prompt=PROMPT):
     """The state of a request that left after so many steps."""
-    ((sample,),) = llm._prepare([prompt], [params], [name])
+    ((sample,),) = llm.prepare([prompt], [params], [name])
     llm.session.add([sample])
     for _ in range(num_steps):
         llm.session.step()
@@ -180,7 +180,7 @@ def test_only_a_request_that_is_there_can_leave(here):
         with pytest.raises(ValueError, match="'two' has 2 samples here. Give each sample"):
             here.export_request("two")
         for name in ("same", "same"):
-            here.session.add(here._prepare([PROMPT], [SEEDED], [name])[0])
+            here.session.add(here.prepare([PROMPT], [SEEDED], [name])[0])
         with pytest.raises(ValueError, match="'same' has 2 samples"):
             here.export_request("same")
         here.abort("same")

@@ -161,7 +161,7 @@ def _send(llm: LLM, agents: Agents, turn: Turn) -> Sample:
     """Queue a request, whose time counts from before its prompt is read."""
     now = time.monotonic()
     prompt = {"prompt_token_ids": agents.prompt(turn)}
-    ((sample,),) = llm._prepare([prompt], [dummy_llm.greedy(agents.sizes.output)])
+    ((sample,),) = llm.prepare([prompt], [dummy_llm.greedy(agents.sizes.output)])
     sample.request.metrics.arrival_time = now
     llm.session.add([sample])
     return sample

@@ -43,7 +43,7 @@ def _decoding(llm: LLM, shape: str) -> list[Sample]:
     """A row in every slot, in the middle of its output; nothing is in flight."""
     rows = llm.shapes.max_num_seqs
     prompts = dummy_llm.random_prompts(shape, rows, 2 * llm.shapes.page_size)
-    groups = llm._prepare(prompts, [dummy_llm.greedy(3 * llm.shapes.page_size)] * rows)
+    groups = llm.prepare(prompts, [dummy_llm.greedy(3 * llm.shapes.page_size)] * rows)
     samples = [sample for (sample,) in groups]
     llm.session.add(samples)
     while not all(sample.request.num_output for sample in samples):

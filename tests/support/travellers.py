@@ -32,7 +32,7 @@ class Traveller:
             seed=0,
         )
 
-    def _prepare(self, prompts, params, request_ids=None, priority=None):
+    def prepare(self, prompts, params, request_ids=None, priority=None):
         groups = self._inputs.process(prompts, params, request_ids, priority)
         self.session.check(sample for group in groups for sample in group)
         return groups
@@ -41,7 +41,7 @@ class Traveller:
         assert all(each in self.harness.scheduler.samplers for each in samplers)
 
     def sample(self, prompt, params, name="x"):
-        ((sample,),) = self._prepare([list(prompt)], [params], [name])
+        ((sample,),) = self.prepare([list(prompt)], [params], [name])
         return sample
 
     def stream(self, prompt, params, name="x"):
