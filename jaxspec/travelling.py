@@ -142,7 +142,7 @@ def import_request(llm: Travels, state: RequestState) -> Stream:
     sample = _resumed(llm, state)
     llm.session.check([sample])
     copied = _brought(llm, state, sample.request)
-    llm._compile([sample.request.sampler])
+    llm._compile({sample.request.sampler})
     if copied is not None:
         _compile_copies(llm)
     return Stream(_stream(llm.session, sample, copied), state.request_id)
