@@ -115,9 +115,11 @@ class Searches(Protocol):
         """Complete prompts."""
         ...
 
-    def _prepare(
+    def prepare(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], /
-    ) -> list[list[Sample]]: ...
+    ) -> list[list[Sample]]:
+        """The samples of each prompt."""
+        ...
 
 
 def beam_search(
@@ -144,7 +146,7 @@ def beam_search(
             f"{params.beam_width} each. Make several calls."
         )
     whole = dataclasses.replace(params.step, max_tokens=params.max_tokens)
-    groups = llm._prepare(batch, [whole] * len(batch))
+    groups = llm.prepare(batch, [whole] * len(batch))
     for number, (sample, *_) in enumerate(groups, 1):
         _check_room(number, sample.request, params)
     found = search(

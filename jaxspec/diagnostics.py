@@ -36,7 +36,7 @@ class Diagnostics:
         self.session = session  # for those who step it themselves
         self.shapes = runner.shapes  # with the pages that fit
         self._runner, self._flight = runner, flight
-        self._method, self._model_name = method, model_name
+        self._method, self.model_name = method, model_name
         self._compile_seconds: dict[str, float] = {}
 
     def metrics(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Diagnostics:
     def get_metrics(self) -> list[Metric]:
         """The figures that vLLM has too, under its names: counters, gauges and vectors."""
         self.session.require_usable()
-        return metrics_of(self.session.engine, self._model_name)
+        return metrics_of(self.session.engine, self.model_name)
 
     def save_flight(self, path: str | Path) -> Path:
         """Write the steps since the start to `path`, for `python -m jaxspec replay`.

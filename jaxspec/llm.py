@@ -1,40 +1,24 @@
-"""Text in, text out; the only file that knows every part and joins them."""
+"""Text in, text out: calls that wait, in the thread that makes them."""
 
 import contextlib
-import functools
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
 from jaxspec import progress_bar
 from jaxspec.beam_search import beam_search as _beam_search
-from jaxspec.checks import INT64_MAX, integer, shown
 from jaxspec.conversations import Messages, TemplateOptions
-from jaxspec.diagnostics import Diagnostics
-from jaxspec.engine import Engine
-from jaxspec.flight.about import about
-from jaxspec.flight.recorder import FlightRecorder
-from jaxspec.inputs import InputProcessor, params_of
-from jaxspec.loading import load
-from jaxspec.options import SIGNATURE, EngineConfig, listing
-from jaxspec.outputs import RequestOutput, Sample, Stream
-from jaxspec.process import check_process, first_process
+from jaxspec.inputs import params_of
+from jaxspec.llm_engine import LLMEngine
+from jaxspec.options import SIGNATURE, listing
+from jaxspec.outputs import RequestOutput, Stream
 from jaxspec.prompts import Prompt, parts_of, prompts_of
-from jaxspec.runner.warmup import Notice, warm_up
-from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.score import score as _score
-from jaxspec.session import Session
-from jaxspec.tokenizer import Tokenizer
 
-Groups = list[list[Sample]]  # the samples of each prompt
 Params = SamplingParams | Sequence[SamplingParams] | None
-Kind = str | SamplingParams
 
 
-class LLM(Diagnostics):
+class LLM(LLMEngine):
     """A model, its engine and its tokenizer; several threads may call it at once.
 
     `close` gives the device's memory back, as does the end of a `with` block.
@@ -48,46 +32,6 @@ class LLM(Diagnostics):
 
     __signature__ = SIGNATURE
 
-    def __init__(self, model: str | Path | None = None, **options: Any):
-        """Load the model and allocate its state; programs are compiled when first needed."""
-        config = EngineConfig.of(model, options)
-        check_process(first_process())
-        progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
-        loaded = load(config, progress=progress)
-        folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
-        self.tokenizer = loaded.tokenizer
-        self._show_progress = progress
-        self._notice: Notice = "line" if config.show_progress is None else "none"
-        self._samplers: set[Sampler] = set()  # those that programs are compiled for
-        self._default_params = loaded.default_params
-        runner = loaded.runner
-        self._inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=model_config.vocab_size,
-            max_model_len=runner.shapes.max_model_len,
-            eos_ids=model_config.eos_token_ids,
-            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
-            seed=config.seed,
-        )
-        flight, on_failure = None, None
-        if config.flight_recorder != "off":
-            flight = FlightRecorder(
-                runner,
-                runner.shapes,
-                about(loaded.config, folder, model_config.vocab_size),
-                hashed=config.flight_recorder == "hashed",
-            )
-            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
-        scheduler = Scheduler(runner.shapes, config.max_step_ms, loaded.host_drafter)
-        engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
-        super().__init__(
-            Session(engine, on_failure),
-            runner,
-            flight=flight,
-            method=loaded.speculation.method if loaded.speculation else None,
-            model_name=str(model or folder.name),
-        )
-
     def __enter__(self) -> "LLM":
         """The LLM itself."""
         return self
@@ -95,10 +39,6 @@ class LLM(Diagnostics):
     def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
-
-    def close(self) -> None:
-        """End what runs with "abort" and give the device's memory back; later calls are refused."""
-        self.session.close()
 
     def abort(self, request_id: str) -> None:
         """End every sample of the requests of this id that are queued, with "abort".
@@ -108,49 +48,6 @@ class LLM(Diagnostics):
         """
         self.session.require_usable()
         self.session.abort(str(request_id))
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            ValueError: there is none.
-        """
-        return self._inputs.require_tokenizer("get_tokenizer()")
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what a call without parameters uses, by the option `generation_config`."""
-        return self._default_params.clone()
-
-    def warm_up(self, samplers: Kind | Iterable[Kind] | None = None) -> None:
-        """Compile what these kinds of requests need; None: all words, and calls without parameters.
-
-        A kind is the `SamplingParams` of a request, or a word: "greedy", "sampled" (temperature),
-        "top_k" (up to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
-
-        Raises:
-            ValueError: there is no such kind.
-            RuntimeError: as in `generate`.
-        """
-        kinds = [*SAMPLERS, self._default_params] if samplers is None else samplers
-        self._compile(samplers_named(kinds))
-
-    def _compile(self, samplers: Iterable[Sampler]) -> None:
-        self.session.in_turn(lambda: self._compile_in_turn(samplers))
-
-    def _compile_in_turn(self, samplers: Iterable[Sampler]) -> None:
-        """Programs run on the engine's state once they are compiled."""
-        self.session.require_usable()  # another thread may have closed it
-        wanted = self._samplers | set(samplers)  # a step may have rows of any two that ever came
-        if wanted == self._samplers:
-            return
-        self._compile_seconds |= warm_up(
-            self._runner,
-            wanted,
-            notice="bar" if self._show_progress else self._notice,
-            guard=self.session.guarded,
-            on_run=self.session.scheduler.step_seconds.guess,
-        )
-        self._samplers, self.session.scheduler.samplers = wanted, tuple(to_compile(wanted))
 
     def generate(
         self,
@@ -179,7 +76,7 @@ class LLM(Diagnostics):
         progress_bar.check(use_tqdm)
         batch = prompts_of(prompts)
         params = params_of(sampling_params, len(batch), self._default_params)
-        groups = self._prepare(batch, params, request_ids, priority)
+        groups = self.prepare(batch, params, request_ids, priority)
         samples = [sample for group in groups for sample in group]
         with (
             progress_bar.open_bar(use_tqdm, len(samples), is_shown=self._show_progress) as bar,
@@ -209,11 +106,8 @@ class LLM(Diagnostics):
             ValueError: as in `generate`, and for several prompts.
             RuntimeError: as in `generate`.
         """
-        self.session.require_usable()
-        batch, ids = prompts_of(prompt), None if request_id is None else [request_id]
-        _check_is_one("prompt", batch)
-        params = params_of(sampling_params, 1, self._default_params)
-        (samples,) = self._prepare(batch, params, ids, integer("priority", priority, -INT64_MAX))
+        only = self.one_prompt(prompt)
+        samples = self.prepare_one(only, sampling_params, request_id, priority)
         return Stream(self.session.stream(*samples), samples[0].request_id)
 
     def chat(
@@ -269,32 +163,8 @@ class LLM(Diagnostics):
         Raises:
             TypeError, ValueError, RuntimeError: as in `chat` and `stream`.
         """
-        self.session.require_usable()
-        prompts = self._inputs.chats(messages, template)
-        _check_is_one("conversation", prompts)
-        return self.stream(prompts[0], sampling_params, priority=priority, request_id=request_id)
-
-    def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        request_ids: Sequence[str] | None = None,
-        priority: int | Sequence[int] | None = None,
-    ) -> Groups:
-        """Everything that may refuse or take long, before anything is queued."""
-        self.session.require_usable()
-        groups = self._inputs.process(prompts, params, request_ids, priority)
-        self.session.check(sample for group in groups for sample in group)
-        self._compile({sample.request.sampler for group in groups for sample in group})
-        return groups
-
-
-def _check_is_one(what: str, batch: Sequence[Any]) -> None:
-    if len(batch) != 1:
-        raise ValueError(
-            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
-            "or use generate() or chat()."
-        )
+        prompt = self.chat_prompt(messages, template)
+        return self.stream(prompt, sampling_params, priority=priority, request_id=request_id)
 
 
 LLM.__doc__ = f"{LLM.__doc__}\n    Args:\n{listing()}\n"

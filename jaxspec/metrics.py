@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxspec.engine import Engine
+from jaxspec.scheduler.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +35,21 @@ class Vector(Metric):
     values: list[int]
 
 
+def kv_cache_usage(scheduler: Scheduler) -> float:
+    """The share of pages that requests hold, in [0, 1]; those of kept prefixes are free."""
+    num_pages = scheduler.shapes.num_pages - 1  # beside the null page
+    return (num_pages - scheduler.pages.num_free) / num_pages
+
+
 def metrics_of(engine: Engine, model_name: str) -> list[Metric]:
     """Those of vLLM's metrics whose figure the engine has; all are labelled with the model."""
     scheduler, drafts = engine.scheduler, engine.draft_counts
-    pages = scheduler.shapes.num_pages - 1  # beside the null page
     prefixes = scheduler.prefixes.stats
     labels = {"model_name": model_name, "engine": "0"}
-    used = (pages - scheduler.pages.num_free) / pages
     return [
         Gauge("vllm:num_requests_running", labels, len(scheduler.running)),
         Gauge("vllm:num_requests_waiting", labels, len(scheduler.waiting)),
-        Gauge("vllm:kv_cache_usage_perc", labels, used),
+        Gauge("vllm:kv_cache_usage_perc", labels, kv_cache_usage(scheduler)),
         Counter("vllm:num_preemptions", labels, scheduler.num_preemptions),
         Counter("vllm:prefix_cache_queries", labels, prefixes.num_queries),
         Counter("vllm:prefix_cache_hits", labels, prefixes.num_hits),

@@ -175,6 +175,11 @@ class Sample:
         return self._read_rest() if self.request.finish else None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no stop string cuts it any more, once `read` has seen its end."""
+        return True
+
+    @property
     def stop_reason(self) -> str | int | None:
         """As `CompletionOutput`'s."""
         if self.request.finish is not Finish.STOP:

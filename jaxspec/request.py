@@ -201,6 +201,12 @@ class Request:
         """Whether what it forbids and favours is more than a row holds: its slot has tables."""
         return BIAS in self.sampler
 
+    def cut(self, num_tokens: int) -> None:
+        """Take away what was emitted behind so many tokens."""
+        del self.tokens[len(self.prompt) + num_tokens :]
+        del self.draft_positions[num_tokens:]
+        self.metrics.num_tokens = num_tokens
+
     @property
     def output(self) -> list[int]:
         """Tokens emitted so far."""

@@ -1,8 +1,6 @@
 """Session: samples in, steps that move them on; what every way to call the engine shares."""
 
-import contextlib
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
@@ -11,6 +9,7 @@ from jaxspec.engine import Engine
 from jaxspec.outputs import Sample, TextDelta
 from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
+from jaxspec.turn import Turn
 
 _Result = TypeVar("_Result")
 
@@ -39,9 +38,8 @@ class Session:
         self._samples: dict[Request, Sample] = {}  # those that the scheduler has
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
-        # A signal's handler may call while its thread waits in line: that lock is an RLock too.
-        self._turn, self._next = threading.RLock(), threading.RLock()
-        self._holder: int | None = None  # the thread that has the turn
+        self._turn = Turn()
+        self.num_failures = 0  # how often it started afresh
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -102,6 +100,13 @@ class Session:
         self._notes.append(act)
         self._do_notes()
 
+    def settle(self, sample: Sample, num_tokens: int | None = None) -> None:
+        """Say that a sample whose text is made elsewhere was read to its end.
+
+        With `num_tokens` that is where a stop string ends it, and it may have run past it.
+        """
+        self.leave_note(lambda: self._settle(sample.request, num_tokens))
+
     def step(self) -> list[Sample]:
         """Dispatch a step and collect one; the samples that got tokens or their end.
 
@@ -148,13 +153,13 @@ class Session:
                 turn already, as where a signal's handler calls within a step.
         """
         check_process(self._process)
-        if self._holder == threading.get_ident():
+        if self._turn.is_mine:
             raise RuntimeError(
                 "An LLM can't be called from within its own step, as by a signal's handler or a "
                 "finalizer. Set a flag there, and call when the step is over."
             )
         try:
-            return self._hold(lambda: self._after_notes(act))  # pyright: ignore[reportReturnType]
+            return self._turn.hold(lambda: self._after_notes(act))  # pyright: ignore[reportReturnType]
         finally:
             self._do_notes()
 
@@ -179,7 +184,7 @@ class Session:
         self._is_whole = True
         return result
 
-    # These run within a turn, except `_do_notes` and `_hold`.
+    # These run within a turn, except `_do_notes`.
 
     def _after_notes(self, act: Callable[[], _Result]) -> _Result:
         if self._notes:
@@ -219,8 +224,15 @@ class Session:
             self.scheduler.cut(request, num_tokens)
         if request.finish:
             del self._samples[request]
-            self.scheduler.drafter.settle(request)
+            if sample.is_settled:
+                self.scheduler.drafter.settle(request)
         return sample
+
+    def _settle(self, request: Request, num_tokens: int | None) -> None:
+        if num_tokens is not None and request.finish not in (Finish.ERROR, Finish.ABORT):
+            self._samples.pop(request, None)
+            self.scheduler.cut(request, num_tokens)
+        self.scheduler.drafter.settle(request)
 
     def _of_request(self, request_id: str) -> tuple[Sample, ...]:
         """Those that are there, in any thread: a sample is let in before its note goes."""
@@ -251,7 +263,7 @@ class Session:
         Not in a forked child, which drops its copies of what its parent runs.
         """
         while self._notes and os.getpid() == self._process:
-            if not self._hold(lambda: self.guarded(self._do_each_note), wait=False):
+            if not self._turn.hold(lambda: self.guarded(self._do_each_note), wait=False):
                 return
 
     def _do_each_note(self) -> bool:
@@ -262,38 +274,11 @@ class Session:
 
     def _recover(self) -> None:
         """Start afresh; every sample ends with "error". It may be run again from any point."""
+        self.num_failures += 1
         self.scheduler.reset(self._samples)
         self.engine.reset()
         self._samples.clear()
         self._is_whole = True
-
-    def _hold(self, act: Callable[[], _Result], *, wait: bool = True) -> _Result | None:
-        """Take the turn, act, and give it back; None if it is not free and we do not `wait`.
-
-        A thread that steps in a loop would take a plain lock again before others wake up. So the
-        next in line holds `_next`, and a thread that has just had its turn has to wait for that.
-
-        Python hears an interrupt after any call, so also right after the lock was taken. The lock
-        knows whether it was, and in a `finally` nothing is heard before the first call is over.
-        """
-        me = threading.get_ident()
-        if self._holder == me:
-            return None  # the garbage collector closes a stream within this thread's own turn
-        try:
-            with self._next if wait else contextlib.nullcontext():
-                is_held = self._turn.acquire(wait)
-            if not is_held:
-                return None
-            self._holder = me
-            try:
-                return act()
-            finally:
-                self._holder = None
-        finally:
-            try:  # noqa: SIM105 (a call of `suppress` would come before that of `release`)
-                self._turn.release()
-            except RuntimeError:
-                pass  # it was not taken
 
 
 def _taken(samples: Iterable[Sample]) -> list[TextDelta]:

@@ -74,7 +74,7 @@ def test_drafts_after_a_verify_are_those_after_a_prompt_of_the_same_tokens(embed
 
     def steps(prompt):
         """After each step, what was emitted and what is drafted next."""
-        groups = embedded._prepare([{"prompt_token_ids": prompt}], [GREEDY])
+        groups = embedded.prepare([{"prompt_token_ids": prompt}], [GREEDY])
         embedded.session.add(groups[0])
         request, seen = groups[0][0].request, []
         while not request.finish:

@@ -93,7 +93,7 @@ class Arm:
     def complete(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
         """All samples of all prompts, prompt by prompt."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        groups = self._llm._prepare(inputs, [params] * len(prompts))  # compiles
+        groups = self._llm.prepare(inputs, [params] * len(prompts))  # compiles
         samples: list[Sample] = [sample for group in groups for sample in group]
         begin = time.perf_counter()
         for _ in self._llm.session.run(samples):

@@ -155,7 +155,7 @@ def steady_steps(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> tuple[f
     """Tokens a second and milliseconds a step while all rows decode."""
     # More than are counted: near the end of a row the host holds its steps back.
     params = SamplingParams(temperature=0.0, max_tokens=tokens + 16, ignore_eos=True)
-    groups = llm._prepare([{"prompt_token_ids": p} for p in prompts], [params] * len(prompts))
+    groups = llm.prepare([{"prompt_token_ids": p} for p in prompts], [params] * len(prompts))
     samples = [sample for (sample,) in groups]
     llm.session.add(samples)
 

@@ -120,7 +120,7 @@ def steady_steps(llm: LLM, case: Case, prompts: Prompts, args: argparse.Namespac
     """Milliseconds a step while all rows decode, by the engine and without it."""
     engine = llm.session.engine
     tokens = steady_tokens(case, args.steps)
-    groups = llm._prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
+    groups = llm.prepare(prompts, [dummy_llm.greedy(tokens)] * len(prompts))
     samples = [sample for (sample,) in groups]
     llm.session.add(samples)
     while not all(sample.request.num_output for sample in samples):

@@ -116,10 +116,10 @@ def mixed(llm: LLM, case: Case, args: argparse.Namespace) -> Figures:
     """How fast prompts are read and rows decode in the same steps."""
     params = dummy_llm.greedy(steady_tokens(case, args))
     own = random_prompts(case.shape, case.rows, case.context)
-    decoding = [sample for (sample,) in llm._prepare(own, [params] * case.rows)]
+    decoding = [sample for (sample,) in llm.prepare(own, [params] * case.rows)]
     prompts = random_prompts(case.shape, case.prompts, case.prompt)
     one_token = [dummy_llm.greedy(1)] * case.prompts
-    coming = [llm._prepare(prompts, one_token) for _ in range(args.repeats)]
+    coming = [llm.prepare(prompts, one_token) for _ in range(args.repeats)]
     llm.session.add(decoding)
     while not all(sample.request.num_output for sample in decoding):
         llm.session.step()

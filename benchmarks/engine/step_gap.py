@@ -26,7 +26,7 @@ def measure(llm: LLM, rows: int) -> dict[str, float]:
     engine, runner = llm.session.engine, llm._runner
     params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     prompts = [{"prompt_token_ids": [5 + row] * 32} for row in range(rows)]
-    samples = [sample for (sample,) in llm._prepare(prompts, [params] * rows)]
+    samples = [sample for (sample,) in llm.prepare(prompts, [params] * rows)]
     llm.session.add(samples)
     for _ in range(WARM_STEPS):
         llm.session.step()

@@ -139,7 +139,7 @@ def serve(
         RuntimeError: a request ended early.
     """
     params = [dummy_llm.greedy(tokens) for tokens in work.tokens]
-    samples = [sample for (sample,) in llm._prepare(work.prompts, params)]
+    samples = [sample for (sample,) in llm.prepare(work.prompts, params)]
     session, coming = llm.session, collections.deque(enumerate(samples))
     last, gaps, running = dict[Sample, float](), list[float](), 0
     begin = time.monotonic()

@@ -103,9 +103,7 @@ class Scheduler:
         A verify may run past it, and may even end the request there: with the tokens "a", "b", "c"
         and the stop string "b", 2 tokens stay and the reason is STOP, whatever followed.
         """
-        del request.tokens[len(request.prompt) + num_tokens :]
-        del request.draft_positions[num_tokens:]
-        request.metrics.num_tokens = num_tokens
+        request.cut(num_tokens)
         self.end(request, Finish.STOP)
         request.finish = Finish.STOP
 

@@ -146,7 +146,7 @@ class FakeLLM:
     def sleep(self, seconds):
         self.now += seconds
 
-    def _prepare(self, prompts, params):
+    def prepare(self, prompts, params):
         requests = [
             Request(tuple(prompt["prompt_token_ids"]), each, 0)
             for prompt, each in zip(prompts, params, strict=True)

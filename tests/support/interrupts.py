@@ -15,6 +15,7 @@ FILES = {
     str(path)
     for path in (
         PACKAGE / "session.py",
+        PACKAGE / "turn.py",
         PACKAGE / "engine.py",
         *(PACKAGE / "scheduler").glob("*.py"),
         Path(contextlib.__file__),

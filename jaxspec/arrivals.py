@@ -1,0 +1,97 @@
+"""Arrivals: tokens on their way from the engine's thread to the thread that makes text of them.
+
+    engine's thread    Request  --Tap.read-->  Arrival
+    reader's thread                            Arrival  --receive-->  its own Request  -->  text
+
+An arrival holds what nobody changes any more. So neither thread waits for the other, and the
+reader might as well live in another process.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxspec.outputs import Sample
+from jaxspec.request import Finish, Request, RequestMetrics
+from jaxspec.sampling_params import RequestOutputKind
+
+
+class Arrival(NamedTuple):
+    """What a sample got since the arrival before, and what is known of it now."""
+
+    tokens: list[int]
+    draft_positions: list[int]
+    finish: Finish
+    num_cached_tokens: int
+    metrics: RequestMetrics | None = None  # as they are now, if this may be the end
+    logprobs: Sequence[Any] = ()
+    prompt_logprobs: list[Any] | None = None  # with the first one, if they were asked for
+
+
+class Tap(Sample):
+    """The engine's side of a sample: it hands on what came, and makes no text.
+
+    `request` is the one that the scheduler has; that of `reader` is a copy, which starts with the
+    prompt.
+    """
+
+    def __init__(self, reader: Sample, hand_on: Callable[["Tap", Arrival], None]):
+        """Take over the request of `reader`, which is not queued yet.
+
+        `hand_on` gets what came, in the thread that steps.
+        """
+        super().__init__(reader.request, None, None)
+        self.reader, self._hand_on = reader, hand_on
+        self.has_stops = bool(self.request.params.stop)
+        kind = self.request.params.output_kind
+        self.request.is_streamed = kind is not RequestOutputKind.FINAL_ONLY
+        self.is_over = False  # the end was handed on, or nobody wants it
+        self._num_given = 0
+        reader.request = own = copy.copy(self.request)
+        own.tokens, own.leader = list(own.prompt), None
+        own.draft_positions, own.logprobs, own.pages = [], [], []
+        own.prompt_logprobs = [None] * len(own.prompt_logprobs)
+        own.metrics = copy.copy(own.metrics)
+
+    def read(self) -> None:
+        """Hand on what came since the last call."""
+        self._give(self.request.finish)
+
+    def end(self) -> None:
+        """Hand the end on, if that was not done; a request that was never let in is aborted."""
+        if not self.is_over:
+            self._give(self.request.finish or Finish.ABORT)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no stop string can be in its text, for which the reader looks."""
+        return not self.has_stops
+
+    def _give(self, finish: Finish) -> None:
+        request, first = self.request, self._num_given
+        tokens = request.tokens[len(request.prompt) + first :]
+        self._num_given = count = first + len(tokens)
+        self.is_over = bool(finish)
+        asked = request.params
+        arrival = Arrival(
+            tokens,
+            request.draft_positions[first:count],  # an interrupt leaves too many
+            finish,
+            request.num_cached_tokens,
+            copy.copy(request.metrics) if finish or self.has_stops else None,
+            () if asked.logprobs is None else request.logprobs[first:count],
+            None if first or asked.prompt_logprobs is None else list(request.prompt_logprobs),
+        )
+        self._hand_on(self, arrival)
+
+
+def receive(request: Request, arrival: Arrival) -> None:
+    """Add an arrival to the reader's request."""
+    request.tokens += arrival.tokens
+    request.draft_positions += arrival.draft_positions
+    request.logprobs += arrival.logprobs
+    request.num_cached_tokens, request.finish = arrival.num_cached_tokens, arrival.finish
+    if arrival.metrics is not None:
+        request.metrics = arrival.metrics
+    if arrival.prompt_logprobs is not None:
+        request.prompt_logprobs = arrival.prompt_logprobs

@@ -1,0 +1,194 @@
+"""LLMEngine: what LLM and AsyncLLM share; it knows every part below them and joins them."""
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.conversations import Messages, TemplateOptions
+from jaxspec.diagnostics import Diagnostics
+from jaxspec.engine import Engine
+from jaxspec.flight.about import about
+from jaxspec.flight.recorder import FlightRecorder
+from jaxspec.inputs import InputProcessor, params_of
+from jaxspec.loading import load
+from jaxspec.options import EngineConfig
+from jaxspec.outputs import Sample
+from jaxspec.process import check_process, first_process
+from jaxspec.prompts import Prompt, TokensPrompt, prompts_of
+from jaxspec.runner.warmup import Notice, warm_up
+from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.scheduler import Scheduler
+from jaxspec.session import Session
+from jaxspec.tokenizer import Tokenizer
+
+Groups = list[list[Sample]]  # the samples of each prompt
+Kind = str | SamplingParams
+
+
+class LLMEngine(Diagnostics):
+    """A loaded model, its session and its tokenizer; several threads may call it at once.
+
+    It makes samples of prompts and compiles what they need. Who steps them is another's choice.
+
+    Raises:
+        FileNotFoundError: no such model, or a folder without configuration or weights.
+        TypeError: there is no such option.
+        ValueError: an option, the configuration or the weights break a rule, or do not fit.
+        RuntimeError: this is a forked child of a process that made an LLM.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """Load the model and allocate its state; programs are compiled when first needed."""
+        config = EngineConfig.of(model, options)
+        check_process(first_process())
+        progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
+        loaded = load(config, progress=progress)
+        folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
+        self.tokenizer = loaded.tokenizer
+        self._show_progress = progress
+        self._notice: Notice = "line" if config.show_progress is None else "none"
+        self._samplers: set[Sampler] = set()  # those that programs are compiled for
+        self._default_params = loaded.default_params
+        runner = loaded.runner
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=model_config.vocab_size,
+            max_model_len=runner.shapes.max_model_len,
+            eos_ids=model_config.eos_token_ids,
+            request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
+            seed=config.seed,
+        )
+        flight, on_failure = None, None
+        if config.flight_recorder != "off":
+            flight = FlightRecorder(
+                runner,
+                runner.shapes,
+                about(loaded.config, folder, model_config.vocab_size),
+                hashed=config.flight_recorder == "hashed",
+            )
+            on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)
+        scheduler = Scheduler(runner.shapes, config.max_step_ms, loaded.host_drafter)
+        engine = Engine(scheduler, flight or runner, max_in_flight=config.max_in_flight)
+        super().__init__(
+            Session(engine, on_failure),
+            runner,
+            flight=flight,
+            method=loaded.speculation.method if loaded.speculation else None,
+            model_name=str(model or folder.name),
+        )
+
+    def close(self) -> None:
+        """End what runs with "abort" and give the device's memory back; later calls are refused."""
+        self.session.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return self._inputs.require_tokenizer("get_tokenizer()")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A copy of what a call without parameters uses, by the option `generation_config`."""
+        return self._default_params.clone()
+
+    def warm_up(self, samplers: Kind | Iterable[Kind] | None = None) -> None:
+        """Compile what these kinds of requests need; None: all words, and calls without parameters.
+
+        A kind is the `SamplingParams` of a request, or a word: "greedy", "sampled" (temperature),
+        "top_k" (up to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
+
+        Raises:
+            ValueError: there is no such kind.
+            RuntimeError: as in `generate`.
+        """
+        self.session.require_usable()
+        kinds = [*SAMPLERS, self._default_params] if samplers is None else samplers
+        self._compile(set(samplers_named(kinds)))
+
+    def _compile(self, samplers: set[Sampler]) -> None:
+        if not samplers <= self._samplers:  # else there is no turn to wait for
+            self.session.in_turn(lambda: self._compile_in_turn(samplers))
+
+    def _compile_in_turn(self, samplers: set[Sampler]) -> None:
+        """Programs run on the engine's state once they are compiled."""
+        self.session.require_usable()  # another thread may have closed it
+        wanted = self._samplers | samplers  # a step may have rows of any two that ever came
+        if wanted == self._samplers:
+            return
+        self._compile_seconds |= warm_up(
+            self._runner,
+            wanted,
+            notice="bar" if self._show_progress else self._notice,
+            guard=self.session.guarded,
+            on_run=self.session.scheduler.step_seconds.guess,
+        )
+        self.session.scheduler.samplers = tuple(to_compile(wanted))
+        self._samplers = wanted  # last: who finds a sampler here goes on without a turn
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> Groups:
+        """Everything that may refuse or take long, before anything is queued."""
+        self.session.require_usable()
+        groups = self._inputs.process(prompts, params, request_ids, priority)
+        self.session.check(sample for group in groups for sample in group)
+        self._compile({sample.request.sampler for group in groups for sample in group})
+        return groups
+
+    def one_prompt(self, prompt: Any) -> Any:
+        """The prompt of a call that takes one alone; it may come as a list of one.
+
+        Raises:
+            ValueError: these are several prompts, or none.
+            RuntimeError: as in `LLM.generate`.
+        """
+        self.session.require_usable()
+        batch = prompts_of(prompt)
+        _check_is_one("prompt", batch)
+        return batch[0]
+
+    def prepare_one(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+    ) -> list[Sample]:
+        """`prepare` for one prompt, as `one_prompt` gives it.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.generate`.
+        """
+        params = params_of(sampling_params, 1, self._default_params)
+        ids = None if request_id is None else [request_id]
+        (samples,) = self.prepare([prompt], params, ids, integer("priority", priority, -INT64_MAX))
+        return samples
+
+    def chat_prompt(self, messages: Messages, template: TemplateOptions) -> TokensPrompt:
+        """The prompt of one conversation, with its text.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in `LLM.chat`, and for several conversations.
+        """
+        self.session.require_usable()
+        prompts = self._inputs.chats(messages, template)
+        _check_is_one("conversation", prompts)
+        return prompts[0]
+
+
+def _check_is_one(what: str, batch: Sequence[Any]) -> None:
+    if len(batch) != 1:
+        raise ValueError(
+            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
+            "or use generate() or chat()."
+        )
