@@ -11,13 +11,22 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.server.access import RequireKey
 from jaxspec.server.connection import ClientConnection
-from jaxspec.server.endpoints import chat, completions, health, metrics, models, tokens
+from jaxspec.server.endpoints import (
+    chat,
+    completions,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokens,
+)
 from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
 
-_FAMILIES = (models, completions, chat, tokens, health, metrics)
+_FAMILIES = (models, completions, chat, messages, responses, tokens, health, metrics)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -30,7 +39,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     before = [
         Middleware(RequestIds),
         Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
-        Middleware(ClientConnection, max_body_bytes=options.max_body_bytes),
+        Middleware(ClientConnection, max_body_bytes=options.max_body_mib * 2**20),
     ]
     if options.allowed_origins:
         origins = list(options.allowed_origins)
