@@ -1,7 +1,12 @@
 """Each reader takes its kind and names the place of anything else."""
 
-import pytest
+import json
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.server.translate import anthropic, responses
 from jaxspec.server.translate.fields import (
     FieldError,
     content,
@@ -42,3 +47,34 @@ def test_a_content_is_a_text_or_parts():
         content([part("a"), {"type": "image"}], "x", ("text",))
     with pytest.raises(FieldError, match=r"x\.0\.text must be a text, got None"):
         content([{"type": "text"}], "x", ("text",))
+
+
+NAMES = (
+    *("messages", "input", "content", "role", "type", "text", "system", "tools", "tool_choice"),
+    *("name", "input_schema", "tool_use_id", "thinking", "id", "arguments", "call_id", "output"),
+    *("summary", "reasoning", "format", "output_config", "instructions", "chat_template_kwargs"),
+)
+WORDS = (
+    *("user", "assistant", "system", "text", "tool_use", "tool_result", "thinking", "enabled"),
+    *("message", "function_call", "function_call_output", "reasoning", "input_text", "function"),
+    *("tool", "auto", "json_schema", "custom", "reasoning_text", "summary_text", ""),
+)
+VALUES = st.recursive(
+    st.sampled_from([*WORDS, None, True, 0, 1.5]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5)
+    ),
+    max_leaves=25,
+)
+
+
+@pytest.mark.parametrize("module", [anthropic, responses])
+@given(body=st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_any_body_is_translated_or_refused(module, body):
+    try:
+        request = module.chat_request(body)
+    except FieldError as error:
+        assert error.param.split(".")[0] in NAMES and len(str(error)) < 500
+    else:
+        assert all(isinstance(message["role"], str) for message in request["messages"])
+        json.dumps(request)
