@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and of its count_tokens; `translate.anthropic` reads what is in them."""
+"""The bodies of /v1/messages and its count_tokens; `translate.anthropic` reads what is in them."""
 
 from typing import Any
 
