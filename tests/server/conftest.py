@@ -18,7 +18,12 @@ OPTIONS = {
 
 @pytest.fixture(scope="session")
 def served(short_model):
-    with serving(lambda: AsyncLLM(short_model, **OPTIONS), served_model_name=["short"]) as found:
+    """Its queue is as long as most tests need, and shorter than a storm."""
+
+    def make():
+        return AsyncLLM(short_model, max_num_queued_reqs=150, **OPTIONS)
+
+    with serving(make, served_model_name=["short"]) as found:
         yield found
 
 

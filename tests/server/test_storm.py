@@ -1,4 +1,4 @@
-"""Clients that come, go and read slowly: afterwards nothing is left, and the others noticed nothing.
+"""Clients that come, go and read slowly: nothing of them is left, and others notice nothing.
 
 Three rounds of 256 requests; a third of the clients goes early, and the queue overflows.
 """
