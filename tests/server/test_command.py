@@ -58,7 +58,7 @@ def test_the_help_tells_every_option_with_its_default():
 
 
 def test_a_wrong_word_is_one_line_and_status_2(capsys):
-    for words in (["--port", "x"], ["--max-n", "0"], ["--api-key-file", "/nowhere"], ["--prot"]):
+    for words in (["--port", "x"], ["--max-n", "0"], ["--api-key-file", "/nowhere"], ["--no-such"]):
         try:
             status = command.main(["serve", *words])
         except SystemExit as error:

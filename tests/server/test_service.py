@@ -1,6 +1,7 @@
 """What all routes share: names, limits, and a request of several prompts that is refused whole."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from scripted_llm import ScriptedLLM, ScriptedStream
@@ -41,6 +42,9 @@ def complete(served, *prompts, **fields):
 
 def test_names_are_those_given_or_the_model_s_own():
     assert service().check_model(None) == service().check_model("scripted") == "scripted"
+    folder = service()
+    folder.llm.model_name = str(Path(__file__).parent)
+    assert Service(folder.llm, ServerOptions()).names == ("server",)
     named = service(served_model_name=["a", "b"])
     assert [named.check_model(name) for name in (None, "a", "b")] == ["a", "a", "b"]
     with pytest.raises(ApiError, match="model must be 'a', 'b', got 'scripted'") as caught:
