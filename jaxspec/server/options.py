@@ -1,6 +1,6 @@
 """ServerOptions: every option of the server, written once: type, default and meaning.
 
-The help of `jaxspec serve` and docs/serving.md's table are made from it.
+The help of `python -m jaxspec serve` is made from it.
 """
 
 import dataclasses
