@@ -20,6 +20,13 @@ _CLOSING = 5  # seconds that connections get to send their last bytes
 
 
 class _Uvicorn(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port, and say so."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            host, port, *_ = each.getsockname()
+            _LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `_Life`, which lets running requests end first."""

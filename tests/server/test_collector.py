@@ -28,7 +28,7 @@ def test_figures_of_engine_and_server_become_families():
     figures.rejections["queue_full"] = 7
     figures.latencies["inter_token_latency_seconds"].add(0.003, 4)
     registry = CollectorRegistry()
-    registry.register(Collector(SimpleNamespace(llm=llm, figures=figures, names=("a", "b"))))
+    registry.register(Collector(SimpleNamespace(llm=llm, figures=figures, names=("a", "b")), 0.25))
     text = generate_latest(registry).decode()
     found = {
         (sample.name, *(v for k, v in sample.labels.items() if k not in labels)): sample.value
@@ -42,6 +42,7 @@ def test_figures_of_engine_and_server_become_families():
     assert found["vllm:corrupted_requests_total",] == 1
     assert found["vllm:admission_rejections_total", "queue_full"] == 7
     assert found["jaxspec:host_seconds_total", "wait"] == 2.0
+    assert found["jaxspec:event_loop_lag_seconds",] == 0.25
     assert found["vllm:inter_token_latency_seconds_count",] == 4
     assert found["vllm:inter_token_latency_seconds_bucket", "0.0025"] == 0
     assert found["vllm:inter_token_latency_seconds_bucket", "0.005"] == 4

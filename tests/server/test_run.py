@@ -40,8 +40,6 @@ class Process:
         self.lines = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        port = self.wait_for(r"running on .*?(\d{4,5})")
-        self.root = f"http://127.0.0.1:{port}"
 
     def _read(self):
         for line in self.process.stderr:
@@ -58,6 +56,11 @@ class Process:
         raise AssertionError(f"no {pattern}: {''.join(self.lines)}")
 
     def __enter__(self):
+        try:
+            self.root = self.wait_for(r"Serving at (http://127.0.0.1:\d+)")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error):
