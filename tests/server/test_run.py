@@ -33,7 +33,8 @@ class Process:
     """A server in a process; `root` is known once its port is open."""
 
     def __init__(self, *words):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), "tests/support"])}
+        path = os.pathsep.join([os.getcwd(), "tests/support"])
+        env = {**os.environ, "PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=env
         )
@@ -71,7 +72,10 @@ class Process:
 
 
 def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(short_model):
-    options = "--port 0 --no-warm-up --dtype float32 --max-num-seqs 4 --decode-buckets 4"
+    options = (
+        "--port 0 --no-warm-up --dtype float32 --max-num-seqs 4 --decode-buckets 4 "
+        "--prefill-buckets 64 --max-model-len 256 --num-speculative-tokens 0"
+    )
     body = {"prompt": "x = [", "max_tokens": 120, "stream": True, "ignore_eos": True}
     with Process("-m", "jaxspec", "serve", str(short_model), *options.split()) as server:
         texts, refused = [""] * 4, []
@@ -87,6 +91,7 @@ def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0
         for reader in readers:
             reader.start()
         while not all(texts):
+            assert any(reader.is_alive() for reader in readers), server.lines
             time.sleep(0.01)
         assert httpx.get(f"{server.root}/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
