@@ -1,6 +1,8 @@
 """The app as a whole: keys, CORS, the OpenAPI document, and what a failure of the engine does."""
 
 import json
+import shutil
+import subprocess
 import threading
 
 import httpx
@@ -60,6 +62,26 @@ def test_langchain_follows():
         )
         assert model.invoke("Hi").content == "Hello there"
         assert "".join(chunk.content for chunk in model.stream("Hi")) == "Hello there"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_follows_and_is_told_what_it_forgets():
+    body = '{"messages": [{"role": "user", "content": "Hi"}], "stream": true}'
+
+    def curl(*words):
+        command = ["curl", "-sN", "--max-time", "60", *words, "-d", body]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with serving(lambda: ScriptedLLM(["Hel", "lo"], PLAIN)) as served:
+        url = f"{served.url}/chat/completions"
+        *events, done = curl(url, "-H", "content-type: application/json").strip().split("\n\n")
+        deltas = [
+            json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events
+        ]
+        assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
+        assert done == "data: [DONE]"
+        error = json.loads(curl(url))["error"]
+        assert error["code"] == 415 and "content-type: application/json" in error["message"]
 
 
 def test_a_model_without_a_tokenizer_is_refused():
