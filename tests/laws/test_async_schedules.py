@@ -175,6 +175,12 @@ async def settled(llm, seconds=30):
     await asyncio.sleep(0.01)
 
 
+async def busy(llm):
+    """Wait until several requests run or wait."""
+    while llm._admission.num_unfinished < 4:
+        await asyncio.sleep(0)
+
+
 async def assert_nothing_is_left(llm):
     await settled(llm)
     assert len(asyncio.all_tasks()) == 1, "a task is left"
@@ -252,7 +258,8 @@ def test_a_drain_in_the_middle_refuses_new_ones_and_ends_the_others(make, timeou
     async def rounds():
         async with make() as llm:
             coming = asyncio.create_task(storm(llm, 2, 60, ways=("read", "leave"), every=0.002))
-            await asyncio.sleep(0.06)
+            await asyncio.sleep(0.03)
+            await busy(llm)
             is_whole = await llm.drain(timeout)
             assert not llm._admission.num_unfinished
             happened = await coming
@@ -276,7 +283,8 @@ def test_a_step_that_fails_ends_every_stream_and_the_service(make, place):
     async def rounds():
         async with make() as llm:
             coming = asyncio.create_task(storm(llm, 3, 60, every=0.002))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.03)
+            await busy(llm)
             llm._engine.schedule.runner.at[place] = fail
             happened = await coming
             assert not llm.is_healthy and isinstance(llm.error, MemoryError)
@@ -326,8 +334,8 @@ def test_close_ends_what_runs_with_abort(make):
 
     async def rounds():
         llm = make()
-        coming = asyncio.create_task(storm(llm, 4, 60, ways=("read", "late"), every=0.001))
-        await asyncio.sleep(0.03)
+        coming = asyncio.create_task(storm(llm, 4, 60, ways=("read", "late"), every=0))
+        await busy(llm)
         await asyncio.gather(llm.close(), llm.close())
         happened = await coming
         assert not llm.is_healthy and llm.error is None
