@@ -1,0 +1,118 @@
+"""ServerOptions: every option of the server, written once: type, default and meaning.
+
+The help of `python -m jaxspec serve` is made from it.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxspec import checks
+from jaxspec.checks import shown
+from jaxspec.option_values import read
+from jaxspec.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """How the server listens, whom it lets in and what it bounds.
+
+    Raises:
+        ValueError: an option breaks a rule.
+    """
+
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine's")
+    port: int = option(8000, "port to listen at; 0 takes a free one", least=0)
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may call the model by; answers carry the first", none="MODEL"
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        "keys of which a request must bring one; others see what is typed here, so prefer a file",
+    )
+    api_key_file: str | Path | None = option(
+        None, "a UTF-8 text file with such a key on each line", none="no file"
+    )
+    protect_metrics: bool = option(False, "whether /metrics asks for a key, too")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web pages' origins whose scripts may call; * is every page"
+    )
+    trust_request_chat_template: bool = option(
+        False, "whether requests may bring chat templates, which are programs in a sandbox"
+    )
+    max_body_mib: int = option(32, "most MiB of a request's body")
+    max_n: int = option(128, "most samples of a prompt")
+    max_stop: int = option(16, "most stop strings of a request", least=0)
+    max_num_queued_reqs: int | None = option(
+        None, "requests that may wait; more are answered with 503", none="no such limit"
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "prompt tokens that may wait; more are answered with 503", none="no such limit"
+    )
+    queue_timeout: float | None = option(
+        None, "seconds that a request may wait for a row before it gets 408", none="no such limit"
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that requests may go on after SIGTERM or Ctrl-C; a second one ends at once"
+    )
+    stream_stall_timeout: float = option(
+        60.0, "seconds after which a stream whose client takes nothing is given up"
+    )
+    stream_keep_alive: float = option(
+        15.0, "seconds of silence after which a stream says that it lives"
+    )
+    warm_up: bool = option(
+        True, "whether all is compiled before the port opens; else the first requests wait for it"
+    )
+    access_log: bool = option(True, "whether each request is logged, by route and status")
+
+    def __post_init__(self) -> None:
+        """Check each option by its type, and keep it as Python's own type."""
+        for field in OPTIONS.values():
+            value = getattr(self, field.name)
+            value = _texts(field.name, value) if field.default == () else read(field, value)
+            object.__setattr__(self, field.name, value)
+        for name in _SECONDS:
+            seconds = getattr(self, name)
+            if seconds is not None and seconds < 0:
+                raise ValueError(f"{name} must be at least 0 seconds, got {seconds}.")
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}.")
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys, those of the file among them.
+
+        Raises:
+            ValueError: the file can't be read, or holds none.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"api_key_file must be a UTF-8 text file with a key on each line, and "
+                f"{self.api_key_file} can't be read: {error}. Check the path."
+            ) from error
+        found = tuple(line.strip() for line in lines if line.strip())
+        if not found:
+            raise ValueError(
+                f"api_key_file must hold a key on a line, and {self.api_key_file} holds none. "
+                "Write one there, or leave the option out to let everybody in."
+            )
+        return self.api_key + found
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    found = checks.items(values, _MAX_TEXTS)
+    if found is None or len(found) > _MAX_TEXTS:
+        raise ValueError(
+            f"{name} must be a list of at most {_MAX_TEXTS:,} texts, got {shown(values)}."
+        )
+    return tuple(checks.text(f"Each of {name}", value) for value in found)
+
+
+_MAX_TEXTS = 10_000
+_SECONDS = ("queue_timeout", "shutdown_timeout", "stream_stall_timeout", "stream_keep_alive")
+OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
+"""The options by name, in order."""
