@@ -1,7 +1,7 @@
 """`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures.
 
-`python -m jaxspec inspect MODEL` and `python -m jaxspec replay FILE` are other commands:
-`jaxspec.inspection` and `jaxspec.replay`.
+`python -m jaxspec inspect MODEL`, `python -m jaxspec serve MODEL` and `python -m jaxspec replay FILE`
+are other commands: `jaxspec.inspection`, `jaxspec.server.command` and `jaxspec.replay`.
 """
 
 import argparse
@@ -69,7 +69,22 @@ def _inspect(words: Sequence[str]) -> int:
     return 1 if found.refused else 0
 
 
-_COMMANDS = {"inspect": _inspect, "replay": replay.main}  # by the first word; else it is a prompt
+def _serve(words: Sequence[str]) -> int:
+    """Serve the model of a command line, if the extra `server` is installed."""
+    try:
+        from jaxspec.server.command import main as serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "jaxspec":
+            raise
+        raise ValueError(
+            f"`serve` needs the package {error.name}, which is not installed. It comes with "
+            "`pip install 'jaxspec[server]'`."
+        ) from error
+    return serve(words)
+
+
+# By the first word; any other is a prompt.
+_COMMANDS = {"inspect": _inspect, "replay": replay.main, "serve": _serve}
 
 
 def _run(args: argparse.Namespace) -> tuple[int, int]:

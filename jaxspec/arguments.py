@@ -16,6 +16,7 @@ examples:
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
   python -m jaxspec "class Stack:" --color
   python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
+  python -m jaxspec serve MODEL    (as a server that OpenAI's clients know; `serve --help`)
   python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
@@ -34,7 +35,9 @@ _ENGINE_OPTIONS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error, not the whole usage."""
         self.exit(2, f"jaxspec: {message}. See {self.prog} --help.\n")
@@ -42,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """What reads the command line; after an error it ends the process with status 2."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m jaxspec",
         usage="python -m jaxspec [options] PROMPT ...",
         description="Complete prompts with a hybrid LLM and speculative decoding. One prompt is\n"
@@ -65,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     for name, metavar in _ENGINE_OPTIONS.items():
         _add_engine_option(parser, name, metavar)
     _add_sampling(parser)
-    _add_speculation(parser)
+    add_speculation(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="first print what holds the memory (default: not)"
     )
@@ -82,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 def inspect_parser() -> argparse.ArgumentParser:
     """What reads the command line of `inspect`, as `parser` does."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m jaxspec inspect",
         usage="python -m jaxspec inspect [options] [MODEL]",
         description="Say what a model is, what it takes, how many requests fit on this device,\n"
@@ -100,7 +103,7 @@ def inspect_parser() -> argparse.ArgumentParser:
     for name, metavar in _ENGINE_OPTIONS.items():
         if name != "model":
             _add_engine_option(parser, name, metavar)
-    _add_speculation(parser)
+    add_speculation(parser)
     return parser
 
 
@@ -140,7 +143,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_speculation(parser: argparse.ArgumentParser) -> None:
+def add_speculation(parser: Any) -> None:
     """How to draft, and how much."""
     parser.add_argument(
         "--speculative-config",

@@ -40,6 +40,11 @@ class ChatTemplate:
         self._sources = _sources(folder, settings)
         self._process = TemplateProcess()
 
+    @property
+    def source(self) -> str | None:
+        """The template that a chat with tools takes; None if there is none."""
+        return self._sources.get("tool_use", self._sources.get("default"))
+
     def render(
         self,
         messages: Any,

@@ -147,6 +147,22 @@ class Tokenizer:
         """A new incremental detokeniser, for one request."""
         return TextStream(self, skip_special_tokens)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token alone, a special one's too; half a character's as they are."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if _UNFINISHED not in text:
+            return text.encode()
+        if self.is_byte_token(token_id):
+            return bytes.fromhex(token[3:5])
+        alphabet = tokenizer_files.BYTES_OF_CHARACTERS
+        return bytes(map(alphabet.__getitem__, token)) if set(token) <= alphabet.keys() else b""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the checkpoint's chat template, that of chats with tools if it has two."""
+        return self._chat_template.source
+
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token stands for one byte (`<0xE2>`), as SentencePiece falls back to."""
         return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "") is not None

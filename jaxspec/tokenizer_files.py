@@ -15,6 +15,21 @@ MAX_TOKENIZER_BYTES = 2**28
 _MAX_REASON_CHARACTERS = 300
 
 
+def _bytes_of_characters() -> dict[str, int]:
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(0x100 + number): byte for number, byte in enumerate(others)
+    }
+
+
+BYTES_OF_CHARACTERS = _bytes_of_characters()
+"""The bytes that characters of byte-level vocabularies stand for: what has no shape has another's.
+
+GPT-2's table, which all of them took over.
+"""
+
+
 def raise_for(error: BaseException, what: str, file: str = "tokenizer.json") -> NoReturn:
     """Raise an error of the library `tokenizers` as a ValueError, and any other as it is.
 

@@ -1,0 +1,53 @@
+"""The app: all routes around one `AsyncLLM`, and what stands before them."""
+
+import importlib.metadata
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.server.access import RequireKey
+from jaxspec.server.connection import ClientConnection
+from jaxspec.server.endpoints import chat, completions, health, metrics, models, tokens
+from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
+from jaxspec.server.options import ServerOptions
+from jaxspec.server.request_ids import RequestIds
+from jaxspec.server.service import Service
+
+_FAMILIES = (models, completions, chat, tokens, health, metrics)
+
+
+def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """The ASGI app that serves `llm`; `app.state.service` is what its routes share.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the file of keys can't be read.
+    """
+    options = options or ServerOptions()
+    before = [
+        Middleware(RequestIds),
+        Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
+        Middleware(ClientConnection, max_body_bytes=options.max_body_bytes),
+    ]
+    if options.allowed_origins:
+        origins = list(options.allowed_origins)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        before.insert(0, cors)
+    errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
+    app = FastAPI(
+        title="jaxspec",
+        version=importlib.metadata.version("jaxspec"),
+        middleware=before,
+        exception_handlers=dict.fromkeys(errors, respond),
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = Service(llm, options)
+    for family in _FAMILIES:
+        app.include_router(family.router)
+    return app

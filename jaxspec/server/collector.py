@@ -1,0 +1,106 @@
+"""Collector: figures in Prometheus' families, made when somebody asks."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector as Base
+
+from jaxspec.metrics import Counter, Gauge, Vector
+from jaxspec.server.figures import LATENCIES, SIZES
+from jaxspec.server.service import Service
+
+_TEXTS = {
+    "vllm:num_requests_running": "Samples that have a row.",
+    "vllm:num_requests_waiting": "Samples that wait for a row.",
+    "vllm:kv_cache_usage_perc": "Share of the KV cache's pages that requests hold, 0 to 1.",
+    "vllm:num_preemptions": "Samples that gave their row up and were computed again.",
+    "vllm:prefix_cache_queries": "Prompt tokens that were looked for in kept prefixes.",
+    "vllm:prefix_cache_hits": "Prompt tokens that were found there.",
+    "vllm:prompt_tokens": "Tokens of prompts.",
+    "vllm:prompt_tokens_cached": "Tokens of prompts that were not computed again.",
+    "vllm:generation_tokens": "Tokens of samples.",
+    "vllm:spec_decode_num_drafts": "Verify steps with drafts.",
+    "vllm:spec_decode_num_draft_tokens": "Drafts.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafts that stood.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that stood, by position.",
+    "vllm:request_success": "Samples that ended, by why.",
+    "vllm:corrupted_requests": "Samples for which the model gave no finite logits.",
+    "vllm:admission_rejections": "Requests that were not taken, by why.",
+    "jaxspec:is_healthy": "1 until a step fails.",
+    "jaxspec:host_seconds": "Seconds of the engine's thread, by what it did.",
+    "jaxspec:engine_steps": "Steps dispatched.",
+    "jaxspec:event_loop_lag_seconds": "How late the event loop woke up last.",
+}
+_ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
+
+
+class Collector(Base):
+    """vLLM's names, so that its dashboards show them, and a few of our own under `jaxspec:`."""
+
+    def __init__(self, service: Service):
+        """Tell of `service`."""
+        self._service = service
+        self._labels = {"model_name": service.names[0], "engine": "0"}
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering asks for no figures."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._engine()
+        yield from self._requests()
+        figures = self._service.figures
+        for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
+            for name, text in texts.items():
+                family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+                found = group[name]
+                family.add_metric(list(self._labels.values()), found.buckets(), found.total)
+                yield family
+
+    def _engine(self) -> Iterator[Metric]:
+        llm = self._service.llm
+        for metric in llm.get_metrics():
+            if isinstance(metric, Vector):
+                by_position = {
+                    str(place): count for place, count in enumerate(metric.values)
+                }
+                yield self._counters(metric.name, "position", by_position)
+            elif isinstance(metric, Counter):
+                yield self._counters(metric.name, None, {"": metric.value})
+            elif isinstance(metric, Gauge):
+                yield self._gauge(metric.name, metric.value)
+        told = llm.metrics()
+        seconds = {name.removesuffix("_time"): told[name] for name in _ENGINE_SECONDS}
+        yield self._counters("jaxspec:host_seconds", "stage", seconds)
+        yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
+
+    def _requests(self) -> Iterator[Metric]:
+        service, figures = self._service, self._service.figures
+        plain = {
+            "vllm:prompt_tokens": figures.num_prompt_tokens,
+            "vllm:prompt_tokens_cached": figures.num_cached_tokens,
+            "vllm:corrupted_requests": figures.ends["error"],
+        }
+        for name, value in plain.items():
+            yield self._counters(name, None, {"": value})
+        yield self._counters("vllm:request_success", "finished_reason", figures.ends)
+        yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
+        yield self._gauge("jaxspec:is_healthy", float(service.llm.is_healthy))
+
+    def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:
+        labels = [*self._labels, *([label] if label else ())]
+        family = CounterMetricFamily(name, _TEXTS.get(name, name), labels=labels)
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *([key] if label else ())], value)
+        return family
+
+    def _gauge(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, _TEXTS.get(name, name), labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family

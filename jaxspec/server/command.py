@@ -1,0 +1,134 @@
+"""`python -m jaxspec serve MODEL`: what its command line understands."""
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxspec import options as engine
+from jaxspec.arguments import CommandParser, add_speculation, speculation_of
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.server.options import OPTIONS, ServerOptions
+from jaxspec.server.run import serve
+
+_EPILOG = """\
+example:
+  python -m jaxspec serve Qwen/Qwen3.5-0.8B --max-num-seqs 64
+  curl localhost:8000/v1/completions -H "content-type: application/json" \\
+       -d '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
+
+exit status: 0 ended by a signal; 1 the engine failed; 2 an error in what was asked for
+"""
+_OF_ENGINE = {
+    name: field
+    for name, field in engine.OPTIONS.items()
+    if name not in ("model", "speculative_config", "show_progress")
+}
+_OF_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout")  # `AsyncLLM`'s
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve until a signal comes; the exit status."""
+    args = parser().parse_args(words)
+    options = ServerOptions(**_given(args, OPTIONS))
+    llm_options: dict[str, Any] = {
+        **_given(args, _OF_ENGINE),
+        **{name: getattr(options, name) for name in _OF_LIMITS},
+        "speculative_config": speculation_of(args),
+    }
+    with asyncio.Runner(loop_factory=_event_loop) as runner:
+        make_llm = functools.partial(AsyncLLM, args.model, **llm_options)
+        return runner.run(serve(make_llm, options))
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line; after an error it ends the process with status 2."""
+    made = CommandParser(
+        prog="python -m jaxspec serve",
+        usage="python -m jaxspec serve [options] [MODEL]",
+        description="Serve a model by HTTP, as OpenAI's and Anthropic's clients know it\n"
+        "(docs/serving.md). The port opens when all is loaded and compiled.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder with config.json and safetensors, a GGUF file, or a Hugging Face hub id "
+        "(default: the embedded model)",
+    )
+    group = made.add_argument_group("the server")
+    for field in OPTIONS.values():
+        _add(group, field)
+    group = made.add_argument_group("the engine (docs/options.md)")
+    for field in _OF_ENGINE.values():
+        _add(group, field)
+    add_speculation(group)
+    return made
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which takes two thirds of the time for a chunk; asyncio's where there is none."""
+    try:
+        import uvloop
+    except ImportError:  # it has no wheels for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
+    found = {name: getattr(args, name) for name in fields}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+
+
+def _add(group: Any, field: dataclasses.Field) -> None:
+    """An option, with the help and the default of its field."""
+    default, kinds = field.default, set(_kinds(field.type))
+    told = field.metadata["none"] if default in (None, ()) else str(default)
+    how: dict[str, Any] = {"metavar": _METAVARS.get(field.name, "VALUE"), "type": str}
+    if bool in kinds:
+        how = {"action": argparse.BooleanOptionalAction}
+    elif tuple in kinds:
+        how, told = {"metavar": "TEXT", "action": "append"}, f"{told or 'none'}; may come again"
+    elif Sequence in kinds or typing.get_origin(field.type) is Sequence:
+        how = {"metavar": "N,N,...", "type": _sizes}
+    elif int in kinds or float in kinds:
+        how = {"metavar": "N", "type": _number}
+    help = f"{field.metadata['help']} (default: {told})".replace("%", "%%")
+    name = f"--{field.name.replace('_', '-')}"
+    group.add_argument(name, default=default or [] if tuple in kinds else default, help=help, **how)
+
+
+_METAVARS = {"host": "ADDRESS", "api_key_file": "FILE"}
+
+
+def _kinds(kind: Any) -> Iterator[Any]:
+    """The types that `kind` is a union of, without what is in their brackets."""
+    origin = typing.get_origin(kind)
+    if origin in (Sequence, tuple):
+        yield origin
+    elif origin is None:
+        yield kind
+    else:
+        for part in typing.get_args(kind):
+            yield from _kinds(part)
+
+
+def _number(word: str) -> int | float | str:
+    """A number, or a word such as "auto", which the option itself reads."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _sizes(word: str) -> list[int]:
+    return [int(part) for part in word.split(",")]
+
+

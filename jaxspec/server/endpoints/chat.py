@@ -1,0 +1,58 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxspec.server.chat_pieces import first_choice
+from jaxspec.server.conversation import Conversation
+from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.protocol.chat import ChatCompletionRequest
+from jaxspec.server.routing import make_router
+from jaxspec.server.service import ServiceOf, new_id
+from jaxspec.server.sse import DONE, Chunks, event
+
+router = make_router()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf) -> Response:
+    """Go on with a conversation."""
+    model = service.check_model(body.model)
+    shared = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
+    conversation = await Conversation.begin(service, body, shared["id"])
+    if body.stream:
+        return service.stream(_events(body, shared, conversation))
+    choices = await conversation.choices()
+    answer: dict[str, Any] = {
+        **shared,
+        "object": "chat.completion",
+        "choices": [choice.as_object(number) for number, choice in enumerate(choices)],
+        "usage": (await conversation.usage()).as_object(),
+    }
+    return json_response(answer | conversation.prompt_fields())
+
+
+async def _events(
+    body: ChatCompletionRequest, shared: dict[str, Any], conversation: Conversation
+) -> AsyncGenerator[bytes, None]:
+    """The answer as it comes; an error is the last event but one."""
+    chunks, told = Chunks(**shared, object="chat.completion.chunk"), body.stream_options
+    is_continuous = told is not None and told.continuous_usage_stats
+    try:
+        async with contextlib.aclosing(conversation.pieces()) as pieces:
+            for number in range(conversation.num_choices):
+                yield chunks.chunk(first_choice(number))
+            async for number, piece in pieces:
+                usage = conversation.usage_so_far.as_object() if is_continuous else None
+                choices = piece.as_bytes(number)
+                if choices:
+                    yield b"".join([chunks.chunk(choice, usage) for choice in choices])
+        if told is not None and told.include_usage:
+            yield chunks.chunk(b"", (await conversation.usage()).as_object())
+    except Exception as error:
+        yield event(ApiError.of(error).as_object())
+    yield DONE

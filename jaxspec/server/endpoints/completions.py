@@ -1,0 +1,94 @@
+"""POST /v1/completions: texts that go on with prompts."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.server.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
+from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.generation import Generation
+from jaxspec.server.protocol.completions import CompletionRequest
+from jaxspec.server.routing import make_router
+from jaxspec.server.service import Service, ServiceOf, new_id
+from jaxspec.server.sse import DONE, Chunks, event
+
+router = make_router()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, service: ServiceOf) -> Response:
+    """Complete one prompt or several."""
+    model = service.check_model(body.model)
+    body.refuse_absent()
+    params = _params(service, body)
+    shared = {
+        "id": new_id("cmpl"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+    generation = await service.complete(body, body.prompts, params, shared["id"])
+    pieces = _pieces(generation, Pieces(body, params, service.tokenizer))
+    if body.stream:
+        return service.stream(_events(body, shared, generation, pieces))
+    return json_response(await _whole(body, shared, generation, pieces))
+
+
+_Numbered = AsyncGenerator[tuple[int, Piece], None]
+
+
+def _params(service: Service, body: CompletionRequest) -> SamplingParams:
+    most = 1 if is_for_prompt_alone(body) else body.max_tokens
+    params = service.sampling_params(body, most, body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params.prompt_logprobs = params.logprobs
+    return params
+
+
+async def _pieces(generation: Generation, pieces: Pieces) -> _Numbered:
+    """The pieces of all choices, with their numbers."""
+    async with contextlib.aclosing(generation.deltas()) as deltas:
+        async for number, delta in deltas:
+            yield number, pieces.of(number, delta, generation.prompt_token_ids(number))
+
+
+def _usage(body: CompletionRequest, generation: Generation) -> dict[str, Any]:
+    if is_for_prompt_alone(body):
+        generation.usage.completion_tokens = 0
+    return generation.usage.as_object()
+
+
+async def _whole(
+    body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
+) -> dict[str, Any]:
+    """The answer in one piece."""
+    found: list[list[Piece]] = [[] for _ in range(generation.num_choices)]
+    async with contextlib.aclosing(pieces):
+        async for number, piece in pieces:
+            found[number].append(piece)
+    choices = [orjson.Fragment(joined(each).as_bytes(n)) for n, each in enumerate(found)]
+    return {**shared, "choices": choices, "usage": _usage(body, generation)}
+
+
+async def _events(
+    body: CompletionRequest, shared: dict[str, Any], generation: Generation, pieces: _Numbered
+) -> AsyncGenerator[bytes, None]:
+    """The answer as it comes; an error is the last event but one."""
+    chunks, told = Chunks(**shared), body.stream_options
+    is_continuous = told is not None and told.continuous_usage_stats
+    try:
+        async with contextlib.aclosing(pieces):
+            async for number, piece in pieces:
+                if not piece.is_empty:
+                    usage = _usage(body, generation) if is_continuous else None
+                    yield chunks.chunk(piece.as_bytes(number), usage)
+        if told is not None and told.include_usage:
+            yield chunks.chunk(b"", _usage(body, generation))
+    except Exception as error:
+        yield event(ApiError.of(error).as_object())
+    yield DONE

@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the server's tokenizer for load generators."""
+
+import asyncio
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxspec.checks import integer
+from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jaxspec.server.routing import make_router
+from jaxspec.server.service import Service, ServiceOf
+
+router = make_router()
+_MAX_ID = 2**32 - 1
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
+    """The token ids of a text, or of a conversation as its template writes it."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(
+            400, "Either prompt or messages must be given, and not both.", param="prompt"
+        )
+    with service.refusing(body):
+        tokens = await asyncio.to_thread(_tokens, body, service)
+    told: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": service.llm.max_model_len,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        told["token_strs"] = [
+            service.tokenizer.bytes_of(token).decode("utf-8", "replace") for token in tokens
+        ]
+    return json_response(told)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
+    """The text of token ids, special tokens included."""
+    service.check_model(body.model)
+    with service.refusing(body):
+        for token in body.tokens:
+            integer("Each of tokens", token, 0, _MAX_ID)
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)
+    return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(service: ServiceOf) -> Response:
+    """What the tokenizer is."""
+    return json_response(
+        {
+            "tokenizer_class": type(service.tokenizer).__name__,
+            "max_model_len": service.llm.max_model_len,
+            "eos_token_ids": list(service.tokenizer.eos_ids),
+        }
+    )
+
+
+def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
+    if body.messages is None:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        return service.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+    text = service.tokenizer.render_chat(
+        body.messages,
+        body.tools,
+        body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+    )
+    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))

@@ -1,0 +1,112 @@
+"""ServerOptions: every option of the server, written once: type, default and meaning.
+
+The help of `jaxspec serve` and docs/serving.md's table are made from it.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jaxspec.checks import shown
+from jaxspec.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """How the server listens, whom it lets in and what it bounds.
+
+    Raises:
+        ValueError: an option breaks a rule.
+    """
+
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine's")
+    port: int = option(8000, "port to listen at; 0 takes a free one", least=0)
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may call the model by; answers carry the first", none="MODEL"
+    )
+    api_key: tuple[str, ...] = option(
+        (), "keys of which a request must bring one; others see what is typed here, so prefer a file"
+    )
+    api_key_file: str | Path | None = option(
+        None, "a UTF-8 text file with such a key on each line", none="no file"
+    )
+    protect_metrics: bool = option(False, "whether /metrics asks for a key, too")
+    allowed_origins: tuple[str, ...] = option(
+        (), "web pages' origins whose scripts may call; * is every page"
+    )
+    trust_request_chat_template: bool = option(
+        False, "whether requests may bring chat templates, which are programs in a sandbox"
+    )
+    max_body_bytes: int = option(32 * 2**20, "most bytes of a request's body")
+    max_n: int = option(128, "most samples of a prompt")
+    max_stop: int = option(16, "most stop strings of a request")
+    max_num_queued_reqs: int | None = option(
+        None, "requests that may wait; more are answered with 503", none="no such limit"
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "prompt tokens that may wait; more are answered with 503", none="no such limit"
+    )
+    queue_timeout: float | None = option(
+        None, "seconds that a request may wait for a row before it gets 408", none="no such limit"
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that requests may go on after SIGTERM or Ctrl-C; a second one ends at once"
+    )
+    stream_stall_timeout: float = option(
+        60.0, "seconds after which a stream whose client takes nothing is given up"
+    )
+    stream_keep_alive: float = option(
+        15.0, "seconds of silence after which a stream says that it lives"
+    )
+    access_log: bool = option(True, "whether each request is logged, by route and status")
+
+    def __post_init__(self) -> None:
+        """Check numbers and texts."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {shown(value)}.")
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            texts = getattr(self, name)
+            if not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(f"{name} must be texts that are not empty, got {shown(texts)}.")
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, got {self.port}.")
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys, those of the file among them.
+
+        Raises:
+            ValueError: the file can't be read, or holds none.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"api_key_file must be a UTF-8 text file with a key on each line, and "
+                f"{self.api_key_file} can't be read: {error}. Check the path."
+            ) from error
+        found = tuple(line.strip() for line in lines if line.strip())
+        if not found:
+            raise ValueError(
+                f"api_key_file must hold a key on a line, and {self.api_key_file} holds none. "
+                "Write one there, or leave the option out to let everybody in."
+            )
+        return self.api_key + found
+
+
+_LEAST = {
+    "port": 0,
+    "max_body_bytes": 1024,
+    "max_n": 1,
+    "max_stop": 0,
+    "max_num_queued_reqs": 1,
+    "max_num_queued_tokens": 1,
+    "queue_timeout": 0,
+    "shutdown_timeout": 0,
+    "stream_stall_timeout": 0.01,
+    "stream_keep_alive": 0.01,
+}
+OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
+"""The options by name, in order."""

@@ -1,0 +1,120 @@
+"""Run: the server's life, from loading over the open port to the last stream's end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.server.app import make_app
+from jaxspec.server.options import ServerOptions
+from jaxspec.server.service import Service
+
+_LOG = logging.getLogger("uvicorn.error")  # where uvicorn tells of itself
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSING = 5  # seconds that connections get to send their last bytes
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `_Life`, which lets running requests end first."""
+        yield
+
+
+async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int:
+    """Load a model, warm it up, open the port and serve until a signal ends it.
+
+    The port opens last, so who can connect will be served.
+
+    Returns:
+        The exit status: 0; 1 if the engine failed, or the port can't be had.
+    """
+    options.keys()  # what is wrong there is told before a model is loaded
+    with _bound(options) as listener:
+        async with make_llm() as llm:
+            await llm.warm_up()
+            app = make_app(llm, options)
+            server = _Uvicorn(
+                uvicorn.Config(
+                    app,
+                    log_level="info",
+                    access_log=options.access_log,
+                    timeout_graceful_shutdown=_CLOSING,
+                    ws="none",
+                )
+            )
+            life = _Life(app.state.service, server)
+            with life.heard():
+                await server.serve([listener])
+            await life.wait()
+            return 0 if llm.error is None else 1
+
+
+class _Life:
+    """What signals do: the first one lets requests end, the second one ends at once."""
+
+    def __init__(self, service: Service, server: uvicorn.Server):
+        self._service, self._server = service, server
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hear signals inside."""
+        loop = asyncio.get_running_loop()
+        for each in _SIGNALS:
+            loop.add_signal_handler(each, self.end)
+        try:
+            yield
+        finally:
+            for each in _SIGNALS:
+                loop.remove_signal_handler(each)
+
+    def end(self) -> None:
+        """A signal came."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+            return
+        _LOG.info("A second signal: requests that run are given up.")
+        self._ending.cancel()
+        self._server.force_exit = self._server.should_exit = True
+
+    async def wait(self) -> None:
+        """Until the end that a signal began is over."""
+        if self._ending is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ending
+
+    async def _end(self) -> None:
+        seconds = self._service.options.shutdown_timeout
+        _LOG.info("Ending: new requests get 503, and those that run have %g seconds.", seconds)
+        self._service.is_draining = True
+        try:
+            if not await self._service.llm.drain(seconds):
+                _LOG.warning("Some requests were given up after %g seconds.", seconds)
+        finally:
+            self._server.should_exit = True
+
+
+@contextlib.contextmanager
+def _bound(options: ServerOptions) -> Iterator[socket.socket]:
+    """The port, taken but not open: a second server fails before it loads a model.
+
+    Raises:
+        OSError: it can't be had.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((options.host, options.port))
+        except OSError as error:
+            raise OSError(
+                f"The server can't listen at {options.host}:{options.port}: {error.strerror}. "
+                "Choose another --port or --host, or end what listens there."
+            ) from error
+        yield listener

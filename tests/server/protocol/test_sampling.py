@@ -1,0 +1,66 @@
+"""Fields that choose tokens become `SamplingParams`; what can't be done is refused by name."""
+
+import dataclasses
+
+import pytest
+
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.server.errors import ApiError
+from jaxspec.server.protocol.sampling import Sampling
+
+DEFAULT = SamplingParams(temperature=0.7, top_k=20)
+
+
+def test_what_is_given_counts_and_the_rest_is_the_default():
+    given = {"top_p": 0.5, "seed": 3, "stop": ["a"], "top_k": None, "logit_bias": {"5": -1}}
+    found = Sampling(**given).sampling_params(DEFAULT, 9, 2)
+    want = SamplingParams(
+        temperature=0.7,
+        top_k=20,
+        top_p=0.5,
+        seed=3,
+        stop=["a"],
+        logit_bias={5: -1},
+        max_tokens=9,
+        logprobs=2,
+    )
+    assert found == want
+
+
+def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():
+    own = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind"}
+    names = {field.name for field in dataclasses.fields(SamplingParams)} - own
+    assert names <= set(Sampling.model_fields)
+    for name in names:
+        default = getattr(SamplingParams(), name)
+        given = {"stop": ["x"], "bad_words": ["x"], "allowed_token_ids": [1]}.get(name)
+        given = given or ([7] if name == "stop_token_ids" else None)
+        if given is None:
+            is_flag, is_ratio = isinstance(default, bool), isinstance(default, float)
+            given = (not default) if is_flag else 0.5 if is_ratio else 2
+        found = Sampling(**{name: given}).sampling_params(DEFAULT, None, None)
+        assert getattr(found, name) == given, name
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("structured_outputs", {"json": {}}),
+        ("guided_json", {}),
+        ("guided_regex", "a+"),
+        ("prompt_embeds", "x"),
+        ("logits_processors", ["os.system"]),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_what_is_known_and_can_t_be_done_is_refused_by_name(name, value):
+    with pytest.raises(ApiError) as caught:
+        Sampling(**{name: value}).refuse_absent()
+    assert caught.value.status == 400 and caught.value.param == name
+    assert caught.value.message.startswith(f"{name} can't be ")
+
+
+def test_what_asks_for_nothing_is_taken():
+    Sampling(response_format={"type": "text"}, guided_json=None, stream_options=None).refuse_absent()
+    Sampling(use_beam_search=False, logits_processors=[]).refuse_absent()

@@ -1,0 +1,17 @@
+"""Histograms count as a sorted list would."""
+
+import random
+
+from jaxspec.server.histogram import LENGTHS, Histogram
+
+
+def test_buckets_count_what_is_at_most_their_bound():
+    draw, histogram, values = random.Random(1), Histogram(LENGTHS), []
+    for _ in range(200):
+        value, times = draw.choice([0, 1, 2, 3, 10, 999, 10**7]), draw.randrange(1, 4)
+        histogram.add(value, times)
+        values += [value] * times
+    for bound, count in histogram.buckets():
+        assert count == sum(value <= float(bound) for value in values)
+    assert histogram.count == len(values) and histogram.total == sum(values)
+    assert histogram.buckets()[-1][0] == "+Inf"

@@ -1,0 +1,47 @@
+"""Options of the server: their rules, and the file of keys."""
+
+import pytest
+
+from jaxspec.server.options import OPTIONS, ServerOptions
+
+
+def test_the_defaults_keep_to_themselves():
+    options = ServerOptions()
+    assert options.host == "127.0.0.1" and options.allowed_origins == ()
+    assert options.keys() == () and not options.trust_request_chat_template
+    assert all(field.metadata["help"] for field in OPTIONS.values())
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"port": -1}, "port must be at least 0, got -1"),
+        ({"port": 65536}, "port must be at most 65535, got 65536"),
+        ({"max_n": 0}, "max_n must be at least 1"),
+        ({"max_body_bytes": 1}, "max_body_bytes must be at least 1024"),
+        ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be at least 0, got nan"),
+        ({"api_key": ("a", " ")}, "api_key must be texts that are not empty"),
+        ({"served_model_name": ("",)}, "served_model_name must be texts"),
+    ],
+)
+def test_an_option_that_breaks_its_rule_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        ServerOptions(**given)
+
+
+def test_keys_come_from_the_command_and_from_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("first\n\n  second \r\n")
+    assert ServerOptions(api_key=("own",), api_key_file=path).keys() == ("own", "first", "second")
+
+
+def test_a_file_without_keys_lets_nobody_in_by_mistake(tmp_path):
+    path = tmp_path / "keys"
+    with pytest.raises(ValueError, match="can't be read"):
+        ServerOptions(api_key_file=path).keys()
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="must hold a key on a line"):
+        ServerOptions(api_key_file=path).keys()
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="UTF-8"):
+        ServerOptions(api_key_file=path).keys()
