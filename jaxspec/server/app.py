@@ -11,13 +11,22 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.server.access import RequireKey
 from jaxspec.server.connection import ClientConnection
-from jaxspec.server.endpoints import chat, completions, health, metrics, models, tokens
+from jaxspec.server.endpoints import (
+    chat,
+    completions,
+    figures,
+    health,
+    metrics,
+    models,
+    page,
+    tokens,
+)
 from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
 
-_FAMILIES = (models, completions, chat, tokens, health, metrics)
+_FAMILIES = (models, completions, chat, tokens, health, metrics, figures, page)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:

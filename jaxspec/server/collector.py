@@ -67,9 +67,7 @@ class Collector(Base):
         llm = self._service.llm
         for metric in llm.get_metrics():
             if isinstance(metric, Vector):
-                by_position = {
-                    str(place): count for place, count in enumerate(metric.values)
-                }
+                by_position = {str(place): count for place, count in enumerate(metric.values)}
                 yield self._counters(metric.name, "position", by_position)
             elif isinstance(metric, Counter):
                 yield self._counters(metric.name, None, {"": metric.value})

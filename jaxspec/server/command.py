@@ -130,5 +130,3 @@ def _number(word: str) -> int | float | str:
 
 def _sizes(word: str) -> list[int]:
     return [int(part) for part in word.split(",")]
-
-

@@ -62,7 +62,9 @@ class LegacyLogprobs:
         ranked = sorted(place.items(), key=lambda item: item[1].rank or 0)
         kept = ranked[: self._num_top]
         own = next(iter(place.items()))  # it is told, likely or not, as OpenAI does
-        return {self._name(token): _finite(logprob) for token, logprob in dict([*kept, own]).items()}
+        return {
+            self._name(token): _finite(logprob) for token, logprob in dict([*kept, own]).items()
+        }
 
     def _name(self, token: int) -> str:
         """A token's text; its bytes by number where they are no text, so that names differ."""

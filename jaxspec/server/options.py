@@ -24,7 +24,8 @@ class ServerOptions:
         (), "names that requests may call the model by; answers carry the first", none="MODEL"
     )
     api_key: tuple[str, ...] = option(
-        (), "keys of which a request must bring one; others see what is typed here, so prefer a file"
+        (),
+        "keys of which a request must bring one; others see what is typed here, so prefer a file",
     )
     api_key_file: str | Path | None = option(
         None, "a UTF-8 text file with such a key on each line", none="no file"

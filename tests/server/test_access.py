@@ -54,7 +54,9 @@ def test_each_key_opens_in_either_client_s_manner(key):
 
 def test_orchestrators_and_browsers_questions_need_no_key():
     client = guarded("secret")
-    assert [status(client, path) for path in ("/health", "/ready", "/ping", "/metrics")] == [200] * 4
+    assert [status(client, path) for path in ("/health", "/ready", "/ping", "/metrics")] == [
+        200
+    ] * 4
     assert status(client, method="OPTIONS") == 200
     assert status(guarded("secret", protect_metrics=True), "/metrics") == 401
     assert status(client, "/health/../v1/models") == 401 or status(client, "/v1/models") == 401

@@ -18,7 +18,12 @@ def told(error):
 def test_an_error_is_openai_s_object():
     response, error = told(ApiError(400, "n must be 1.", param="n"))
     assert response.status_code == 400 and response.media_type == "application/json"
-    assert error == {"message": "n must be 1.", "type": "BadRequestError", "param": "n", "code": 400}
+    assert error == {
+        "message": "n must be 1.",
+        "type": "BadRequestError",
+        "param": "n",
+        "code": 400,
+    }
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def test_lists_stand_beside_each_other_however_they_are_cut():
     assert whole["text_offset"][-1] < len(TEXT)
     # The likeliest, and the token itself, which need not be that.
     assert [sorted(top.values()) for top in whole["top_logprobs"]] == [[-1.5, -0.5]] * len(tokens)
-    assert all(name in top for name, top in zip(whole["tokens"], whole["top_logprobs"], strict=True))
+    assert all(
+        name in top for name, top in zip(whole["tokens"], whole["top_logprobs"], strict=True)
+    )
 
 
 def test_a_token_that_is_no_text_has_its_bytes_for_a_name():

@@ -19,7 +19,11 @@ def test_an_event_is_json_behind_its_name():
 
 def test_chunks_share_what_is_theirs():
     chunks = Chunks(id="a", created=1)
-    assert data(chunks.chunk(b'{"index":0}')) == {"id": "a", "created": 1, "choices": [{"index": 0}]}
+    assert data(chunks.chunk(b'{"index":0}')) == {
+        "id": "a",
+        "created": 1,
+        "choices": [{"index": 0}],
+    }
     assert data(chunks.chunk(b"", {"n": 2})) == {
         "id": "a",
         "created": 1,

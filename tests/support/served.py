@@ -74,7 +74,9 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
         llm = make_llm()
         try:
             app = make_app(llm, ServerOptions(**options))
-            config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+            config = uvicorn.Config(
+                app, log_level="warning", ws="none", timeout_graceful_shutdown=5
+            )
             server = QuietServer(config)
             port, loop = listener.getsockname()[1], asyncio.get_running_loop()
             found.append(Served(port, llm, app.state.service, loop, server))

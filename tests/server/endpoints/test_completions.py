@@ -174,9 +174,7 @@ def test_what_is_not_given_is_the_checkpoint_s(served, client):
 def test_without_max_tokens_the_room_is_used(client, reference):
     ids = reference.tokenizer.encode(PROMPT) * 80
     ids = ids[:500]
-    found = client.completions.create(
-        model=MODEL, prompt=ids, extra_body={"ignore_eos": True}
-    )
+    found = client.completions.create(model=MODEL, prompt=ids, extra_body={"ignore_eos": True})
     assert found.usage.total_tokens == 512 and found.choices[0].finish_reason == "length"
 
 

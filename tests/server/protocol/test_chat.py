@@ -30,7 +30,9 @@ def test_tools_are_offered_unless_none_shall_be_called():
 
 
 def test_logprobs_are_a_number():
-    assert chat().num_logprobs is None and chat(top_logprobs=None, logprobs=False).num_logprobs is None
+    assert (
+        chat().num_logprobs is None and chat(top_logprobs=None, logprobs=False).num_logprobs is None
+    )
     assert chat(logprobs=True).num_logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).num_logprobs == 4
 

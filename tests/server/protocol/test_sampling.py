@@ -62,5 +62,7 @@ def test_what_is_known_and_can_t_be_done_is_refused_by_name(name, value):
 
 
 def test_what_asks_for_nothing_is_taken():
-    Sampling(response_format={"type": "text"}, guided_json=None, stream_options=None).refuse_absent()
+    Sampling(
+        response_format={"type": "text"}, guided_json=None, stream_options=None
+    ).refuse_absent()
     Sampling(use_beam_search=False, logits_processors=[]).refuse_absent()
