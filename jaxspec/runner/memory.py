@@ -22,6 +22,9 @@ HOLDER_WORDS = {
     "rows": "batch state\n(rows)",
     "draft_logits": "draft logits\n(slots)",
     "proposer_tables": "the proposer's tables",
+    "checkpoints": "states of prefixes\n(checkpoints)",
+    "seen_tokens": "tokens that were seen\n(slots)",
+    "bias_tables": "biases of tokens\n(slots)",
 }
 """Holders of memory by what `Holdings.bytes` calls them, in words for pictures."""
 

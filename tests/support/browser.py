@@ -63,13 +63,12 @@ class Page:
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 60) -> Any:
-        """Wait until an expression is true; what it is."""
+    def wait(self, expression: str, seconds: float = 60) -> None:
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not (found := self.value(expression)):
+        while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, f"{expression} did not come true: {self.console}"
             time.sleep(0.02)
-        return found
 
     def text(self, selector: str) -> str:
         """The text of the first such element."""
@@ -90,8 +89,9 @@ class Page:
     def click(self, selector: str) -> None:
         """Click in the middle of an element."""
         box = self.value(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
-            "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            "e.scrollIntoView(); const b = e.getBoundingClientRect();"
+            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
         self.call("Input.dispatchMouseEvent", type="mousePressed", **where)
