@@ -1,7 +1,7 @@
 """`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures.
 
-`python -m jaxspec inspect MODEL`, `python -m jaxspec serve MODEL` and `python -m jaxspec replay FILE`
-are other commands: `jaxspec.inspection`, `jaxspec.server.command` and `jaxspec.replay`.
+Other commands are `python -m jaxspec inspect MODEL`, `serve MODEL` and `replay FILE`:
+`jaxspec.inspection`, `jaxspec.server.command` and `jaxspec.replay`.
 """
 
 import argparse

@@ -16,9 +16,11 @@ from jaxspec.server.endpoints import (
     completions,
     figures,
     health,
+    messages,
     metrics,
     models,
     page,
+    responses,
     tokens,
 )
 from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
@@ -26,7 +28,8 @@ from jaxspec.server.options import ServerOptions
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
 
-_FAMILIES = (models, completions, chat, tokens, health, metrics, figures, page)
+_ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
+_WATCHED = (health, metrics, figures, page)  # by people and by what watches
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -39,7 +42,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     before = [
         Middleware(RequestIds),
         Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
-        Middleware(ClientConnection, max_body_bytes=options.max_body_bytes),
+        Middleware(ClientConnection, max_body_bytes=options.max_body_mib * 2**20),
     ]
     if options.allowed_origins:
         origins = list(options.allowed_origins)
@@ -57,6 +60,6 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = Service(llm, options)
-    for family in _FAMILIES:
+    for family in _ASKED + _WATCHED:
         app.include_router(family.router)
     return app

@@ -58,7 +58,7 @@ class ClientConnection:
             raise ApiError(
                 413,
                 f"A body must have at most {self._max:,} bytes, and this one has more. Send less, "
-                "or start the server with a larger --max-body-bytes.",
+                "or start the server with a larger --max-body-mib.",
                 headers={"connection": "close"},
             )
         return b"".join(parts)

@@ -94,6 +94,12 @@ class Conversation:
                 found[number].add(piece)
         return found
 
+    async def answer(self, model: str) -> dict[str, Any]:
+        """The answer as a chat completion, without its id."""
+        choices = [choice.as_object(number) for number, choice in enumerate(await self.choices())]
+        usage = (await self.usage()).as_object()
+        return {"model": model, "choices": choices, "usage": usage} | self._prompt_fields()
+
     async def usage(self) -> Usage:
         """What was used up, once all has come; tokens of reasoning are those of its text."""
         if text := "".join(self._reasoning):
@@ -102,7 +108,7 @@ class Conversation:
             self._generation.usage.reasoning_tokens = len(tokens)
         return self._generation.usage
 
-    def prompt_fields(self) -> dict[str, Any]:
+    def _prompt_fields(self) -> dict[str, Any]:
         """What vLLM's extra fields ask of the prompt."""
         told: dict[str, Any] = {}
         if self._prompt_logprobs is not None:
@@ -110,3 +116,20 @@ class Conversation:
         if self._body.return_token_ids:
             told["prompt_token_ids"] = list(self._generation.prompt_token_ids(0))
         return told
+
+
+def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
+    """The token ids of a chat's prompt, of which nothing is queued.
+
+    Raises:
+        ValueError: the template refuses the chat.
+    """
+    options = body.template_options
+    text = service.tokenizer.render_chat(
+        template_messages(body.messages),
+        options["tools"],
+        options["add_generation_prompt"],
+        continue_final_message=options["continue_final_message"],
+        chat_template_kwargs=options["chat_template_kwargs"],
+    )
+    return service.tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS

@@ -5,12 +5,14 @@ from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
 from jaxspec.checks import shown
+from jaxspec.server.translate import FieldError, anthropic
 
 _MAX_MESSAGE = 2000  # characters
 _MAX_FAULTS = 10  # of a body that are told
@@ -60,6 +62,9 @@ class ApiError(Exception):
             return error
         if isinstance(error, RequestValidationError):
             return _of_faults(error.errors())
+        if isinstance(error, ValidationError):  # of a body that was made of another
+            faults = error.errors(include_url=False, include_context=False)
+            return _of_faults([{**fault, "loc": ("body", *fault["loc"])} for fault in faults])
         if isinstance(error, HTTPException):
             return ApiError(error.status_code, _http_message(error), headers=error.headers)
         for kind, (status, seconds) in ENGINE_ERRORS.items():
@@ -69,14 +74,18 @@ class ApiError(Exception):
         return ApiError(500, "The server failed on this request; its log says why.")
 
     @staticmethod
-    def of_value(error: ValueError, fields: Sequence[str] = ()) -> "ApiError":
+    def of_value(error: ValueError | TypeError, fields: Sequence[str] = ()) -> "ApiError":
         """The error of a value that the engine refused.
 
         Its message begins with the field's name, if it is about one of `fields`.
         """
+        if isinstance(error, ValidationError):
+            return ApiError.of(error)
         message = str(error)
         first = message.partition(" ")[0]
-        return ApiError(400, message, param=first if first in fields else None)
+        if isinstance(error, FieldError) or first in fields:
+            return ApiError(400, message, param=first)
+        return ApiError(400, message)
 
     def as_object(self) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -89,7 +98,10 @@ class ApiError(Exception):
 
     def response(self, path: str) -> Response:
         """The answer, in the form of the API that `path` belongs to."""
-        return json_response(self.as_object(), self.status, self.headers)
+        content = self.as_object()
+        if path.startswith("/v1/messages"):
+            content = anthropic.error(self.status, content["error"]["message"])
+        return json_response(content, self.status, self.headers)
 
 
 def json_response(

@@ -5,8 +5,11 @@ The help of `jaxspec serve` and docs/serving.md's table are made from it.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+from jaxspec import checks
 from jaxspec.checks import shown
+from jaxspec.option_values import read
 from jaxspec.options import option
 
 
@@ -37,9 +40,9 @@ class ServerOptions:
     trust_request_chat_template: bool = option(
         False, "whether requests may bring chat templates, which are programs in a sandbox"
     )
-    max_body_bytes: int = option(32 * 2**20, "most bytes of a request's body")
+    max_body_mib: int = option(32, "most MiB of a request's body")
     max_n: int = option(128, "most samples of a prompt")
-    max_stop: int = option(16, "most stop strings of a request")
+    max_stop: int = option(16, "most stop strings of a request", least=0)
     max_num_queued_reqs: int | None = option(
         None, "requests that may wait; more are answered with 503", none="no such limit"
     )
@@ -61,15 +64,15 @@ class ServerOptions:
     access_log: bool = option(True, "whether each request is logged, by route and status")
 
     def __post_init__(self) -> None:
-        """Check numbers and texts."""
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {shown(value)}.")
-        for name in ("served_model_name", "api_key", "allowed_origins"):
-            texts = getattr(self, name)
-            if not all(isinstance(text, str) and text.strip() for text in texts):
-                raise ValueError(f"{name} must be texts that are not empty, got {shown(texts)}.")
+        """Check each option by its type, and keep it as Python's own type."""
+        for field in OPTIONS.values():
+            value = getattr(self, field.name)
+            value = _texts(field.name, value) if field.default == () else read(field, value)
+            object.__setattr__(self, field.name, value)
+        for name in _SECONDS:
+            seconds = getattr(self, name)
+            if seconds is not None and seconds < 0:
+                raise ValueError(f"{name} must be at least 0 seconds, got {seconds}.")
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}.")
 
@@ -97,17 +100,16 @@ class ServerOptions:
         return self.api_key + found
 
 
-_LEAST = {
-    "port": 0,
-    "max_body_bytes": 1024,
-    "max_n": 1,
-    "max_stop": 0,
-    "max_num_queued_reqs": 1,
-    "max_num_queued_tokens": 1,
-    "queue_timeout": 0,
-    "shutdown_timeout": 0,
-    "stream_stall_timeout": 0.01,
-    "stream_keep_alive": 0.01,
-}
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    found = checks.items(values, _MAX_TEXTS)
+    if found is None or len(found) > _MAX_TEXTS:
+        raise ValueError(
+            f"{name} must be a list of at most {_MAX_TEXTS:,} texts, got {shown(values)}."
+        )
+    return tuple(checks.text(f"Each of {name}", value) for value in found)
+
+
+_MAX_TEXTS = 10_000
+_SECONDS = ("queue_timeout", "shutdown_timeout", "stream_stall_timeout", "stream_keep_alive")
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
 """The options by name, in order."""

@@ -44,8 +44,8 @@ class Chunks:
 class EventStream(Response):
     """An answer that is sent as it comes.
 
-    While nothing comes, a comment says every `keep_alive` seconds that the connection lives; proxies
-    close silent ones. A client that takes nothing for `stall_timeout` seconds is given up.
+    While nothing comes, a comment says every `keep_alive` seconds that the connection lives, for
+    proxies close silent ones. A client that takes nothing for `stall_timeout` seconds is given up.
     """
 
     def __init__(

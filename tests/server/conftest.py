@@ -1,4 +1,4 @@
-"""One server of the embedded model for all tests, and the LLM whose texts it must give."""
+"""One server for all tests, of half the embedded model, and the LLM whose texts it must give."""
 
 import openai
 import pytest
@@ -17,26 +17,46 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="session")
-def served():
-    with serving(lambda: AsyncLLM(**OPTIONS)) as found:
+def served(short_model):
+    """Its queue is as long as most tests need, and shorter than a storm."""
+
+    def make():
+        return AsyncLLM(short_model, max_num_queued_reqs=150, **OPTIONS)
+
+    with serving(make, served_model_name=["short"]) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def reference():
+def reference(short_model):
     """The library itself, with the same options."""
-    with LLM(**OPTIONS) as llm:
+    with LLM(short_model, **OPTIONS) as llm:
         yield llm
+
+
+def official_client(served, *, is_strict):
+    return openai.OpenAI(
+        base_url=served.url,
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        _strict_response_validation=is_strict,
+    )
 
 
 @pytest.fixture(scope="session")
 def client(served):
     """The official client, which refuses an answer that is not as OpenAI's types say."""
-    with openai.OpenAI(
-        base_url=served.url,
-        api_key="none",
-        max_retries=0,
-        timeout=120,
-        _strict_response_validation=True,
-    ) as found:
+    with official_client(served, is_strict=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def lenient(served):
+    """For /v1/completions where OpenAI itself sends what its types do not have.
+
+    Those are null as the `finish_reason` of a chunk that is not the last, and as the logprob of a
+    prompt's first token.
+    """
+    with official_client(served, is_strict=False) as found:
         yield found

@@ -53,7 +53,7 @@ def test_the_help_tells_every_option_with_its_default():
     text = " ".join(parser().format_help().split())
     for name in [*OPTIONS, *engine.OPTIONS]:
         if name not in ("model", "show_progress"):
-            assert f"--{name.replace('_', '-')} " in text, name
+            assert f"--{name.replace('_', '-')}" in text, name
     assert "--port N port to listen at; 0 takes a free one (default: 8000)" in text
 
 
@@ -69,8 +69,8 @@ def test_a_wrong_word_is_one_line_and_status_2(capsys):
 
 
 def test_without_the_extra_the_way_to_it_is_told(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("jaxspec.server")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for name in ("command", "run"):
+        monkeypatch.delitem(sys.modules, f"jaxspec.server.{name}")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert command.main(["serve"]) == 2
     assert "pip install 'jaxspec[server]'" in capsys.readouterr().err

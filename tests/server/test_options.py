@@ -15,13 +15,16 @@ def test_the_defaults_keep_to_themselves():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"port": -1}, "port must be at least 0, got -1"),
+        ({"port": -1}, "port must be an integer of at least 0, got -1"),
         ({"port": 65536}, "port must be at most 65535, got 65536"),
-        ({"max_n": 0}, "max_n must be at least 1"),
-        ({"max_body_bytes": 1}, "max_body_bytes must be at least 1024"),
-        ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be at least 0, got nan"),
-        ({"api_key": ("a", " ")}, "api_key must be texts that are not empty"),
-        ({"served_model_name": ("",)}, "served_model_name must be texts"),
+        ({"port": "x"}, "port must be an integer of at least 0, got 'x'"),
+        ({"max_n": 0}, "max_n must be an integer of at least 1"),
+        ({"max_body_mib": 2**30}, "max_body_mib must be at most"),
+        ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be a finite number, got nan"),
+        ({"queue_timeout": -1.0}, "queue_timeout must be at least 0 seconds, got -1.0"),
+        ({"access_log": "yes"}, "access_log must be True or False"),
+        ({"api_key": ("a", "")}, "Each of api_key must be a text that is not empty"),
+        ({"served_model_name": "x"}, "served_model_name must be a list"),
     ],
 )
 def test_an_option_that_breaks_its_rule_is_refused(given, said):

@@ -79,7 +79,9 @@ def test_a_character_has_the_colour_of_its_token(text, tokenizer):
     given = coloured(splitter.push(ids, positions) + splitter.flush())
     reader = painter(tokenizer)
     told = deltas(tokenizer, ids, positions, rng)
-    found = [each for delta in told for _, tokens in reader.read(delta) for each in coloured(tokens)]
+    found = [
+        each for delta in told for _, tokens in reader.read(delta) for each in coloured(tokens)
+    ]
     signs = set("0123456789WHYTHUSé🙂")
     assert [each for each in found if each[0] in signs] == [
         each for each in given if each[0] in signs

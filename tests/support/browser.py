@@ -76,7 +76,9 @@ class Page:
 
     def type(self, selector: str, text: str) -> None:
         """Focus an element and type into it."""
-        self.value(f"document.querySelector({json.dumps(selector)}).focus()")
+        element = f"document.querySelector({json.dumps(selector)})"
+        focus = f"{element}.focus(), document.activeElement === {element}"
+        assert self.value(focus), f"{selector} takes no focus, as where it is hidden"
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: int) -> None:

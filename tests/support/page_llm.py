@@ -17,8 +17,8 @@ _FIGURES = {
     "num_running": 0,
     "num_waiting": 0,
     "kv_cache_usage": 0.0,
-    "acceptance": {},
-    "memory_bytes": {},
+    "acceptance": {"mtp": {"drafted_per_position": [4, 4], "accepted_per_position": [3, 1]}},
+    "memory_bytes": {"weights": 3000, "kv": 1000},
 }
 
 

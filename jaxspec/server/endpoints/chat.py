@@ -26,14 +26,8 @@ async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf
     conversation = await Conversation.begin(service, body, shared["id"])
     if body.stream:
         return service.stream(_events(body, shared, conversation))
-    choices = await conversation.choices()
-    answer: dict[str, Any] = {
-        **shared,
-        "object": "chat.completion",
-        "choices": [choice.as_object(number) for number, choice in enumerate(choices)],
-        "usage": (await conversation.usage()).as_object(),
-    }
-    return json_response(answer | conversation.prompt_fields())
+    answer = await conversation.answer(model)
+    return json_response({**shared, "object": "chat.completion", **answer})
 
 
 async def _events(

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the server's tokenizer for load generators."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the server's tokenizer for its clients."""
 
 import asyncio
 from typing import Any

@@ -14,12 +14,16 @@ class Tools:
     """The tools of a request, by name."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`tools` in the form of OpenAI's chat: `{"type": "function", "function": {...}}`."""
+        """`tools` in the form of OpenAI's chat: `{"type": "function", "function": {...}}`.
+
+        What has no name is passed over: the chat template has seen it already.
+        """
         self._schemas: dict[str, Mapping[str, Any]] = {}
         for tool in tools:
             function = tool.get("function", tool)
-            schema = function.get("parameters") or function.get("input_schema")
-            self._schemas[function.get("name", "")] = schema if isinstance(schema, Mapping) else {}
+            if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+                schema = function.get("parameters")
+                self._schemas[name] = schema if isinstance(schema, Mapping) else {}
 
     def __bool__(self) -> bool:
         """Whether there are any."""

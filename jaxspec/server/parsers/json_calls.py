@@ -127,6 +127,8 @@ class JsonCall:
         start = self._reader.read(text, start, is_all=is_all)
         accepted = self._reader.take()
         if self._passes_on:
+            if self._reader.status is Status.DONE:
+                accepted = accepted[:-1]
             self._events.append(Event("arguments", accepted))
         else:
             self._held.append(accepted)
@@ -156,10 +158,11 @@ class JsonCall:
             if self._is_begun or not is_first or self._arguments is None:
                 return False
         if self._name is not None and self._arguments is not None and not self._is_begun:
-            self._begin_call(self._arguments)
+            self._begin_call(self._arguments[:-1])
         return True
 
     def _begin_call(self, arguments: str = "") -> None:
+        """Give the name away. The arguments' last brace waits for the end of the call."""
         self._is_begun = True
         self._events += [Event("name", self._name or ""), Event("arguments", arguments)]
 
@@ -169,8 +172,8 @@ class JsonCall:
             if self._name is None or not self._closing:
                 self.status = Status.FAILED
                 return
-            self._begin_call("{}")
-        self._events.append(Event("end"))
+            self._begin_call("{")
+        self._events += [Event("arguments", "}"), Event("end")]
         self._next = _Next.AFTER
 
 
@@ -183,4 +186,5 @@ def _object(value: str) -> str | None:
         # Escapes may hold half a surrogate pair, which no UTF-8 has.
         if not is_json(value) or value != value.encode("utf-8", "replace").decode():
             return None
-    return value if value.lstrip().startswith("{") else None
+    value = value.strip()
+    return value if value.startswith("{") else None

@@ -53,7 +53,8 @@ class OutputParser:
     """Takes one text in pieces of any length, and tells its parts apart.
 
     However the text is cut, the joined pieces are the same, and it takes time linear in the text's
-    length. Beside tags and the newlines that touch them every character comes back. No text raises.
+    length. Every character comes back but tags, the newlines that touch them, and space before a
+    first tag. No text raises.
 
     Without tools no call is looked for: nobody would answer it. What begins like a call and turns
     out to be none is content, or reasoning where it stands in it. A call whose name has been given
@@ -96,6 +97,10 @@ class OutputParser:
         """The pieces that are known by now."""
         if not self._readers and not self._thinks:
             return [Piece("content", text)] if text else []
+        if not self._text and "<" not in text and self._in in (_In.CONTENT, _In.REASONING):
+            self._emit(text)  # most pieces are no more than that
+            pieces, self._pieces = self._pieces, []
+            return pieces
         self._text += text
         return self._advance(is_all=False)
 
@@ -105,11 +110,15 @@ class OutputParser:
 
     def _advance(self, *, is_all: bool) -> list[Piece]:
         text, start = self._text, 0
-        steps = {_In.CALL: self._read_call, _In.REASONING: self._pass, _In.CONTENT: self._pass}
         while True:
-            before = start, self._in
-            start = steps.get(self._in, self._begin_part)(text, start, is_all)
-            if (start, self._in) == before:
+            before, part = start, self._in
+            if part is _In.CALL:
+                start = self._read_call(text, start, is_all)
+            elif part is _In.CONTENT or part is _In.REASONING:
+                start = self._pass(text, start, is_all)
+            else:
+                start = self._begin_part(text, start, is_all)
+            if start == before and self._in is part:
                 break
         self._text = text[start:]
         if is_all:
@@ -176,8 +185,12 @@ class OutputParser:
             self._hear(event)
         if self._reader.status is Status.DONE:
             self._leave_call(_In.CONTENT_BEGINS)
-        elif self._reader.status is Status.FAILED or (is_all and end == start):
+        elif self._reader.status is Status.FAILED:
             self._give_back()
+        elif is_all:
+            self._raw.append(text[end:])
+            self._give_back()
+            return len(text)
         return end
 
     def _hear(self, event: Event) -> None:

@@ -22,6 +22,8 @@ class Event(NamedTuple):
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces with neighbours of one kind and call made one; empty ones are left out."""
+    if len(pieces) < 2:
+        return [piece for piece in pieces if piece.text]
     runs: list[tuple[Kind, int, list[str]]] = []
     for kind, text, index in pieces:
         if runs and runs[-1][:2] == (kind, index):

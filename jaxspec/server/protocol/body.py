@@ -13,6 +13,8 @@ _NEAR = 0.85  # how alike a misspelt name and the right one are; "max_token", "t
 _MAX_NAME = 64  # characters of an unknown name that are compared
 
 
+Json = dict[str, Any]
+
 _Item = TypeVar("_Item")
 Each = Annotated[list[_Item], Field(fail_fast=True)]
 """A list whose first wrong item is reported: a prompt of a million ids has no million errors."""
@@ -25,6 +27,10 @@ class Body(BaseModel):
 
     model: str | None = None
     user: str | None = None
+
+    def given(self) -> Json:
+        """What the request holds, names that nobody knows included."""
+        return self.model_dump(exclude_unset=True)
 
     @model_validator(mode="after")
     def _spelt(self) -> "Body":
@@ -47,6 +53,3 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-Json = dict[str, Any]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions by the official client, plain; tools: tests/server/test_chat_tools.py."""
+"""POST /v1/chat/completions by the official client. Tools: tests/server/test_conversation.py."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import SamplingParams
 
-MODEL = "embedded"
+MODEL = "short"
 MESSAGES = [
     {"role": "system", "content": "Write Python."},
     {"role": "user", "content": "A function that adds two numbers"},

@@ -6,7 +6,7 @@ import pytest
 from jaxspec import SamplingParams
 
 PROMPT = "def fibonacci(n):"
-MODEL = "embedded"
+MODEL = "short"
 
 
 def test_a_completion_is_the_library_s(client, reference):
@@ -23,15 +23,15 @@ def test_a_completion_is_the_library_s(client, reference):
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     details = usage.completion_tokens_details
     metrics = want.outputs[0].metrics
-    assert details.accepted_prediction_tokens == metrics.num_accepted_tokens > 0
+    assert details.accepted_prediction_tokens == metrics.num_accepted_tokens
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == (
         metrics.num_draft_tokens
     )
 
 
-def test_streamed_text_is_the_same(client, reference):
+def test_streamed_text_is_the_same(lenient, reference):
     chunks = list(
-        client.completions.create(
+        lenient.completions.create(
             model=MODEL,
             prompt=PROMPT,
             max_tokens=24,
@@ -47,9 +47,9 @@ def test_streamed_text_is_the_same(client, reference):
     assert all(c.usage is None for c in told) and len({c.id for c in chunks}) == 1
 
 
-def test_usage_comes_with_each_chunk_if_asked_for(client):
+def test_usage_comes_with_each_chunk_if_asked_for(lenient):
     chunks = list(
-        client.completions.create(
+        lenient.completions.create(
             model=MODEL,
             prompt=PROMPT,
             max_tokens=8,
@@ -61,9 +61,9 @@ def test_usage_comes_with_each_chunk_if_asked_for(client):
     assert counts == sorted(counts) and counts[-1] == 8 and counts[0] > 0
 
 
-def test_prompts_and_samples_are_numbered_in_order(client, reference):
+def test_prompts_and_samples_are_numbered_in_order(lenient, reference):
     prompts = [PROMPT, "import os\n"]
-    found = client.completions.create(
+    found = lenient.completions.create(
         model=MODEL, prompt=prompts, max_tokens=8, n=2, temperature=0.8, seed=5
     )
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, n=2)
@@ -71,7 +71,7 @@ def test_prompts_and_samples_are_numbered_in_order(client, reference):
     assert [c.index for c in found.choices] == [0, 1, 2, 3]
     assert [c.text for c in found.choices] == want
     streamed = [""] * 4
-    for chunk in client.completions.create(
+    for chunk in lenient.completions.create(
         model=MODEL, prompt=prompts, max_tokens=8, n=2, temperature=0.8, seed=5, stream=True
     ):
         for choice in chunk.choices:
@@ -87,17 +87,17 @@ def test_token_ids_are_prompts_too(client, reference):
     assert [c.text for c in one.choices + two.choices] == [text] * 3
 
 
-def test_a_stop_string_ends_the_text_before_it(client, reference):
+def test_a_stop_string_ends_the_text_before_it(lenient, reference):
     whole = reference.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24))[0]
     text = whole.outputs[0].text
     stop = text[10:13]
-    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, stop=stop)
+    found = lenient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, stop=stop)
     assert found.choices[0].text == text[: text.index(stop)]
     assert found.choices[0].finish_reason == "stop"
     assert found.choices[0].stop_reason == stop
     pieces = [
         chunk.choices[0].text
-        for chunk in client.completions.create(
+        for chunk in lenient.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=24, stop=[stop, "\0"], stream=True
         )
     ]
@@ -120,11 +120,11 @@ def test_logprobs_are_lists_beside_each_other(client, reference):
         assert len(top) == 2 and top[token] == logprob == max(top.values())  # greedy
 
 
-def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(client, reference):
+def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(lenient, reference):
     ids = reference.tokenizer.encode(PROMPT)
     (want,) = reference.score([{"prompt_token_ids": ids}])
     for most, new in ((0, 0), (1, 1)):
-        found = client.completions.create(
+        found = lenient.completions.create(
             model=MODEL, prompt=[ids], max_tokens=most, echo=True, logprobs=1, temperature=0
         )
         told = found.choices[0].logprobs
@@ -138,12 +138,12 @@ def test_echo_with_logprobs_scores_the_prompt_as_lm_eval_asks(client, reference)
             assert "".join(told.tokens) == PROMPT
 
 
-def test_echoed_text_comes_first_in_a_stream(client):
-    pieces = client.completions.create(
+def test_echoed_text_comes_first_in_a_stream(lenient):
+    pieces = lenient.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=4, echo=True, stream=True
     )
     text = "".join(chunk.choices[0].text for chunk in pieces)
-    plain = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4).choices[0].text
+    plain = lenient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4).choices[0].text
     assert text == PROMPT + plain
 
 
@@ -216,5 +216,5 @@ def test_bad_input_is_a_400_that_names_the_field(client, served, fields, said):
 
 
 def test_another_model_s_name_is_a_404(client):
-    with pytest.raises(openai.NotFoundError, match="model must be 'embedded', got 'gpt-4'"):
+    with pytest.raises(openai.NotFoundError, match="model must be 'short', got 'gpt-4'"):
         client.completions.create(model="gpt-4", prompt=PROMPT)

@@ -47,10 +47,15 @@ def say(page, text):
     page.press("Enter", 13)
 
 
+def choose(page, setting, value):
+    page.value("document.getElementById('settings').open = true")
+    page.type(f"#{setting}", value)
+
+
 def test_an_answer_is_streamed_in_colours_beside_the_engine_s_figures(page, served, reference):
     page.open(served.root)
     page.wait(READY)
-    page.type("#max_tokens", "48")
+    choose(page, "max_tokens", "48")
     say(page, "Test that the queue is empty")
     page.wait("document.querySelector('#log article:nth-child(2) .text span')", 240)
     page.wait(DONE, 240)
@@ -85,7 +90,7 @@ def test_steps_of_host_and_device_are_drawn_while_they_run(page, served):
     page.open(served.root)
     page.wait("document.querySelectorAll('#stages li').length === 5")
     page.wait(READY)
-    page.type("#max_tokens", "64")
+    choose(page, "max_tokens", "64")
     say(page, "A loop over all files")
     page.wait(DONE, 240)
     page.wait("document.querySelectorAll('#steps rect').length > 4")
@@ -143,7 +148,7 @@ def test_an_error_within_an_answer_is_shown_and_what_came_stays(page, scripted):
 def test_a_refusal_is_shown_and_gives_the_message_back(tab, scripted):
     """A browser logs the status itself, so the console is not empty here."""
     tab.open(scripted.root)
-    tab.type("#seed", "1.5")
+    choose(tab, "seed", "1.5")
     say(tab, "hello")
     tab.wait(DONE)
     assert tab.text("#wrong").startswith("seed must be")
@@ -155,7 +160,7 @@ def test_a_server_with_keys_is_asked_with_the_key(tab):
     with serving(lambda: PageLLM(["yes"]), api_key=("secret",)) as found:
         tab.open(found.root)
         tab.wait("document.getElementById('engine').textContent.includes('wants a key')")
-        tab.type("#key", "secret")
+        choose(tab, "key", "secret")
         say(tab, "hello")
         tab.wait(DONE)
         assert tab.text("#log article:nth-child(2) .text") == "yes"

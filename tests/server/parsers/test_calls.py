@@ -20,6 +20,11 @@ def test_tools_have_schemas(tool):
     assert not tools.has("g") and tools.schema("g") == {}
 
 
+def test_tools_without_names_are_none():
+    assert not Tools([{}, {"function": "f"}, {"function": {"name": ["f"]}}, {"name": None}])
+    assert Tools([{"name": "f", "parameters": "x"}]).schema("f") == {}
+
+
 def test_names():
     tools = Tools([{"name": "odd name"}])
     assert may_name("odd name", tools, True) and not may_name("f", tools, True)

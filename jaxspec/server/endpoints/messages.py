@@ -1,0 +1,62 @@
+"""POST /v1/messages and its count_tokens: Anthropic's API, as a chat in other words."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+
+from jaxspec.server.conversation import Conversation, prompt_tokens
+from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.protocol.chat import ChatCompletionRequest
+from jaxspec.server.protocol.messages import CountTokensRequest, MessagesRequest
+from jaxspec.server.routing import make_router
+from jaxspec.server.service import ServiceOf, new_id
+from jaxspec.server.sse import event
+from jaxspec.server.translate import anthropic
+from jaxspec.server.translate.anthropic_events import MessageEvents, failed
+
+router = make_router()
+
+
+@router.post("/v1/messages")
+async def create_message(body: MessagesRequest, service: ServiceOf) -> Response:
+    """Go on with a conversation in Anthropic's form."""
+    model = service.check_model(body.model)
+    with service.refusing(body):
+        request = anthropic.chat_request(body.given())
+        chat = ChatCompletionRequest.model_validate(request)
+    conversation = await Conversation.begin(service, chat, new_id("msg"))
+    if body.stream:
+        return service.stream(_events(conversation, model))
+    return json_response(anthropic.message(await conversation.answer(model)))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, service: ServiceOf) -> Response:
+    """How many tokens a conversation's prompt has."""
+    service.check_model(body.model)
+    with service.refusing(body):
+        chat = ChatCompletionRequest.model_validate(anthropic.chat_request(body.given()))
+        tokens = await asyncio.to_thread(prompt_tokens, service, chat)
+    return json_response({"input_tokens": len(tokens)})
+
+
+async def _events(conversation: Conversation, model: str) -> AsyncGenerator[bytes, None]:
+    """The message as it comes; an error is the last event."""
+    events, last = MessageEvents(model), None
+    try:
+        async with contextlib.aclosing(conversation.pieces()) as pieces:
+            for name, told in events.begin(conversation.usage_so_far.as_object()):
+                yield event(told, name)
+            async for _, last in pieces:
+                for name, told in events.add(last.pieces):
+                    yield event(told, name)
+        assert last is not None and last.finish_reason is not None
+        usage = (await conversation.usage()).as_object()
+        for name, told in events.end(last.finish_reason, last.stop_reason, usage):
+            yield event(told, name)
+    except Exception as error:
+        known = ApiError.of(error)
+        name, told = failed(known.status, known.message)
+        yield event(told, name)

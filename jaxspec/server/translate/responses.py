@@ -1,0 +1,254 @@
+"""OpenAI's Responses API as a chat, and a chat's answer as its response; nothing is stored.
+
+https://platform.openai.com/docs/api-reference/responses.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxspec.server.translate.fields import (
+    SAMPLING,
+    FieldError,
+    Json,
+    content,
+    mapping,
+    named,
+    objects,
+    one_of,
+    text,
+)
+
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+_STATELESS = "needs stored responses, which the server does not keep: it can't be {}. Send the "
+_ABSENT = {
+    "previous_response_id": f"{_STATELESS}earlier items as input.",
+    "conversation": f"{_STATELESS}earlier items as input.",
+    "prompt": f"{_STATELESS}text itself as instructions.",
+    "background": f"{_STATELESS}request with stream=true instead.",
+    "top_logprobs": "is no part of these answers; it can't be {}. Use /v1/chat/completions.",
+    "context_management": "can't be {}: the server keeps all of the input. Send less of it.",
+}
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
+
+
+def chat_request(body: Mapping[str, Any]) -> Json:
+    """The chat request of a body of /v1/responses; `store` is passed over.
+
+    What a chat can't do either, such as an answer by a schema, stays in the request, for the chat
+    to refuse.
+
+    Raises:
+        FieldError: a field breaks a rule, or asks for what needs stored responses.
+    """
+    for name, rule in _ABSENT.items():
+        if body.get(name):
+            raise FieldError(name, rule, body[name])
+    if body.get("truncation") not in (None, "disabled"):
+        rule = "must be 'disabled', got {}. Send an input that fits the model."
+        raise FieldError("truncation", rule, body["truncation"])
+    messages = _messages(body.get("input"))
+    if body.get("instructions"):
+        told = text(body["instructions"], "instructions")
+        messages.insert(0, {"role": "system", "content": told})
+    request = named(body, (*SAMPLING, "parallel_tool_calls")) | {"messages": messages}
+    if body.get("max_output_tokens") is not None:
+        request["max_completion_tokens"] = body["max_output_tokens"]
+    if body.get("tools"):
+        request["tools"] = [_tool(tool, place) for place, tool in objects(body["tools"], "tools")]
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if choice is not None and not (choice == "auto" and not body.get("tools")):
+        request["tool_choice"] = choice  # "auto" without tools is what clients' defaults are
+    effort = mapping(body.get("reasoning") or {}, "reasoning").get("effort")
+    if effort is not None:
+        request["reasoning_effort"] = effort
+    answer = mapping(body.get("text") or {}, "text").get("format")
+    if answer is not None:
+        request["response_format"] = _response_format(mapping(answer, "text.format"))
+    return request
+
+
+def _response_format(answer: Mapping[str, Any]) -> Json:
+    """The form of an answer as chats have it: a schema with its name in an object of its own."""
+    if answer.get("type") != "json_schema":
+        return dict(answer)
+    schema = {name: value for name, value in answer.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tool(tool: Mapping[str, Any], place: str) -> Json:
+    if tool.get("type") != "function":
+        raise FieldError(
+            f"{place}.type",
+            "must be 'function', got {}. The server runs no tools: describe your own.",
+            tool.get("type"),
+        )
+    function = named(tool, ("description", "parameters", "strict"))
+    return {
+        "type": "function",
+        "function": {"name": text(tool.get("name"), f"{place}.name")} | function,
+    }
+
+
+def _messages(given: Any) -> list[Json]:
+    """The messages of an input. What the assistant did in a row becomes one message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages = list[Json]()
+    for place, item in objects(given, "input"):
+        message = _message(item, place)
+        last = messages[-1] if messages else {}
+        goes_on = message["role"] == last.get("role") == "assistant"
+        if goes_on and not (last["content"] and message["content"]):
+            messages[-1] = _joined(last, message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _joined(first: Json, second: Json) -> Json:
+    """Two messages of the assistant, of which one at most has a content, as one."""
+    thoughts = [one["reasoning_content"] for one in (first, second) if "reasoning_content" in one]
+    calls = first.get("tool_calls", []) + second.get("tool_calls", [])
+    message: Json = {"role": "assistant", "content": first["content"] or second["content"]}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _message(item: Mapping[str, Any], place: str) -> Json:
+    """One item as a message, or as a part of the assistant's."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise FieldError(
+                f"{place}.role", f"must be one of {', '.join(_ROLES)}, got {{}}.", role
+            )
+        return {"role": role, "content": content(item.get("content"), f"{place}.content", _TEXTS)}
+    if kind == "function_call":
+        name, arguments = (text(item.get(key), f"{place}.{key}") for key in ("name", "arguments"))
+        call_id = text(item.get("call_id"), f"{place}.call_id")
+        function = {"name": name, "arguments": arguments}
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if kind == "function_call_output":
+        told = content(item.get("output"), f"{place}.output", _TEXTS)
+        call_id = text(item.get("call_id"), f"{place}.call_id")
+        return {"role": "tool", "tool_call_id": call_id, "content": told}
+    kinds = ("message", "function_call", "function_call_output", "reasoning")
+    one_of(item, place, kinds)
+    thoughts = [
+        text(one_of(part, where, ("reasoning_text", "summary_text")).get("text"), f"{where}.text")
+        for name in ("content", "summary")
+        for where, part in objects(item.get(name) or (), f"{place}.{name}")
+    ]
+    return {"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}
+
+
+def begin(body: Mapping[str, Any], model: str) -> Json:
+    """The response of a request before its output."""
+    tools = [
+        {"strict": None, "parameters": {}, **tool}
+        for _, tool in objects(body.get("tools") or (), "tools")
+    ]
+    parallel = body.get("parallel_tool_calls")
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "status": "in_progress",
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "parallel_tool_calls": True if parallel is None else parallel,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": tools,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "previous_response_id": None,
+        "store": False,
+        "usage": None,
+    } | {name: body.get(name) for name in _ECHOED}
+
+
+def end(
+    response: Mapping[str, Any],
+    output: Iterable[Json],
+    finish_reason: str,
+    used: Mapping[str, Any],
+) -> Json:
+    """A response with its output, of a chat's `finish_reason` and usage."""
+    told = dict(response) | {"output": list(output), "usage": usage(used)}
+    if finish_reason == "length":
+        return told | {
+            "status": "incomplete",
+            "incomplete_details": {"reason": "max_output_tokens"},
+        }
+    return told | {"status": "completed"}
+
+
+def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
+    """The response of a request and of its chat completion with one choice."""
+    choice = chat["choices"][0]
+    told, reason = choice["message"], choice["finish_reason"]
+    status = "incomplete" if reason == "length" else "completed"
+    output: list[Json] = []
+    if told.get("reasoning_content"):
+        output.append(reasoning_item(told["reasoning_content"]) | {"status": "completed"})
+    if told.get("content"):
+        output.append(message_item(told["content"]) | {"status": "completed"})
+    for call in told.get("tool_calls") or ():
+        item = call_item(**call["function"], call_id=call["id"])
+        output.append(item | {"status": "completed"})
+    if output:
+        output[-1]["status"] = status
+    return end(begin(body, chat["model"]), output, reason, chat["usage"])
+
+
+def new_id(prefix: str) -> str:
+    """An id that nothing else has."""
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def reasoning_item(thinking: str | None = None) -> Json:
+    """An item of reasoning; None: before its text."""
+    parts = [] if thinking is None else [{"type": "reasoning_text", "text": thinking}]
+    return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": parts}
+
+
+def message_item(told: str | None = None) -> Json:
+    """An item of content; None: before its text."""
+    parts = [] if told is None else [text_part(told)]
+    return {"id": new_id("msg"), "type": "message", "role": "assistant", "content": parts}
+
+
+def text_part(told: str) -> Json:
+    """The part that a content is."""
+    return {"type": "output_text", "text": told, "annotations": [], "logprobs": []}
+
+
+def call_item(name: str, arguments: str = "", call_id: str | None = None) -> Json:
+    """An item of a tool call."""
+    call_id = call_id or new_id("call")
+    told = {"call_id": call_id, "name": name, "arguments": arguments}
+    return {"id": new_id("fc"), "type": "function_call", **told}
+
+
+def usage(used: Mapping[str, Any]) -> Json:
+    """A chat's usage under its names here."""
+    cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thinking = (used.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    made = used.get("completion_tokens") or 0
+    return {
+        "input_tokens": used["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": thinking},
+        "total_tokens": used["prompt_tokens"] + made,
+    }

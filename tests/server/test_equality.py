@@ -1,0 +1,86 @@
+"""The server's text, streamed or not, is the library's: for many generated requests at once."""
+
+import asyncio
+import json
+import random
+
+import httpx
+
+from jaxspec import SamplingParams
+
+NUM_REQUESTS = 100  # each streamed and whole
+PROMPTS = [
+    "def fibonacci(n):",
+    "import os\n",
+    '"""Überschrift: 語\n',
+    "# naïve café ☕\nx = '",
+    "for i in range(",
+]
+STOPS = ["\n\n", "):", "self", "é", " = ", "语"]
+
+
+def asked(number):
+    """A request: greedy or drawn, with stops or without, one sample or several."""
+    draw = random.Random(number)
+    fields = {"max_tokens": draw.randint(1, 24), "seed": number, "n": draw.choice([1, 1, 1, 2])}
+    fields["temperature"] = draw.choice([0.0, 0.7, 1.3])
+    if draw.random() < 0.5:
+        fields["stop"] = draw.sample(STOPS, draw.randint(1, 3))
+        fields["include_stop_str_in_output"] = draw.random() < 0.3
+    if draw.random() < 0.3:
+        fields["ignore_eos"] = True
+    return draw.choice(PROMPTS), fields
+
+
+async def answered(client, number, *, is_chat, streams):
+    prompt, fields = asked(number)
+    path, body = "/v1/completions", {"prompt": prompt}
+    if is_chat:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+    response = await client.post(path, json={**body, **fields, "stream": streams})
+    assert response.status_code == 200, response.text
+    found = [["", None] for _ in range(fields["n"])]
+    if streams:
+        events = response.text.strip().split("\n\n")[:-1]
+        choices = [
+            choice
+            for event in events
+            for choice in json.loads(event.removeprefix("data: "))["choices"]
+        ]
+    else:
+        choices = response.json()["choices"]
+    for choice in choices:
+        told = choice.get("delta") or choice.get("message") or choice
+        found[choice["index"]][0] += told.get("content") or told.get("text") or ""
+        found[choice["index"]][1] = choice["finish_reason"]
+    return found
+
+
+async def all_answers(root, is_chat):
+    limits = httpx.Limits(max_connections=16)
+    async with httpx.AsyncClient(base_url=root, timeout=300, limits=limits) as client:
+        work = [
+            answered(client, number, is_chat=is_chat(number), streams=streams)
+            for number in range(NUM_REQUESTS)
+            for streams in (False, True)
+        ]
+        return await asyncio.gather(*work)
+
+
+def test_text_from_the_server_is_the_library_s(served, reference):
+    def is_chat(number):
+        return number % 3 == 0
+
+    found = asyncio.run(all_answers(served.root, is_chat))
+    for number in range(NUM_REQUESTS):
+        prompt, fields = asked(number)
+        params = SamplingParams(**fields)
+        if is_chat(number):
+            messages = [{"role": "user", "content": prompt}]
+            (output,) = reference.chat(messages, params, use_tqdm=False)
+        else:
+            (output,) = reference.generate(prompt, params, use_tqdm=False)
+        want = [[each.text, each.finish_reason] for each in output.outputs]
+        whole, streamed = found[2 * number : 2 * number + 2]
+        assert whole == want, (number, fields)
+        assert streamed == want, (number, fields)

@@ -1,0 +1,153 @@
+"""Requests become chats, and chats become responses that the official client's types accept."""
+
+import openai.types.responses
+import pytest
+
+from jaxspec.server.translate import FieldError
+from jaxspec.server.translate.responses import chat_request, response
+
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 5,
+    "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def chat(finish="stop", **message):
+    told = {"role": "assistant", "content": "Hi"} | message
+    choices = [{"index": 0, "message": told, "finish_reason": finish}]
+    return {"id": "chatcmpl-1", "model": "m", "choices": choices, "usage": USAGE}
+
+
+def test_a_request():
+    body = {
+        "model": "m",
+        "input": "Hi",
+        "instructions": "Be brief.",
+        "max_output_tokens": 5,
+        "temperature": 0.5,
+        "stream": True,
+        "store": True,
+        "metadata": {"a": "b"},
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "f"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}, "verbosity": "low"},
+        "truncation": "disabled",
+        "top_k": 3,
+    }
+    function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    assert chat_request(body) == {
+        "model": "m",
+        "stream": True,
+        "temperature": 0.5,
+        "top_k": 3,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+        ],
+        "max_completion_tokens": 5,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+    }
+
+
+def test_what_the_assistant_did_in_a_row_is_one_message():
+    think = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm"}],
+    }
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "See"}],
+    }
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        *(think, said, CALL, CALL | {"call_id": "c2"}),
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+        {"type": "function_call_output", "call_id": "c2", "output": []},
+        *(said, said),
+    ]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
+    assert chat_request({"input": items})["messages"] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "See", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        {"role": "tool", "tool_call_id": "c2", "content": ""},
+        {"role": "assistant", "content": "See"},
+        {"role": "assistant", "content": "See"},
+    ]
+
+
+def test_a_choice_by_default_needs_no_tools():
+    assert "tool_choice" not in chat_request({"input": "Hi", "tool_choice": "auto"})
+    assert chat_request({"input": "Hi", "tool_choice": "required"})["tool_choice"] == "required"
+
+
+WRONG = [
+    ({}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": ["Hi"]}, "input.0"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+    ({"input": [CALL | {"arguments": 3}]}, "input.0.arguments"),
+    ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"input": "Hi", "instructions": 3}, "instructions"),
+    ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "Hi", "conversation": "conv_1"}, "conversation"),
+    ({"input": "Hi", "background": True}, "background"),
+    ({"input": "Hi", "prompt": {"id": "p"}}, "prompt"),
+    ({"input": "Hi", "truncation": "auto"}, "truncation"),
+    ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),
+    ({"input": "Hi", "text": "json"}, "text"),
+]
+
+
+@pytest.mark.parametrize(
+    "body, place", WRONG, ids=[f"{n}-{place}" for n, (_, place) in enumerate(WRONG)]
+)
+def test_wrong_fields_are_named(body, place):
+    with pytest.raises(FieldError) as told:
+        chat_request(body)
+    assert told.value.param == place and str(told.value).startswith(f"{place} ")
+    assert "{}" not in str(told.value)
+
+
+def validated(told):
+    return openai.types.responses.Response.model_validate(told)
+
+
+def test_a_response():
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    body = {"input": "Hi", "tools": [TOOL], "instructions": "Be brief.", "temperature": 0.5}
+    told = validated(response(body, chat("tool_calls", reasoning_content="Hm", tool_calls=calls)))
+    assert [item.type for item in told.output] == ["reasoning", "message", "function_call"]
+    assert told.output[0].content[0].text == "Hm" and told.output_text == "Hi"
+    assert (told.output[2].call_id, told.output[2].arguments) == ("call_1", '{"a": 1}')
+    assert (told.status, told.instructions, told.temperature) == ("completed", "Be brief.", 0.5)
+    assert (told.usage.input_tokens, told.usage.total_tokens) == (10, 15)
+    assert told.usage.input_tokens_details.cached_tokens == 4
+    assert told.usage.output_tokens_details.reasoning_tokens == 2
+    assert told.tools[0].name == "f" and told.parallel_tool_calls
+
+
+def test_a_response_at_its_length():
+    told = validated(response({"input": "Hi"}, chat("length")))
+    assert (told.status, told.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert told.output[-1].status == "incomplete"
+    assert validated(response({"input": "Hi"}, chat(content=""))).output == []
