@@ -1,4 +1,4 @@
-"""A painter's pieces are its parser's, and each character has the colour of the token it is from."""
+"""A painter gives its parser's pieces, and each character the colour of the token it is from."""
 
 import random
 
