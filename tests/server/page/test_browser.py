@@ -63,8 +63,9 @@ def test_an_answer_is_streamed_in_colours_beside_the_engine_s_figures(page, serv
     params = SamplingParams(temperature=0.0, max_tokens=48)
     (expected,) = reference.chat(messages, params, use_tqdm=False)
     assert page.text("#log article:nth-child(2) .text") == expected.outputs[0].text
-    assert page.text("#done").startswith("The answer is complete, 48 tokens")
-    assert "first token after" in page.text("#speed")
+    done = page.text("#done")
+    assert done.startswith("The answer is complete: 48 tokens, first token after ")
+    assert done.endswith(" tokens a second.")
     ground = "getComputedStyle(e).backgroundColor"
     drafted = page.value(GROUNDS.format(ground))
     colours = {title: colour for _, title, colour in drafted}
@@ -127,7 +128,7 @@ def test_stop_aborts(page, scripted, way):
     assert page.value("document.getElementById('send').disabled") and not stream.is_closed
     page.click("#stop") if way == "click" else page.press("Escape", 27)
     page.wait(DONE)
-    assert page.text("#done").startswith("Stopped, ")
+    assert page.text("#done").startswith("Stopped: ")
     end = time.monotonic() + 20
     while not stream.is_closed:
         assert time.monotonic() < end, "the server goes on"
