@@ -61,6 +61,9 @@ class ServerOptions:
     stream_keep_alive: float = option(
         15.0, "seconds of silence after which a stream says that it lives"
     )
+    warm_up: bool = option(
+        True, "whether all is compiled before the port opens; else the first requests wait for it"
+    )
     access_log: bool = option(True, "whether each request is logged, by route and status")
 
     def __post_init__(self) -> None:

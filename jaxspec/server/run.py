@@ -37,7 +37,8 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
     options.keys()  # what is wrong there is told before a model is loaded
     with _bound(options) as listener:
         async with make_llm() as llm:
-            await llm.warm_up()
+            if options.warm_up:
+                await llm.warm_up()
             app = make_app(llm, options)
             server = _Uvicorn(
                 uvicorn.Config(
