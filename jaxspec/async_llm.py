@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -12,7 +13,9 @@ from jaxspec.admission import Admission
 from jaxspec.async_errors import DrainingError, QueueTimeoutError
 from jaxspec.async_stream import AsyncStream, Inbox
 from jaxspec.checks import real, shown
+from jaxspec.config import StepShapes
 from jaxspec.conversations import Messages, TemplateOptions
+from jaxspec.engine import StepTimes
 from jaxspec.engine_thread import EngineThread
 from jaxspec.llm_engine import LLMEngine
 from jaxspec.metrics import Metric, kv_cache_usage
@@ -258,6 +261,11 @@ class AsyncLLM:
         """Tokens that a prompt and its output may have together."""
         return self._engine.shapes.max_model_len
 
+    @property
+    def shapes(self) -> StepShapes:
+        """The sizes that programs were made for, and how many pages there are."""
+        return self._engine.shapes
+
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what a call without parameters uses, by the option `generation_config`."""
         return self._engine.get_default_sampling_params()
@@ -270,6 +278,10 @@ class AsyncLLM:
             "num_waiting": self.num_waiting,
             "kv_cache_usage": self.kv_cache_usage,
         }
+
+    def trace(self) -> AbstractContextManager[list[StepTimes]]:
+        """As `LLM.trace`. To enter it waits for a step, so let another thread do that."""
+        return self._engine.trace()
 
     def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`: the figures that vLLM has too, under its names."""

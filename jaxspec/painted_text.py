@@ -36,9 +36,9 @@ class TokenPieces:
     tokens make together is in the piece of the last of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Start empty."""
-        self._stream = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+        """Start empty; `skip_special_tokens`: as in `SamplingParams`."""
+        self._stream = tokenizer.stream(skip_special_tokens)
         self._held: list[tuple[int, str]] = []  # tokens without a piece, and what waited with each
         self._position = 0  # of the newest token
 
@@ -145,6 +145,12 @@ def _legend(draft_positions: Sequence[int]) -> list[tuple[Piece, str]]:
     ]
 
 
+def html_ground(position: int) -> str:
+    """The ground of draft `position`, from 1 on, as HTML names colours."""
+    red, rest = divmod(_ground(position) - 16, 36)
+    return "#" + "".join(f"{_LEVELS[level]:02x}" for level in (red, *divmod(rest, 6)))
+
+
 def _ground(position: int) -> int:
     return GROUNDS[(position - 1) % len(GROUNDS)]
 
@@ -153,9 +159,7 @@ def _html(piece: Piece) -> str:
     text = html.escape(piece.text)
     if not piece.position or not text:
         return text
-    red, rest = divmod(_ground(piece.position) - 16, 36)
-    ground = "".join(f"{_LEVELS[level]:02x}" for level in (red, *divmod(rest, 6)))
-    style = f"background-color:#{ground};color:#000000"
+    style = f"background-color:{html_ground(piece.position)};color:#000000"
     return f'<span style="{style}" title="draft {piece.position}">{text}</span>'
 
 

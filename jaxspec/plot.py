@@ -6,11 +6,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.cache import HOLDERS
 from jaxspec.engine import StepTimes
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.painted_text import PaintedText
 from jaxspec.request import DraftCounts
+from jaxspec.runner.memory import HOLDER_WORDS
+from jaxspec.timeline import STAGES, Span, rows_of
 from jaxspec.tokenizer import Tokenizer
 
 try:
@@ -23,22 +24,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 _Runs = Mapping[str, DraftCounts | Mapping[str, Any]]  # or of one engine what `LLM.metrics` gives
-_STAGES = {  # of the timeline: colour, and what it is
-    "plan": ("#3b6fb6", "host: plan"),
-    "dispatch": ("#e08a2e", "host: dispatch"),
-    "wait": ("#d9d9d9", "host: wait for the device"),
-    "collect": ("#8a4fa3", "host: collect"),
-    "device": ("#3a9d5d", "device: run"),
-}
-_HOLDERS = {  # of the memory map, in words
-    **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in HOLDERS.items()},
-    "weights": "weights",
-    "checkpoints": "states of prefixes\n(states x layers)",
-    "page_tables": "page tables\n(slots)",
-    "rows": "batch state\n(rows)",
-    "draft_logits": "draft logits\n(slots)",
-    "proposer_tables": "the proposer's tables",
-}
 
 
 def tokens(
@@ -143,34 +128,19 @@ def timeline(
     Raises:
         ValueError: there is no such step.
     """
-    shown = steps[first : first + count]
-    if first < 0 or not shown:
+    rows = rows_of(steps, first=first, count=count) if first >= 0 else []
+    if not rows:
         raise ValueError(
             f"The trace has {len(steps)} steps, so {count} from step {first} on can't be drawn."
         )
-    ax = ax or _new_axes(8, 0.9 + 0.36 * len(shown))
-    origin = shown[0].plan_start
-    device_free = (steps[first - 1].device_end if first else None) or origin
-    for row, step in enumerate(shown):
-        spans = {
-            "plan": (step.plan_start, step.dispatch_start),
-            "dispatch": (step.dispatch_start, step.dispatch_end),
-            "wait": (step.wait_start, step.collect_start),
-            "collect": (step.collect_start, step.collect_end),
-        }
-        for stage, (start, end) in spans.items():
-            _bar(ax, row - 0.2, start - origin, end - start, stage)
-        if step.device_end is not None:
-            earliest = max(step.dispatch_start, device_free)
-            start = min(max(step.dispatch_end, device_free), step.device_end)
-            _bar(ax, row + 0.2, earliest - origin, start - earliest, "device", alpha=0.35)
-            _bar(ax, row + 0.2, start - origin, step.device_end - start, "device")
-            device_free = step.device_end
-    for colour, label in _STAGES.values():
+    ax = ax or _new_axes(8, 0.9 + 0.36 * len(rows))
+    for place, row in enumerate(rows):
+        for span in row.spans:
+            _bar(ax, place, span)
+    for colour, label in STAGES.values():
         ax.barh(0, 0, color=colour, label=label)
-    names = [_step_name(first + row, step) for row, step in enumerate(shown)]
-    ax.set_yticks(range(len(shown)), names, fontsize=8)
-    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.margins(x=0.02)  # not set_xlim, which would clip the longer of two timelines that share it
     ax.set_xlabel(f"milliseconds since step {first} was planned")
     ax.grid(axis="x", alpha=0.3)
@@ -188,7 +158,7 @@ def memory(metrics: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     bars = ax.barh(range(len(pools)), [size / 1e6 for size in pools.values()], color="#3b6fb6")
     labels = [f"{_megabytes(size)}, {size / total:.1%}" for size in pools.values()]
     ax.bar_label(bars, labels, padding=3, fontsize=8)
-    ax.set_yticks(range(len(pools)), [_HOLDERS.get(name) or name for name in pools], fontsize=8)
+    ax.set_yticks(range(len(pools)), [HOLDER_WORDS.get(name) or name for name in pools], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel(f"megabytes on the device, {_megabytes(total)} in all")
     ax.margins(x=0.2)
@@ -219,16 +189,12 @@ def _legend_above(ax: Axes, columns: int) -> None:
     ax.legend(**where, frameon=False, fontsize=8)
 
 
-def _bar(
-    ax: Axes, row: float, start: float, seconds: float, stage: str, alpha: float = 1.0
-) -> None:
-    ax.barh(row, 1000 * seconds, 0.4, left=1000 * start, color=_STAGES[stage][0], alpha=alpha)
-
-
-def _step_name(number: int, step: StepTimes) -> str:
-    several = f" ({step.program.num_steps} steps)" if step.program.num_steps > 1 else ""
-    several = several if step.program.num_steps else " (copies)"
-    return f"step {number}" + (" (prompt)" if step.program.prefill_tokens else several)
+def _bar(ax: Axes, row: int, span: Span) -> None:
+    """The host in the upper half of a row, the device in the lower."""
+    middle = row + 0.2 if span.stage == "device" else row - 0.2
+    alpha = 1.0 if span.is_certain else 0.35
+    where = {"left": 1000 * span.start, "color": STAGES[span.stage][0], "alpha": alpha}
+    ax.barh(middle, 1000 * (span.end - span.start), 0.4, **where)
 
 
 def _megabytes(size: float) -> str:

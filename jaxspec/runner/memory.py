@@ -15,6 +15,19 @@ from jaxspec.models.base import Model, Published
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState, empty_state
 
+HOLDER_WORDS = {
+    **{name: f"{held.words}\n({' x '.join(held.per)})" for name, held in HOLDERS.items()},
+    "weights": "weights",
+    "page_tables": "page tables\n(slots)",
+    "rows": "batch state\n(rows)",
+    "draft_logits": "draft logits\n(slots)",
+    "proposer_tables": "the proposer's tables",
+    "checkpoints": "states of prefixes\n(states x layers)",
+    "seen_tokens": "tokens that were seen\n(slots)",
+    "bias_tables": "biases of tokens\n(slots)",
+}
+"""Holders of memory by what `Holdings.bytes` calls them, in words for pictures."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxspec.server.errors import ApiError
 
-OPEN = frozenset({"/health", "/ready", "/ping"})
-"""Routes that orchestrators ask without a key."""
+OPEN = frozenset({"/", "/health", "/ready", "/ping"})
+"""Routes that browsers and orchestrators ask without a key; the page asks people for theirs."""
 
 
 class RequireKey:

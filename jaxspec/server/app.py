@@ -14,10 +14,12 @@ from jaxspec.server.connection import ClientConnection
 from jaxspec.server.endpoints import (
     chat,
     completions,
+    figures,
     health,
     messages,
     metrics,
     models,
+    page,
     responses,
     tokens,
 )
@@ -26,7 +28,8 @@ from jaxspec.server.options import ServerOptions
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
 
-_FAMILIES = (models, completions, chat, messages, responses, tokens, health, metrics)
+_ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
+_WATCHED = (health, metrics, figures, page)  # by people and by what watches
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
@@ -57,6 +60,6 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = Service(llm, options)
-    for family in _FAMILIES:
+    for family in _ASKED + _WATCHED:
         app.include_router(family.router)
     return app

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from jaxspec.outputs import TextDelta
+from jaxspec.painted_text import Piece as Token
 from jaxspec.server.logprobs import chat_logprobs
+from jaxspec.server.painter import Painted, Painter
 from jaxspec.server.parsers import OutputParser, Piece, assemble
 from jaxspec.server.protocol.chat import ChatCompletionRequest
 from jaxspec.tokenizer import Tokenizer
@@ -23,6 +25,7 @@ class ChatPiece(NamedTuple):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     unfinished: Mapping[int, str] = {}  # with the last one, as `OutputParser.unfinished`
+    tokens: Sequence[Sequence[Token]] | None = None  # of each piece
 
     def as_bytes(self, number: int) -> list[bytes]:
         """The choices of its chunks, in JSON: one a piece, and one for the end."""
@@ -35,7 +38,11 @@ class ChatPiece(NamedTuple):
         if self.token_ids is not None:
             extras += b',"token_ids":' + orjson.dumps(self.token_ids)
         found = []
-        for delta in deltas:
+        for place, delta in enumerate(deltas):
+            if self.tokens:
+                extras += b',"tokens":' + orjson.dumps(
+                    [tuple(token) for token in self.tokens[place]]
+                )
             found.append(_choice(number, delta, extras, b"null"))
             extras = b"null"  # all tokens are told with the first
         if self.finish_reason is not None:
@@ -59,29 +66,51 @@ class ChatPieces:
         body: ChatCompletionRequest,
         make_parser: Callable[[], OutputParser],
         tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
     ):
-        """`make_parser`: what reads the text of a choice."""
+        """`make_parser`: what reads the text of a choice; the other is that of its parameters."""
         self._body, self._make_parser, self._tokenizer = body, make_parser, tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._parsers = dict[int, OutputParser]()  # by choice
+        self._painters = dict[int, Painter]()  # by choice, for a request that wants tokens
         self._is_single = body.parallel_tool_calls is False
 
     def of(self, number: int, delta: TextDelta) -> ChatPiece:
         """What a delta of choice `number` adds."""
         parser = self._parsers.get(number)
         if parser is None:
-            parser = self._parsers[number] = self._make_parser()
-        pieces, reason, unfinished = parser.push(delta.text), delta.finish_reason, {}
+            parser = self._begin(number)
+        painted, reason, unfinished = self._read(number, parser, delta), delta.finish_reason, {}
         if reason is not None:
-            pieces, unfinished = pieces + parser.flush(), parser.unfinished
+            unfinished = parser.unfinished
             if reason == "stop" and parser.num_tool_calls:
                 reason = "tool_calls"
         if self._is_single:
-            pieces = [piece for piece in pieces if not piece.index]
+            painted = [(piece, tokens) for piece, tokens in painted if not piece.index]
+        pieces = [piece for piece, _ in painted]
+        tokens = [tokens for _, tokens in painted] if self._body.return_tokens else None
         num_top, logprobs = self._body.num_logprobs, None
         if num_top is not None:
             logprobs = chat_logprobs(delta.logprobs or (), num_top, self._tokenizer)
         ids = list(delta.token_ids) if self._body.return_token_ids else None
-        return ChatPiece(pieces, logprobs, reason, delta.stop_reason, ids, unfinished)
+        return ChatPiece(pieces, logprobs, reason, delta.stop_reason, ids, unfinished, tokens)
+
+    def _begin(self, number: int) -> OutputParser:
+        parser = self._parsers[number] = self._make_parser()
+        if self._body.return_tokens:
+            self._painters[number] = Painter(
+                parser, self._tokenizer, skip_special_tokens=self._skip_special_tokens
+            )
+        return parser
+
+    def _read(self, number: int, parser: OutputParser, delta: TextDelta) -> list[Painted]:
+        if self._body.return_tokens:
+            return self._painters[number].read(delta)
+        pieces = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.flush()
+        return [(piece, []) for piece in pieces]
 
 
 @dataclasses.dataclass

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.chat_messages import template_messages
 from jaxspec.server.chat_pieces import ChatPiece, ChatPieces, Choice
 from jaxspec.server.errors import ApiError
@@ -18,13 +19,22 @@ from jaxspec.server.service import Service
 class Conversation:
     """A chat request that the engine has, and what its choices have told so far."""
 
-    def __init__(self, service: Service, body: ChatCompletionRequest, generation: Generation):
-        """Read what comes for `body`; `begin` makes one."""
+    def __init__(
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        params: SamplingParams,
+    ):
+        """Read what comes for `body` with `params`; `begin` makes one."""
         self._service, self._body, self._generation = service, body, generation
         dialect, tools = service.dialect, body.offered_tools
         is_reasoning = dialect.thinks and starts_in_reasoning(generation.streams[0].prompt or "")
         self._pieces = ChatPieces(
-            body, lambda: dialect(starts_in_reasoning=is_reasoning, tools=tools), service.tokenizer
+            body,
+            lambda: dialect(starts_in_reasoning=is_reasoning, tools=tools),
+            service.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
         )
         self._reasoning: list[str] = []  # all choices'
         self._prompt_logprobs: list[Any] | None = None
@@ -54,7 +64,7 @@ class Conversation:
         with service.refusing(body):
             messages = template_messages(body.messages)
         generation = await service.chat(body, messages, params, request_id, body.template_options)
-        return Conversation(service, body, generation)
+        return Conversation(service, body, generation, params)
 
     @property
     def num_choices(self) -> int:

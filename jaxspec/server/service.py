@@ -20,6 +20,7 @@ from jaxspec.server.options import ServerOptions
 from jaxspec.server.parsers import parser_for
 from jaxspec.server.protocol.sampling import Sampling
 from jaxspec.server.sse import EventStream
+from jaxspec.server.step_watch import StepWatch
 from jaxspec.tokenizer import Tokenizer
 
 MAX_CHOICES = 2048
@@ -47,6 +48,7 @@ class Service:
                 "tokenizer.json into the model's folder, or name another by --tokenizer."
             )
         self.llm, self.options, self.figures = llm, options, Figures()
+        self.steps = StepWatch(llm)
         self.tokenizer: Tokenizer = llm.tokenizer
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))

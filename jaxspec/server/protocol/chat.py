@@ -32,6 +32,7 @@ class ChatCompletionRequest(Sampling):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
+    return_tokens: bool | None = None
 
     def refuse_absent(self, *, trusts_template: bool = False) -> None:
         """As `Sampling`'s; what needs structured output, sound or the network is refused too.
@@ -56,6 +57,8 @@ class ChatCompletionRequest(Sampling):
             raise refused("tool_choice", "auto", "there are no tools. Leave it out.")
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", self.top_logprobs, "it goes with logprobs=true.")
+        if self.return_tokens and not self.stream:
+            raise refused("return_tokens", True, "it goes with stream=true.")
 
     @property
     def offered_tools(self) -> list[Json]:

@@ -66,6 +66,20 @@ def test_the_client_s_helper_of_streams_follows(client, reference):
     assert final.choices[0].message.content == text[: text.index(stop)]
 
 
+def test_tokens_joined_are_the_text_and_say_who_gave_each(client, reference):
+    expected = want(reference, max_tokens=48).outputs[0]
+    ask = {"model": MODEL, "messages": MESSAGES, "max_tokens": 48, "stream": True}
+    positions = list[int]()
+    for chunk in client.chat.completions.create(**ask, extra_body={"return_tokens": True}):
+        (choice,) = chunk.choices
+        tokens = getattr(choice, "tokens", [])
+        assert "".join(text for text, _ in tokens) == (choice.delta.content or "")
+        positions += [position for _, position in tokens]
+    assert positions == expected.draft_positions and max(positions) > 0
+    plain = client.chat.completions.create(**ask)
+    assert not any(hasattr(chunk.choices[0], "tokens") for chunk in plain)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_logprobs_name_every_token_with_its_bytes(client, reference, streams):
     expected = want(reference, logprobs=3, max_tokens=12).outputs[0]

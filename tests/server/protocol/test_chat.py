@@ -58,3 +58,10 @@ def test_what_can_t_be_done_is_refused_by_name(fields):
 
 def test_a_template_may_come_where_it_is_trusted():
     chat(chat_template="x").refuse_absent(trusts_template=True)
+
+
+def test_tokens_are_told_in_streams_alone():
+    chat(return_tokens=True, stream=True).refuse_absent()
+    chat(return_tokens=False).refuse_absent()
+    with pytest.raises(ApiError, match="return_tokens can't be True: it goes with stream=true"):
+        chat(return_tokens=True).refuse_absent()

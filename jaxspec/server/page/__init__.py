@@ -1,0 +1,1 @@
+"""The page at `/`: a chat whose text shows who gave each token, and what the engine does."""
