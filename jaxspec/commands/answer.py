@@ -51,12 +51,14 @@ class Answer:
         self._began, self._num_tokens = time.perf_counter(), 0
         self._draft_positions = list[int]()
         self._finish_reason: str | None = None
+        self._metrics = RequestMetrics()
 
     def push(self, delta: TextDelta) -> str:
         """What to print of a delta."""
         self._num_tokens += len(delta.token_ids)
         self._draft_positions += delta.draft_positions
         self._finish_reason = delta.finish_reason
+        self._metrics = delta.metrics or self._metrics
         pieces = self._parser.push(delta.text)
         if delta.finish_reason:
             pieces += self._parser.flush()
@@ -77,7 +79,7 @@ class Answer:
     def turn(self) -> Turn:
         """The figures, once the stream has ended."""
         return Turn(
-            metrics=self._stream.metrics or RequestMetrics(),
+            metrics=self._metrics,
             num_tokens=self._num_tokens,
             seconds=time.perf_counter() - self._began,
             num_prompt_tokens=len(self._stream.prompt_token_ids),

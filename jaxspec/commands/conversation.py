@@ -1,6 +1,7 @@
 """Conversation: messages that a model answers in a terminal, and the figures of its answers."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ class Conversation:
             raise
         answer = Answer(stream, self._dialect, self._look())
         try:
-            async with stream:
+            async with contextlib.aclosing(stream):
                 async for delta in stream:
                     print(answer.push(delta), end="", flush=True)
         except asyncio.CancelledError:
