@@ -227,3 +227,17 @@ def prompts_in(path: Path) -> list[str]:
     if not lines:
         raise ValueError(f"{path} must hold a prompt on each line, and all its lines are empty.")
     return lines
+
+
+def begin_output(path: Path) -> None:
+    """Make an empty file of what will be written, or empty what is there.
+
+    Raises:
+        ValueError: it can't be written.
+    """
+    try:
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ValueError(
+            f"The output file {path} can't be written: {error.strerror}. Check the path."
+        ) from error

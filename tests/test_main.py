@@ -1,6 +1,7 @@
 """The entry: Ctrl-C, a pipe that nobody reads, and which command runs."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,16 @@ def test_the_version_is_told(capsys):
         main(["--version"])
     assert left.value.code == 0
     assert capsys.readouterr().out.startswith("jaxspec ")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("complete", ["jaxspec.server", "jaxspec.replay", "fastapi"]),
+        ("chat", ["fastapi", "pydantic", "uvicorn"]),
+    ],
+)
+def test_a_command_imports_nothing_of_the_others_and_of_no_extra(module, absent):
+    code = f"import sys, jaxspec.__main__, jaxspec.commands.{module} as _; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(absent) & set(done.stdout.split())

@@ -20,6 +20,7 @@ from jaxspec.arguments import (
     add_model,
     add_other_engine_options,
     add_speculation,
+    begin_output,
     engine_options,
     prompts_in,
 )
@@ -33,6 +34,7 @@ from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
+Texts = list[str] | None  # prompts; None: random token ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for"
 
@@ -48,9 +50,13 @@ def main(words: Sequence[str]) -> int:
         "enable_prefix_caching": False,  # else a repeat would find its prompts computed
         **({"max_num_seqs": args.batch_size} if "batch_size" in args else {}),
     }
-    with LLM(**engine_options(args, **defaults)) as llm:
+    options = engine_options(args, **defaults)
+    texts = None if args.prompts_file is None else prompts_in(args.prompts_file)
+    if args.output_json is not None:
+        begin_output(args.output_json)
+    with LLM(**options) as llm:
         try:
-            figures = args.measure(llm, args)
+            figures = args.measure(llm, args, texts)
         except FloatingPointError as error:
             print(error, file=sys.stderr)
             return 1
@@ -64,29 +70,31 @@ def parser() -> argparse.ArgumentParser:
     """What reads the command line; after an error it ends the process with status 2."""
     made = CommandParser(
         prog="python -m jaxspec bench",
-        description="Measure a model on this machine, without a server: `latency` of batches of\n"
-        "one size, or `throughput` of prompts that are all there from the start.",
+        description="Measure a model on this machine, without a server. Each kind has --help.",
         epilog=_EPILOG,
     )
-    kinds = made.add_subparsers(metavar="latency|throughput", required=True)
-    latency = _add(kinds, "latency", _latency, "Seconds that a batch of prompts takes, repeated.")
+    kinds = made.add_subparsers(metavar="KIND", required=True)
+    latency = _add(kinds, "latency", _latency, "seconds that a batch of prompts takes, repeated")
     _add_number(latency, "batch-size", 8, "prompts of a batch")
     _add_number(latency, "num-iters-warmup", 1, "batches that are not timed")
     _add_number(latency, "num-iters", 10, "batches that are timed")
     _add_shared(latency)
-    throughput = _add(kinds, "throughput", _throughput, "Tokens a second over many prompts.")
+    throughput = _add(
+        kinds, "throughput", _throughput, "tokens a second over prompts that are all there"
+    )
     _add_number(throughput, "num-prompts", 64, "prompts, of which max-num-seqs run at once")
     _add_shared(throughput)
     add_engine_options(throughput, "max_num_seqs")
     return made
 
 
-def _add(kinds: Any, name: str, measure: Callable[[LLM, Any], Figures], help: str) -> Any:
+def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Figures], help: str) -> Any:
     kind = kinds.add_parser(
         name,
         prog=f"python -m jaxspec bench {name}",
         usage=f"python -m jaxspec bench {name} [options] [MODEL]",
-        description=help,
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}.",
         epilog=_EPILOG,
     )
     kind.set_defaults(measure=measure)
@@ -118,13 +126,13 @@ def _add_shared(kind: Any) -> None:
     kind.add_argument(
         "--output-json", type=Path, metavar="FILE", help="where figures go too (default: nowhere)"
     )
-    add_engine_options(kind, *FEW, "load_format")
+    add_engine_options(kind, *(name for name in FEW if name != "max_model_len"), "load_format")
     add_speculation(kind)
     add_other_engine_options(kind)
 
 
-def _latency(llm: LLM, args: argparse.Namespace) -> Figures:
-    prompts, params = _prompts(llm, args, args.batch_size), _params(args)
+def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+    prompts, params = _prompts(llm, args, texts, args.batch_size), _params(args)
     for _ in range(args.num_iters_warmup):
         _generate(llm, prompts, params)
     outputs, latencies = list[RequestOutput](), list[float]()
@@ -146,8 +154,8 @@ def _latency(llm: LLM, args: argparse.Namespace) -> Figures:
     }
 
 
-def _throughput(llm: LLM, args: argparse.Namespace) -> Figures:
-    prompts, params = _prompts(llm, args, args.num_prompts), _params(args)
+def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+    prompts, params = _prompts(llm, args, texts, args.num_prompts), _params(args)
     _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles, and finds all warm
     seconds, outputs = _generate(llm, prompts, params)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -184,9 +192,9 @@ def _generate(
     return seconds, outputs
 
 
-def _prompts(llm: LLM, args: argparse.Namespace, count: int) -> list[Prompt]:
-    if args.prompts_file is not None:
-        return list(itertools.islice(itertools.cycle(prompts_in(args.prompts_file)), count))
+def _prompts(llm: LLM, args: argparse.Namespace, texts: Texts, count: int) -> list[Prompt]:
+    if texts is not None:
+        return list(itertools.islice(itertools.cycle(texts), count))
     drawn = np.random.default_rng(args.seed).integers(llm.vocab_size, size=(count, args.input_len))
     return [{"prompt_token_ids": ids} for ids in drawn.tolist()]
 

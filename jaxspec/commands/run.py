@@ -25,6 +25,7 @@ from jaxspec.arguments import (
     add_model,
     add_other_engine_options,
     add_speculation,
+    begin_output,
     engine_options,
 )
 from jaxspec.async_llm import AsyncLLM
@@ -105,12 +106,7 @@ def _opened(args: argparse.Namespace) -> Iterator[TextIO]:
             f"--output-file must be another file than --input-file, got {path} for both. Name a "
             "new one."
         )
-    try:
-        path.write_bytes(b"")
-    except OSError as error:
-        raise ValueError(
-            f"The output file {path} can't be written: {error.strerror}. Check the path."
-        ) from error
+    begin_output(path)
     with open(path, "w", encoding="utf-8") as file:
         yield file
 
