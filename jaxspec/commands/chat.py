@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m jaxspec chat",
         usage="python -m jaxspec chat [options] [MODEL]",
         description="Talk with a model: a line is a message, and behind each answer comes a line\n"
-        "of figures. Earlier messages are not computed again. In place of a message:\n" + _WORDS,
+        "of figures. Earlier messages are looked up among kept prefixes. In place of a message:\n"
+        + _WORDS,
         epilog="exit status: 0 done; 1 the model failed; 2 an error in what was asked for",
     )
     add_model(made)

@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -33,6 +34,7 @@ from jaxspec.commands.batch_file import BatchAnswer, BatchRequest, answer_line, 
 from jaxspec.server.app import make_app
 from jaxspec.server.options import ServerOptions
 
+_LOG = logging.getLogger(__name__)
 _AT_ONCE = 1024
 """Requests that are before the engine at a time; of more, prompts and answers would fill memory."""
 _EPILOG = """\
@@ -194,8 +196,14 @@ async def _post(app: Any, request: BatchRequest) -> BatchAnswer:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }
-    await app(scope, receive, send)
-    return BatchAnswer(status, headers[b"x-request-id"].decode(), json.loads(b"".join(parts)))
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not is_answered.is_set():
+            raise
+        _LOG.exception("The request %r failed.", request.custom_id)  # the answer says no more
+    request_id = headers.get(b"x-request-id", b"").decode()
+    return BatchAnswer(status, request_id, json.loads(b"".join(parts)))
 
 
 def _num_tokens(answer: BatchAnswer) -> int:

@@ -69,4 +69,4 @@ def test_a_line_tells_the_figures():
     assert str(dataclasses.replace(turn, finish_reason="length")).endswith("cut at its length]")
     made, _ = answer(plain)
     assert (made.turn.num_tokens, made.turn.num_prompt_tokens) == (5, 3)
-    assert made.turn.finish_reason == "stop" and made.legend == "0 tokens"
+    assert made.turn.finish_reason == "stop" and made.legend == "target 5 (100%)"

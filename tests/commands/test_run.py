@@ -1,5 +1,7 @@
 """run: answers are the server's, in order; what is refused does not end the others."""
 
+import asyncio
+import contextlib
 import io
 import json
 import sys
@@ -7,6 +9,8 @@ from types import SimpleNamespace
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.__main__ import main
+from jaxspec.commands import run
+from jaxspec.commands.batch_file import BatchRequest
 
 ENGINE = {"decode_buckets": [4], "prefill_buckets": [64], "max_model_len": 128}
 OPTIONS = ["--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128"]
@@ -87,3 +91,81 @@ def test_requests_come_from_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"7")))
     assert main(["run"]) == 2
     assert "In the requests file, line 1: " in capsys.readouterr().err
+
+
+class App:
+    """An ASGI app that answers when the test says so; it counts what runs."""
+
+    def __init__(self, num_failing=0):
+        self.bodies, self.doors, self.num_running, self.most = [], [], 0, 0
+        self.num_failing = num_failing
+
+    async def __call__(self, scope, receive, send):
+        body = (await receive())["body"]
+        self.bodies.append(body)
+        self.doors.append(asyncio.Event())
+        self.num_running += 1
+        self.most = max(self.most, self.num_running)
+        try:
+            await self.doors[-1].wait()
+        finally:
+            self.num_running -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body[:1], "more_body": True})
+        await send({"type": "http.response.body", "body": body[1:]})
+        if len(self.bodies) <= self.num_failing:
+            raise RuntimeError("as starlette does behind an answer of 500")
+
+
+def requests_of(count):
+    return [BatchRequest(str(n), "/v1/completions", b'{"n": %d}' % n) for n in range(count)]
+
+
+def test_answers_come_in_order_and_so_many_run_at_once(monkeypatch):
+    monkeypatch.setattr(run, "_AT_ONCE", 3)
+    app, requests = App(), requests_of(5)
+
+    async def read():
+        found, answers = [], run._answers(app, requests)
+        while len(found) < 5:
+            waiting = asyncio.ensure_future(anext(answers))
+            while not waiting.done():
+                await asyncio.sleep(0)
+                for door in reversed(app.doors):
+                    door.set()
+            found.append(await waiting)
+        return found
+
+    found = asyncio.run(read())
+    assert [request for request, _ in found] == requests and app.most == 3
+    assert [answer.body for _, answer in found] == [{"n": n} for n in range(5)]
+
+
+def test_leaving_early_ends_what_runs():
+    app = App()
+
+    async def leave():
+        async with contextlib.aclosing(run._answers(app, requests_of(4))) as answers:
+            task = asyncio.ensure_future(anext(answers))
+            while app.num_running < 4:
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        assert app.num_running == 0
+
+    asyncio.run(leave())
+
+
+def test_a_failure_behind_an_answer_is_told_and_ends_nothing(caplog):
+    app = App(num_failing=1)
+
+    async def post():
+        task = asyncio.ensure_future(run._post(app, requests_of(1)[0]))
+        while not app.doors:
+            await asyncio.sleep(0)
+        app.doors[0].set()
+        return await task
+
+    assert asyncio.run(post()).body == {"n": 0}
+    assert "The request '0' failed." in caplog.text
