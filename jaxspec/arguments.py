@@ -42,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         """Keep the lines of a description as they are."""
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error, not the whole usage."""
