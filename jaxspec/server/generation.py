@@ -8,18 +8,23 @@ from typing import Any
 
 from jaxspec.async_llm import AsyncStream
 from jaxspec.outputs import TextDelta
+from jaxspec.request import RequestMetrics
 from jaxspec.server.errors import ApiError
 from jaxspec.server.figures import Figures
 
-_FAILED = {
-    "error": ApiError(
-        500,
-        "The model gave no finite logits for this request, and would again: its weights may be "
-        "damaged, or their values too large for the dtype.",
-        headers={"x-should-retry": "false"},
-    ),
-    "abort": ApiError(503, "The server ended this request before it was done. Send it again."),
-}
+
+def _failure(finish_reason: str) -> ApiError | None:
+    """The error of a sample that did not come to an end of its own; None for one that did."""
+    if finish_reason == "error":
+        return ApiError(
+            500,
+            "The model gave no finite logits for this request, and would again: its weights may be "
+            "damaged, or their values too large for the dtype.",
+            headers={"x-should-retry": "false"},
+        )
+    if finish_reason == "abort":
+        return ApiError(503, "The server ended this request before it was done. Send it again.")
+    return None
 
 
 @dataclasses.dataclass
@@ -103,17 +108,17 @@ class Generation:
             self.usage.completion_tokens += len(delta.token_ids)
             latency.note(delta.index, len(delta.token_ids))
             if delta.finish_reason is not None:
-                self._figures.note_end(delta.finish_reason, delta.metrics)
-                if delta.metrics is not None:
-                    drafted, stood = (
-                        delta.metrics.num_draft_tokens,
-                        delta.metrics.num_accepted_tokens,
-                    )
-                    self.usage.accepted_tokens += stood
-                    self.usage.rejected_tokens += drafted - stood
-            if delta.finish_reason in _FAILED:
-                raise _FAILED[delta.finish_reason]
+                self._note_end(delta.finish_reason, delta.metrics)
             yield delta
+
+    def _note_end(self, finish_reason: str, metrics: RequestMetrics | None) -> None:
+        """Count a sample that ended; raise if it failed."""
+        self._figures.note_end(finish_reason, metrics)
+        if metrics is not None:
+            self.usage.accepted_tokens += metrics.num_accepted_tokens
+            self.usage.rejected_tokens += metrics.num_draft_tokens - metrics.num_accepted_tokens
+        if (error := _failure(finish_reason)) is not None:
+            raise error
 
 
 async def _merged(

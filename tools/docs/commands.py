@@ -30,7 +30,7 @@ command, and where it names none, all words are prompts to complete. `--version`
 """
 _SERVE = """
 ## serve
-A server that the clients of OpenAI and Anthropic know; `docs/serving.md` is about it, and
+A server that the clients of OpenAI and Anthropic know; [serving.md](serving.md) is about it, and
 `python -m jaxspec serve --help` lists its options. It needs `pip install 'jaxspec[server]'`.
 """
 _REPLAY = """
