@@ -1,145 +1,79 @@
-"""What the command understands: its options, and the prompts they name."""
+"""Arguments: what the command lines of several commands understand, and what they mean."""
 
 import argparse
+import contextlib
 import json
+import sys
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
+from jaxspec.checks import shown
 from jaxspec.config import MAX_DRAFTS
-from jaxspec.options import OPTIONS, default_of, meaning
+from jaxspec.options import EngineConfig, default_of, meaning
 
-_MAX_FILE_BYTES = 2**28  # of prompts
-_EXAMPLES = """\
-examples:
-  python -m jaxspec "def fibonacci(n):"
-  python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
-  python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
-  python -m jaxspec "class Stack:" --color
-  python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
-  python -m jaxspec serve MODEL    (as a server that OpenAI's clients know; `serve --help`)
-  python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
+STANDARD = Path("-")
+"""Standard input or output, in place of a file."""
+_MAX_FILE_BYTES = 2**28  # of prompts or requests
 
-exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
-"""
-
-# The options of `LLM` that the command has too, and what stands for their values in its help.
-_ENGINE_OPTIONS = {
+# What stands for the values of options of `LLM` in the help.
+_METAVARS = {
     "model": "MODEL",
     "revision": "REVISION",
+    "load_format": "FORMAT",
     "dtype": "DTYPE",
     "kv_dtype": "DTYPE",
     "state_policy": "POLICY",
     "state_dtype": "DTYPE",
+    "max_num_seqs": "N",
     "max_model_len": "N",
     "gpu_memory_utilization": "F",
 }
+ENGINE_OPTIONS = (
+    *("revision", "dtype", "kv_dtype", "state_policy", "state_dtype"),
+    *("max_model_len", "gpu_memory_utilization"),
+)
+"""The options of `LLM`, beside the model, that say what it takes."""
+FEW = "revision", "dtype", "kv_dtype", "max_model_len", "gpu_memory_utilization"
+"""The options of `LLM` that most commands have by name; others go into `--engine-options`."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
+
+    def __init__(self, **options: Any):
+        """Keep the lines of a description as they are."""
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """One line, as for every other error, not the whole usage."""
         self.exit(2, f"jaxspec: {message}. See {self.prog} --help.\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """What reads the command line; after an error it ends the process with status 2."""
-    parser = CommandParser(
-        prog="python -m jaxspec",
-        usage="python -m jaxspec [options] PROMPT ...",
-        description="Complete prompts with a hybrid LLM and speculative decoding. One prompt is\n"
-        "printed as it is completed, several when all are done; then comes a line of figures.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="texts to complete; write -- before one that starts with a dash",
-    )
-    parser.add_argument(
-        "--prompts-file",
-        type=Path,
-        metavar="FILE",
-        help="a UTF-8 text file with one prompt a line (default: none)",
-    )
-    for name, metavar in _ENGINE_OPTIONS.items():
-        _add_engine_option(parser, name, metavar)
-    _add_sampling(parser)
-    add_speculation(parser)
-    parser.add_argument(
-        "--verbose", action="store_true", help="first print what holds the memory (default: not)"
-    )
-    parser.add_argument(
-        "--color",
-        action="store_true",
-        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object a prompt (default: text)"
-    )
-    return parser
+def add_model(parser: Any, help: str = meaning("model")) -> None:
+    """The model as a word of its own."""
+    told = f"{help} (default: the embedded model)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=told)
 
 
-def inspect_parser() -> argparse.ArgumentParser:
-    """What reads the command line of `inspect`, as `parser` does."""
-    parser = CommandParser(
-        prog="python -m jaxspec inspect",
-        usage="python -m jaxspec inspect [options] [MODEL]",
-        description="Say what a model is, what it takes, how many requests fit on this device,\n"
-        "and what would be refused and why. No weights are loaded, and none are downloaded.",
-        epilog="exit status: 0 it runs; 1 it is refused; 2 an error in what was asked for",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a folder with config.json, with or without weights; a config.json; a GGUF file; or a "
-        "Hugging Face hub id, whose config.json is downloaded (default: the embedded model)",
-    )
-    for name, metavar in _ENGINE_OPTIONS.items():
-        if name != "model":
-            _add_engine_option(parser, name, metavar)
-    add_speculation(parser)
-    return parser
+def add_engine_options(parser: Any, *names: str) -> None:
+    """Options of `LLM`, with the help and the defaults that they have there."""
+    for name in names:
+        metavar = _METAVARS[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type={"N": int, "F": float}.get(metavar, str),
+            metavar=metavar,
+            help=f"{meaning(name)} (default: {default_of(name)})",
+        )
 
 
-def _add_engine_option(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
-    """An option of `LLM`, with the help and the default that it has there."""
+def add_other_engine_options(parser: Any) -> None:
+    """All other options of `LLM`, in one JSON object."""
     parser.add_argument(
-        f"--{name.replace('_', '-')}",
-        type={"N": int, "F": float}.get(metavar, str),
-        default=OPTIONS[name].default,
-        metavar=metavar,
-        help=f"{meaning(name)} (default: {default_of(name)})",
-    )
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen, and how many."""
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="most tokens to add to a prompt (default: 128)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token; 1 draws with the model's own probabilities, less is "
-        "tamer, more is wilder (default: 0)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="another seed draws other tokens (default: a fixed one)",
+        "--engine-options",
+        default="{}",
+        metavar="JSON",
+        help="any options of docs/options.md, as a JSON object by name (default: {})",
     )
 
 
@@ -171,56 +105,47 @@ def _count_or_auto(word: str) -> int | str:
     return word if word == "auto" else int(word)
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said of the engine, as `LLM` takes it."""
-    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
-    return options | {"speculative_config": speculation_of(args)}
-
-
-def prompts_of(args: argparse.Namespace) -> list[str]:
-    """The prompts typed, then those of the file.
+def engine_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """What was said of the engine, as `LLM` takes it; `defaults` where nothing was.
 
     Raises:
-        ValueError: there is none, or the file can't be read.
+        ValueError: `--engine-options` is no JSON object, names what `LLM` does not have, or says
+            again what was said by name; and as `speculation_of`.
     """
-    prompts, path = list(args.prompts), args.prompts_file
-    if path is not None:
-        lines = _lines(path)
-        if not lines:
-            raise ValueError(
-                f"{path} must hold a prompt on each line, and all its lines are empty."
-            )
-        prompts += lines
-    if not prompts:
+    named = {name: each for name, each in vars(args).items() if name in _METAVARS}
+    given = {name: each for name, each in named.items() if each is not None}
+    speculation = speculation_of(args)
+    if speculation != "auto":
+        given["speculative_config"] = speculation
+    others = _engine_json(args) if hasattr(args, "engine_options") else {}
+    if twice := sorted(given.keys() & others.keys()):
         raise ValueError(
-            'Nothing to complete: give a prompt, as in `python -m jaxspec "def f(x):"`.'
+            f"{twice[0]} must be said once, and it is both in --engine-options and an option of "
+            "its own. Drop one of the two."
         )
-    return prompts
+    told = {"model": args.model, "speculative_config": "auto", **defaults, **given, **others}
+    try:
+        EngineConfig.of(None, others)
+    except TypeError as error:
+        raise ValueError(f"In --engine-options: {error}") from error
+    return told
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a file that are not blank; it may be a pipe, or a device without an end."""
+def _engine_json(args: argparse.Namespace) -> dict[str, Any]:
+    example = """--engine-options '{"max_num_seqs": 4}'"""
     try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
+        found = json.loads(args.engine_options)
+    except ValueError as error:
         raise ValueError(
-            f"The prompts file {path} can't be read: {error.strerror}. Check the path."
+            f"--engine-options must be a JSON object, and this is no JSON: {error}. Write it as in "
+            f"{example}."
         ) from error
-    if len(content) > _MAX_FILE_BYTES:
+    if not isinstance(found, dict) or "model" in found:
         raise ValueError(
-            f"The prompts file {path} must have at most {_MAX_FILE_BYTES:,} bytes, and has more. "
-            "Split it."
+            "--engine-options must be a JSON object of options, without the model, got "
+            f"{shown(found)}. Write it as in {example}."
         )
-    try:
-        text = content.decode("utf-8-sig")  # some editors write a mark first
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"The prompts file {path} must be UTF-8 text, and byte {error.start} is not. Save it "
-            "as UTF-8."
-        ) from error
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return [line for line in lines if line.strip()]
+    return found
 
 
 def speculation_of(args: argparse.Namespace) -> dict[str, Any] | Literal["auto"] | None:
@@ -254,4 +179,65 @@ def _method(text: str) -> dict[str, Any]:
         raise ValueError(
             f"--speculative-config must be a method's name or a JSON object, and this is no JSON: "
             f'{error}. Write it as \'{{"method": "ngram"}}\'.'
+        ) from error
+
+
+def text_of(what: str, path: Path) -> str:
+    """The text of a file, with newlines alone between lines; `-` is standard input.
+
+    It may be a pipe, or a device without an end. `what`: "prompts file", for errors.
+
+    Raises:
+        ValueError: it can't be read, is too long or no UTF-8.
+    """
+    name = "standard input" if path == STANDARD else str(path)
+    try:
+        with _binary(path) as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(
+            f"The {what} {name} can't be read: {error.strerror}. Check the path."
+        ) from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(
+            f"The {what} {name} must have at most {_MAX_FILE_BYTES:,} bytes, and has more. "
+            "Split it."
+        )
+    try:
+        text = content.decode("utf-8-sig")  # some editors write a mark first
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The {what} {name} must be UTF-8 text, and byte {error.start} is not. Save it "
+            "as UTF-8."
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _binary(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    return contextlib.nullcontext(sys.stdin.buffer) if path == STANDARD else open(path, "rb")
+
+
+def prompts_in(path: Path) -> list[str]:
+    """The lines of a file of prompts that are not blank.
+
+    Raises:
+        ValueError: there is none, or as in `text_of`.
+    """
+    lines = [line for line in text_of("prompts file", path).split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} must hold a prompt on each line, and all its lines are empty.")
+    return lines
+
+
+def begin_output(path: Path) -> None:
+    """Make an empty file of what will be written, or empty what is there.
+
+    Raises:
+        ValueError: it can't be written.
+    """
+    try:
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ValueError(
+            f"The output file {path} can't be written: {error.strerror}. Check the path."
         ) from error

@@ -48,7 +48,7 @@ class LLMEngine(Diagnostics):
         progress = sys.stderr.isatty() if config.show_progress is None else config.show_progress
         loaded = load(config, progress=progress)
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
         self._notice: Notice = "line" if config.show_progress is None else "none"
         self._samplers: set[Sampler] = set()  # those that programs are compiled for
@@ -56,7 +56,7 @@ class LLMEngine(Diagnostics):
         runner = loaded.runner
         self._inputs = InputProcessor(
             self.tokenizer,
-            vocab_size=model_config.vocab_size,
+            vocab_size=self.vocab_size,
             max_model_len=runner.shapes.max_model_len,
             eos_ids=model_config.eos_token_ids,
             request_key=proposer.request_key if proposer else lambda prompt, seed: 0,
@@ -68,7 +68,7 @@ class LLMEngine(Diagnostics):
             flight = FlightRecorder(
                 runner,
                 runner.shapes,
-                about(loaded.config, folder, model_config.vocab_size),
+                about(loaded.config, folder, self.vocab_size),
                 hashed=config.flight_recorder == "hashed",
             )
             on_failure = functools.partial(flight.save_failure, folder=config.flight_folder)

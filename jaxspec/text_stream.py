@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are no character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are no character
 
 
 class Decoder(Protocol):
@@ -76,7 +76,7 @@ class TextStream:
             if end < len(self._window):
                 return len(self._tokenizer.decode(self._window[:end], self._skip_special_tokens))
         # Unfinished bytes at the end are one character; those before it are settled.
-        return len(text.removesuffix(_UNFINISHED))
+        return len(text.removesuffix(UNFINISHED))
 
     def _may_be_in_a_run(self, token_id: int) -> bool:
         is_silent = not self._tokenizer.decode([token_id], self._skip_special_tokens)

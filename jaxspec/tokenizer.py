@@ -15,7 +15,7 @@ from jaxspec.chat_boundaries import MAX_PART, AddedTokens
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.checks import are_integers, boolean, shown
 from jaxspec.template_process import Rendered
-from jaxspec.text_stream import TextStream
+from jaxspec.text_stream import UNFINISHED, TextStream
 from jaxspec.tokenizer_files import raise_for
 
 SHRINKING = 4
@@ -199,7 +199,7 @@ class Tokenizer:
         """The bytes of one token alone, a special one's too; half a character's as they are."""
         text = self.decode([token_id], skip_special_tokens=False)
         token = self._tokenizer.id_to_token(token_id) or ""
-        if _UNFINISHED not in text:
+        if UNFINISHED not in text:
             return text.encode()
         if self.is_byte_token(token_id):
             return bytes.fromhex(token[3:5])

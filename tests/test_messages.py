@@ -646,16 +646,27 @@ def test_a_model_that_gives_nan_ends_the_text_and_says_so(typed, which, tmp_path
 
 HELP = """\
 usage: python -m jaxspec [options] PROMPT ...
+       python -m jaxspec COMMAND ...
 
 Complete prompts with a hybrid LLM and speculative decoding. One prompt is
 printed as it is completed, several when all are done; then comes a line of figures.
 
+commands, each with --help of its own:
+  serve    serve a model by HTTP, as OpenAI's clients know it
+  run      answer a file of requests, one a line
+  chat     talk with a model in the terminal
+  bench    measure a model's speed on this machine
+  inspect  say what a model is and needs, and whether it runs here
+  replay   run again what a flight recorder wrote
+
 positional arguments:
-  PROMPT                texts to complete; write -- before one that starts with a dash
+  PROMPT                texts to complete; write -- before one that starts with a dash or is a
+                        command's name
 
 options:
   -h, --help            show this help message and exit
-  --prompts-file FILE   a UTF-8 text file with one prompt a line (default: none)
+  --prompts-file FILE   a UTF-8 text file with one prompt a line; - is standard input (default:
+                        none)
   --model MODEL         a folder with config.json and safetensors, a GGUF file, or a Hugging Face
                         hub id (default: the embedded model)
   --revision REVISION   the branch, tag or commit to take of a hub id (default: main)
@@ -692,15 +703,13 @@ options:
   --color               colour each token by who gave it, the model itself or draft 1, 2, ...
                         (default: not)
   --json                print one JSON object a prompt (default: text)
+  --version             print the version and exit
 
 examples:
   python -m jaxspec "def fibonacci(n):"
   python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
   python -m jaxspec "class Stack:" --color
-  python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
-  python -m jaxspec serve MODEL    (as a server that OpenAI's clients know; `serve --help`)
-  python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
 """

@@ -41,7 +41,7 @@ def about(config: EngineConfig, folder: Path, vocab_size: int) -> dict[str, Any]
         "device": here.device_kind,
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
+            **{name: version_of(name) for name in ("jaxspec", "jax", "jaxlib", "numpy")},
         },
     }
 
@@ -95,7 +95,8 @@ def check_speculation(recorded: Any) -> None:
         )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package that is installed; None: it is not."""
     try:
         return version(package)
     except PackageNotFoundError:  # it runs from its sources

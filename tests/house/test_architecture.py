@@ -18,7 +18,6 @@ KERNEL = re.compile(r"_kernel|_block|_tiles|/gpu/")  # files that import Pallas
 # Tested through others: no logic of their own, or only seen whole. This list may only shrink.
 TESTED_ELSEWHERE = {
     "__main__.py": "test_main.py",
-    "arguments.py": "test_messages.py",
     "runner/draft_inputs.py": "runner/test_step.py",
     "runner/batch_state.py": "runner/test_remap.py",
     "runner/model_runner.py": "laws/test_laws.py",

@@ -1,0 +1,107 @@
+"""Batch files: requests in OpenAI's batch form, a JSON object on each line, and their answers.
+
+https://platform.openai.com/docs/guides/batch, which `vllm run-batch` takes too.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxspec.arguments import text_of
+from jaxspec.checks import shown
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""What a request may ask."""
+_MAX_TOLD = 5  # wrong lines that an error names
+_EXAMPLE = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}'
+)
+
+
+class BatchRequest(NamedTuple):
+    """One line."""
+
+    custom_id: str
+    url: str  # one of `URLS`
+    body: bytes  # JSON
+
+
+class BatchAnswer(NamedTuple):
+    """What the server answers."""
+
+    status: int  # HTTP's
+    request_id: str
+    body: dict[str, Any]  # the answer's, or the error object
+
+
+def read_batch(path: Path) -> list[BatchRequest]:
+    """The requests of a file, in order; blank lines are passed over. `-` is standard input.
+
+    Raises:
+        ValueError: it can't be read, holds no request, or a line is none. The error tells which
+            lines, and why.
+    """
+    found, wrong, first_lines = list[BatchRequest](), list[str](), dict[str, int]()
+    for number, line in enumerate(text_of("requests file", path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            request = _request(line)
+            first = first_lines.setdefault(request.custom_id, number)
+            if first != number:
+                raise ValueError(
+                    f"custom_id must be unlike all others, got {shown(request.custom_id)} as on "
+                    f"line {first}"
+                )
+            found.append(request)
+        except ValueError as error:
+            wrong.append(f"line {number}: {error}")
+    if wrong:
+        more = len(wrong) - _MAX_TOLD
+        told = [*wrong[:_MAX_TOLD], *([f"and {more:,} lines more"] if more > 0 else ())]
+        raise ValueError(f"In the requests file, {'; '.join(told)}. Nothing was run.")
+    if not found:
+        raise ValueError(
+            f"The requests file must hold a request on each line, and it is empty. A line is such "
+            f"as {_EXAMPLE}."
+        )
+    return found
+
+
+def answer_line(request: BatchRequest, answer: BatchAnswer) -> str:
+    """The line of an answer, without its end: OpenAI's form."""
+    told = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": request.custom_id,
+        "response": {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": answer.body,
+        },
+        "error": None,
+    }
+    return json.dumps(told, ensure_ascii=False)
+
+
+def _request(line: str) -> BatchRequest:
+    """The request of a line; a ValueError without an end says why it is none."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it must be a JSON object, and this is no JSON: {error}") from error
+    if not isinstance(told, Mapping):
+        raise ValueError(f"it must be a JSON object such as {_EXAMPLE}, got {shown(told)}")
+    custom_id, url, body = told.get("custom_id"), told.get("url"), told.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError(f"custom_id must be a text that names the answer, got {shown(custom_id)}")
+    if told.get("method", "POST") != "POST":
+        raise ValueError(f"method must be 'POST', got {shown(told['method'])}")
+    if url not in URLS:
+        raise ValueError(f"url must be one of {', '.join(URLS)}, got {shown(url)}")
+    if not isinstance(body, Mapping):
+        raise ValueError(f"body must be a JSON object, the request itself, got {shown(body)}")
+    if body.get("stream"):
+        raise ValueError(f"body.stream must be false or left out, got {shown(body['stream'])}")
+    return BatchRequest(custom_id, url, json.dumps(body).encode())

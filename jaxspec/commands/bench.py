@@ -1,0 +1,245 @@
+"""`python -m jaxspec bench latency | throughput`: how fast a model runs here, in vLLM's words."""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec import device
+from jaxspec.arguments import (
+    FEW,
+    CommandParser,
+    add_engine_options,
+    add_model,
+    add_other_engine_options,
+    add_speculation,
+    begin_output,
+    engine_options,
+    prompts_in,
+)
+from jaxspec.checks import integer
+from jaxspec.commands.figures import acceptance, failure
+from jaxspec.flight.about import version_of
+from jaxspec.llm import LLM
+from jaxspec.outputs import RequestOutput
+from jaxspec.prompts import Prompt
+from jaxspec.request import RequestMetrics
+from jaxspec.sampling_params import SamplingParams
+
+Figures = dict[str, Any]
+Texts = list[str] | None  # prompts; None: random token ids
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+_EPILOG = "exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for"
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure, print the figures and write them; 1 if the model gave NaN, else 0."""
+    args = parser().parse_args(words)
+    for name in ("batch_size", "num_iters", "num_prompts", "input_len", "output_len"):
+        if hasattr(args, name):
+            integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    defaults = {
+        "max_model_len": args.input_len + args.output_len,
+        "enable_prefix_caching": False,  # else a repeat would find its prompts computed
+        **({"max_num_seqs": args.batch_size} if "batch_size" in args else {}),
+    }
+    options = engine_options(args, **defaults)
+    texts = None if args.prompts_file is None else prompts_in(args.prompts_file)
+    if args.output_json is not None:
+        begin_output(args.output_json)
+    with LLM(**options) as llm:
+        try:
+            figures = args.measure(llm, args, texts)
+        except FloatingPointError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if args.output_json is not None:
+            told = {**_machine(llm), **figures}
+            args.output_json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line; after an error it ends the process with status 2."""
+    made = CommandParser(
+        prog="python -m jaxspec bench",
+        description="Measure a model on this machine, without a server. Each kind has --help.",
+        epilog=_EPILOG,
+    )
+    kinds = made.add_subparsers(metavar="KIND", required=True)
+    latency = _add(kinds, "latency", _latency, "seconds that a batch of prompts takes, repeated")
+    _add_number(latency, "batch-size", 8, "prompts of a batch")
+    _add_number(latency, "num-iters-warmup", 1, "batches that are not timed")
+    _add_number(latency, "num-iters", 10, "batches that are timed")
+    _add_shared(latency)
+    throughput = _add(
+        kinds, "throughput", _throughput, "tokens a second over prompts that are all there"
+    )
+    _add_number(throughput, "num-prompts", 64, "prompts, of which max-num-seqs run at once")
+    _add_shared(throughput)
+    add_engine_options(throughput, "max_num_seqs")
+    return made
+
+
+def _add(kinds: Any, name: str, measure: Callable[[LLM, Any, Texts], Figures], help: str) -> Any:
+    kind = kinds.add_parser(
+        name,
+        prog=f"python -m jaxspec bench {name}",
+        usage=f"python -m jaxspec bench {name} [options] [MODEL]",
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}.",
+        epilog=_EPILOG,
+    )
+    kind.set_defaults(measure=measure)
+    add_model(kind)
+    return kind
+
+
+def _add_number(kind: Any, name: str, default: int, help: str) -> None:
+    told = f"{help} (default: {default})"
+    kind.add_argument(f"--{name}", type=int, default=default, metavar="N", help=told)
+
+
+def _add_shared(kind: Any) -> None:
+    """What both kinds understand."""
+    _add_number(kind, "input-len", 128, "tokens of a prompt")
+    _add_number(kind, "output-len", 128, "tokens that each prompt gets, whatever they are")
+    kind.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="a UTF-8 text file with one prompt a line, of which the last input-len tokens are "
+        "used, from the first again when they run out (default: random token ids, on which fewer "
+        "drafts stand than on texts)",
+    )
+    kind.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0)"
+    )
+    _add_number(kind, "seed", 0, "of random token ids and of sampling")
+    kind.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="where figures go too (default: nowhere)"
+    )
+    add_engine_options(kind, *(name for name in FEW if name != "max_model_len"), "load_format")
+    add_speculation(kind)
+    add_other_engine_options(kind)
+
+
+def _latency(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+    prompts, params = _prompts(llm, args, texts, args.batch_size), _params(args)
+    for _ in range(args.num_iters_warmup):
+        _generate(llm, prompts, params)
+    outputs, latencies = list[RequestOutput](), list[float]()
+    for _ in range(args.num_iters):
+        seconds, done = _generate(llm, prompts, params)
+        latencies.append(seconds)
+        outputs += done
+    average = statistics.mean(latencies)
+    percentiles = {str(each): float(np.percentile(latencies, each)) for each in _PERCENTILES}
+    print(f"Avg latency: {average:.4f} seconds")
+    for percent, seconds in percentiles.items():
+        print(f"{percent}% percentile latency: {seconds:.4f} seconds")
+    return {
+        "batch_size": args.batch_size,
+        "avg_latency": average,
+        "latencies": latencies,
+        "percentiles": percentiles,
+        **_of_requests(outputs, args),
+    }
+
+
+def _throughput(llm: LLM, args: argparse.Namespace, texts: Texts) -> Figures:
+    prompts, params = _prompts(llm, args, texts, args.num_prompts), _params(args)
+    _generate(llm, prompts[: llm.shapes.max_num_seqs], params)  # compiles, and finds all warm
+    seconds, outputs = _generate(llm, prompts, params)
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_total = num_output + sum(len(output.prompt_token_ids) for output in outputs)
+    print(
+        f"Throughput: {len(outputs) / seconds:.2f} requests/s, {num_total / seconds:.2f} total "
+        f"tokens/s, {num_output / seconds:.2f} output tokens/s"
+    )
+    return {
+        "num_requests": len(outputs),
+        "elapsed_time": seconds,
+        "total_num_tokens": num_total,
+        "requests_per_second": len(outputs) / seconds,
+        "tokens_per_second": num_total / seconds,
+        "output_tokens_per_second": num_output / seconds,
+        **_of_requests(outputs, args),
+    }
+
+
+def _generate(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams
+) -> tuple[float, list[RequestOutput]]:
+    """Seconds, and what came.
+
+    Raises:
+        FloatingPointError: the model gave NaN.
+    """
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    failed = [output.outputs[0].finish_reason for output in outputs].count("error")
+    if failed:
+        raise FloatingPointError(failure(failed, len(outputs)))
+    return seconds, outputs
+
+
+def _prompts(llm: LLM, args: argparse.Namespace, texts: Texts, count: int) -> list[Prompt]:
+    if texts is not None:
+        return list(itertools.islice(itertools.cycle(texts), count))
+    drawn = np.random.default_rng(args.seed).integers(llm.vocab_size, size=(count, args.input_len))
+    return [{"prompt_token_ids": ids} for ids in drawn.tolist()]
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        seed=args.seed,
+        max_tokens=args.output_len,
+        ignore_eos=True,
+        truncate_prompt_tokens=args.input_len,
+    )
+
+
+def _of_requests(outputs: Sequence[RequestOutput], args: argparse.Namespace) -> Figures:
+    """What requests waited for, and how drafts fared; printed, too."""
+    ttft = statistics.median(output.metrics.ttft or 0.0 for output in outputs)
+    tpot = statistics.median(output.metrics.tpot or 0.0 for output in outputs)
+    line = f"Medians: {1000 * ttft:.2f} ms to the first token, {1000 * tpot:.2f} ms per token"
+    total = RequestMetrics.total([output.metrics for output in outputs])
+    if total.num_drafts:
+        line += (
+            f"\nDrafts: {total.mean_acceptance_length:.2f} tokens per verify step, acceptance by "
+            f"position {acceptance(total)}"
+        )
+    print(line)
+    return {
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "median_ttft": ttft,
+        "median_tpot": tpot,
+        "num_drafts": total.num_drafts,
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "drafted_per_position": total.drafted_per_position,
+        "accepted_per_position": total.accepted_per_position,
+    }
+
+
+def _machine(llm: LLM) -> Figures:
+    """What was measured, and on what."""
+    return {
+        "model": llm.model_name,
+        "max_num_seqs": llm.shapes.max_num_seqs,
+        "num_speculative_tokens": llm.shapes.num_drafts,
+        "device": device.default_device().device_kind,
+        "versions": {name: version_of(name) for name in ("jaxspec", "jax", "jaxlib")},
+        "date": time.strftime("%F"),
+    }

@@ -1,0 +1,178 @@
+"""`python -m jaxspec chat`: a conversation in the terminal, or with lines from a pipe."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from jaxspec.arguments import (
+    FEW,
+    CommandParser,
+    add_engine_options,
+    add_model,
+    add_other_engine_options,
+    add_speculation,
+    engine_options,
+)
+from jaxspec.async_errors import ServiceError
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.commands.conversation import Conversation
+from jaxspec.sampling_params import SamplingParams
+
+_WORDS = """\
+  /reset         forget the messages
+  /system TEXT   say what the model is to be; without TEXT: nothing
+  /stats         figures of all answers
+  /save FILE     write the messages as JSON
+  /quit          end, as Ctrl-D does
+  //...          a message that begins with /
+Ctrl-C stops an answer; what has come of it stays."""
+_LLM_DEFAULTS = {"max_num_seqs": 1, "enable_prefix_caching": True}
+
+
+def main(words: Sequence[str]) -> int:
+    """Talk until the input ends; 1 if the model failed on an answer, else 0."""
+    args = parser().parse_args(words)
+    options = engine_options(args, **_LLM_DEFAULTS)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with asyncio.Runner() as runner, _loaded(runner, options) as llm:
+        params = _params(args, llm.get_default_sampling_params())
+        runner.run(llm.warm_up([params]))
+        conversation = Conversation(
+            llm,
+            params,
+            system=args.system_prompt,
+            color=args.color,
+            is_terminal=is_terminal,
+        )
+        if is_terminal:
+            print(f"{llm.model_name}; /help tells what can be said besides messages.")
+        return _talk(runner, conversation, is_terminal)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line; after an error it ends the process with status 2."""
+    made = CommandParser(
+        prog="python -m jaxspec chat",
+        usage="python -m jaxspec chat [options] [MODEL]",
+        description="Talk with a model: a line is a message, and behind each answer comes a line\n"
+        "of figures. Earlier messages are looked up among kept prefixes. In place of a message:\n"
+        + _WORDS,
+        epilog="exit status: 0 done; 1 the model failed; 2 an error in what was asked for",
+    )
+    add_model(made)
+    made.add_argument(
+        "--system-prompt", metavar="TEXT", help="what the model is to be (default: not said)"
+    )
+    made.add_argument(
+        "--color",
+        action="store_true",
+        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
+    )
+    made.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of an answer (default: as many as have room)",
+    )
+    for name, kind, metavar, help in (
+        ("temperature", float, "T", "0 takes the likeliest token, more is wilder"),
+        ("seed", int, "N", "repeats the answers of earlier calls with the same one"),
+    ):
+        told = f"{help} (default: {_DEFAULTS[name]})"
+        made.add_argument(f"--{name}", type=kind, metavar=metavar, help=told)
+    add_engine_options(made, *FEW)
+    add_speculation(made)
+    add_other_engine_options(made)
+    return made
+
+
+_DEFAULTS = {"temperature": "the checkpoint's own", "seed": "another one for each answer"}
+
+
+def _params(args: argparse.Namespace, own: SamplingParams) -> SamplingParams:
+    """The checkpoint's own parameters, but for what was asked for."""
+    given = {name: value for name in _DEFAULTS if (value := getattr(args, name)) is not None}
+    return dataclasses.replace(own, **given, max_tokens=args.max_tokens)
+
+
+@contextlib.contextmanager
+def _loaded(runner: asyncio.Runner, options: dict) -> Iterator[AsyncLLM]:
+    """An AsyncLLM, closed in the end."""
+    llm = AsyncLLM(**options)
+    try:
+        yield llm
+    finally:
+        runner.run(llm.close())
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """What is typed, line by line; at a terminal Ctrl-C drops a line that is not whole."""
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # where it is, lines can be edited
+            importlib.import_module("readline")
+    while True:
+        try:
+            yield input("> " if is_terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print("\nCtrl-D or /quit ends.")
+
+
+def _talk(runner: asyncio.Runner, conversation: Conversation, is_terminal: bool) -> int:
+    """Answer each line, and do what it says if it is no message."""
+    status = 0
+    for line in _lines(is_terminal):
+        word, _, rest = line.strip().partition(" ")
+        if word == "/quit":
+            break
+        try:
+            if word.startswith("/") and not word.startswith("//"):
+                _obey(conversation, word, rest.strip())
+            elif word:
+                is_sound = runner.run(conversation.answer(line.strip()[word.startswith("//") :]))
+                status = status if is_sound else 1
+        except KeyboardInterrupt:
+            if not is_terminal:  # else the answer has been stopped, and the next line may come
+                raise
+        except ServiceError as error:
+            print(f"jaxspec: {error}", file=sys.stderr)
+            return 1
+        except (ValueError, OSError) as error:
+            print(f"jaxspec: {error}", file=sys.stderr)
+    return status
+
+
+def _obey(conversation: Conversation, word: str, rest: str) -> None:
+    """Do what a line with a slash says.
+
+    Raises:
+        ValueError: there is no such word, or it needs a file.
+        OSError: the file can't be written.
+    """
+
+    def save() -> None:
+        if not rest:
+            raise ValueError("/save needs a file to write to, as in `/save chat.json`.")
+        conversation.save(Path(rest))
+
+    def say_system() -> None:
+        conversation.system = rest
+
+    words: dict[str, Callable[[], None]] = {
+        "/help": lambda: print(_WORDS),
+        "/reset": conversation.reset,
+        "/save": save,
+        "/stats": lambda: print(conversation.stats),
+        "/system": say_system,
+    }
+    if word not in words:
+        raise ValueError(f"There is no {word}. /help lists what there is, and // begins a message.")
+    words[word]()

@@ -1,0 +1,216 @@
+"""`python -m jaxspec "def fibonacci(n):"`: streamed text, then one line of figures."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec import commands
+from jaxspec.arguments import (
+    ENGINE_OPTIONS,
+    CommandParser,
+    add_engine_options,
+    add_speculation,
+    engine_options,
+    prompts_in,
+)
+from jaxspec.commands.figures import failure, summary
+from jaxspec.flight.about import version_of
+from jaxspec.llm import LLM
+from jaxspec.outputs import RequestOutput, TextDelta
+from jaxspec.painted_text import PaintedText, TokenPieces, ansi, ansi_legend
+from jaxspec.request import RequestMetrics
+from jaxspec.sampling_params import SamplingParams
+
+_EXAMPLES = """\
+examples:
+  python -m jaxspec "def fibonacci(n):"
+  python -m jaxspec "import os" "class Stack:" --temperature 0.8 --max-tokens 64 --seed 1
+  python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
+  python -m jaxspec "class Stack:" --color
+
+exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Complete the prompts of a command line; 1 if the model failed on one of them, else 0."""
+    failed, total = _run(parser().parse_args(words))
+    if failed:
+        print(failure(failed, total), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line; after an error it ends the process with status 2."""
+    made = CommandParser(
+        prog="python -m jaxspec",
+        usage="python -m jaxspec [options] PROMPT ...\n       python -m jaxspec COMMAND ...",
+        description="Complete prompts with a hybrid LLM and speculative decoding. One prompt is\n"
+        "printed as it is completed, several when all are done; then comes a line of figures.\n\n"
+        f"commands, each with --help of its own:\n{commands.listing()}",
+        epilog=_EXAMPLES,
+    )
+    made.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="texts to complete; write -- before one that starts with a dash or is a command's "
+        "name",
+    )
+    made.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="a UTF-8 text file with one prompt a line; - is standard input (default: none)",
+    )
+    add_engine_options(made, "model", *ENGINE_OPTIONS)
+    _add_sampling(made)
+    add_speculation(made)
+    made.add_argument(
+        "--verbose", action="store_true", help="first print what holds the memory (default: not)"
+    )
+    made.add_argument(
+        "--color",
+        action="store_true",
+        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object a prompt (default: text)"
+    )
+    made.add_argument(
+        "--version",
+        action="version",
+        version=f"jaxspec {version_of('jaxspec') or 'from its sources'}",
+        help="print the version and exit",
+    )
+    return made
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, and how many."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="most tokens to add to a prompt (default: 128)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token; 1 draws with the model's own probabilities, less is "
+        "tamer, more is wilder (default: 0)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="another seed draws other tokens (default: a fixed one)",
+    )
+
+
+def _prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts typed, then those of the file.
+
+    Raises:
+        ValueError: there is none, or the file can't be read.
+    """
+    path = args.prompts_file
+    prompts = [*args.prompts, *(prompts_in(path) if path is not None else ())]
+    if not prompts:
+        raise ValueError(
+            'Nothing to complete: give a prompt, as in `python -m jaxspec "def f(x):"`.'
+        )
+    return prompts
+
+
+def _run(args: argparse.Namespace) -> tuple[int, int]:
+    """Complete the prompts; how many the model failed on, and how many there were."""
+    prompts = _prompts_of(args)
+    if args.json and args.color:
+        raise ValueError("--color is for text, and --json prints none. Drop one of the two.")
+    params = SamplingParams(
+        temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
+    )
+    options: dict[str, Any] = engine_options(args) | {"max_num_seqs": min(len(prompts), 8)}
+    if len(prompts) == 1:
+        options["enable_prefix_caching"] = False  # nobody comes who would begin alike
+    llm = LLM(**options)
+    if args.verbose:
+        print(f"The device holds\n{llm.memory_map()}", file=sys.stderr)
+    if len(prompts) == 1 and not args.json:
+        reasons = [_stream(llm, prompts[0], params, color=args.color)]
+    else:
+        reasons = _batch(llm, prompts, params, as_json=args.json, color=args.color)
+    return reasons.count("error"), len(prompts)
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, *, color: bool) -> str | None:
+    """Print a completion as it comes; why it ended."""
+    stream = llm.stream(prompt, params)  # compiles before it returns
+    print(prompt, end="", flush=True)
+    started, num_tokens, reason = time.perf_counter(), 0, None
+    positions = list[int]()
+    pieces = TokenPieces(llm.tokenizer) if color and llm.tokenizer else None
+    for delta in stream:
+        positions += delta.draft_positions
+        num_tokens += len(delta.token_ids)
+        reason = delta.finish_reason
+        print(delta.text if pieces is None else _painted(pieces, delta), end="", flush=True)
+        if delta.metrics is not None:
+            seconds = time.perf_counter() - started
+            legend = f"{ansi_legend(positions)}\n" if color else ""
+            print(f"\n\n{legend}{summary(delta.metrics, num_tokens, seconds)}")
+    return reason
+
+
+def _painted(pieces: TokenPieces, delta: TextDelta) -> str:
+    """What a delta adds to a text in colours."""
+    new = pieces.push(delta.token_ids, delta.draft_positions)
+    return ansi(new + pieces.flush() if delta.finish_reason else new)
+
+
+def _batch(
+    llm: LLM, prompts: list[str], params: SamplingParams, *, as_json: bool, color: bool
+) -> list[str | None]:
+    """Print all completions when they are done; why each ended."""
+    outputs = llm.generate(prompts, params)
+    # The engine's own times, which leave out what compiling took.
+    parts = ("plan_time", "dispatch_time", "wait_time", "collect_time")
+    seconds = sum(llm.metrics()[part] for part in parts)
+    for output in outputs:
+        if as_json:
+            print(json.dumps(_as_dict(output)))
+        elif color:
+            print(f"{PaintedText.of(output, llm.tokenizer)}\n{'-' * 60}")
+        else:
+            print(f"{output.prompt}{output.outputs[0].text}\n{'-' * 60}")
+    if not as_json:
+        total = RequestMetrics.total([output.metrics for output in outputs])
+        print(summary(total, sum(len(o.outputs[0].token_ids) for o in outputs), seconds))
+    return [output.outputs[0].finish_reason for output in outputs]
+
+
+def _as_dict(output: RequestOutput) -> dict[str, object]:
+    metrics = output.metrics
+    return {
+        "prompt": output.prompt,
+        "text": output.outputs[0].text,
+        "token_ids": output.outputs[0].token_ids,
+        "draft_positions": output.outputs[0].draft_positions,
+        "finish_reason": output.outputs[0].finish_reason,
+        "num_drafts": metrics.num_drafts,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+        "drafted_per_position": metrics.drafted_per_position,
+        "accepted_per_position": metrics.accepted_per_position,
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "ttft": metrics.ttft,
+        "tpot": metrics.tpot,
+    }

@@ -1,0 +1,40 @@
+"""`python -m jaxspec inspect MODEL`: what a model is, what it takes, and whether it runs here."""
+
+import argparse
+from collections.abc import Sequence
+
+from jaxspec.arguments import (
+    ENGINE_OPTIONS,
+    CommandParser,
+    add_engine_options,
+    add_model,
+    add_speculation,
+    engine_options,
+)
+from jaxspec.inspection import inspect
+
+
+def main(words: Sequence[str]) -> int:
+    """Report on the model of a command line; 1 if it is refused, else 0."""
+    found = inspect(**engine_options(parser().parse_args(words)))
+    print(found)
+    return 1 if found.refused else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line; after an error it ends the process with status 2."""
+    made = CommandParser(
+        prog="python -m jaxspec inspect",
+        usage="python -m jaxspec inspect [options] [MODEL]",
+        description="Say what a model is, what it takes, how many requests fit on this device,\n"
+        "and what would be refused and why. No weights are loaded, and none are downloaded.",
+        epilog="exit status: 0 it runs; 1 it is refused; 2 an error in what was asked for",
+    )
+    add_model(
+        made,
+        "a folder with config.json, with or without weights; a config.json; a GGUF file; or a "
+        "Hugging Face hub id, whose config.json is downloaded",
+    )
+    add_engine_options(made, *ENGINE_OPTIONS)
+    add_speculation(made)
+    return made
