@@ -74,7 +74,7 @@ class Container:
 
     @staticmethod
     def from_bytes(content: bytes | bytearray | memoryview, kind: str) -> "Container":
-        """The container of this kind in `content`; its arrays are copies of none of it.
+        """The container of this kind in `content`, with which its arrays share no memory.
 
         Raises:
             ValueError: it is no whole container, of another kind, or of another version.

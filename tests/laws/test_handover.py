@@ -27,13 +27,21 @@ OTHER = tuple(np.random.default_rng(6).integers(0, 256, 9).tolist())
 NGRAM = {"method": "ngram", "options": NgramOptions(1, 2)}
 BOTH = {"samplers": (GREEDY.sampler, SAMPLED.sampler)}
 SEEDED = dataclasses.replace(SAMPLED, seed=11)
+HOST = {"host_bytes": 2**26}
 LONG = [dataclasses.replace(params, max_tokens=40) for params in (GREEDY, SEEDED)]
 
 PAIRS = {
     "its head": (
         "qwen3_5",
         {"drafts": 3, "method": "mtp", "states": SNAPSHOT, "max_in_flight": 2},
-        {"drafts": 3, "method": "mtp", "states": REPLAY, "max_in_flight": 0, "page_size": 8},
+        {
+            "drafts": 3,
+            "method": "mtp",
+            "states": REPLAY,
+            "max_in_flight": 0,
+            "page_size": 8,
+            **HOST,
+        },
     ),
     "with drafts and without": (
         "qwen3_5",
@@ -179,6 +187,27 @@ def test_neighbours_of_both_go_on_as_if_nobody_came_or_went(engines):
             )
             assert engine.check(kept, whole.tokens) == 0
         assert all(told(pieces).finish == "abort" for _, pieces in going)
+
+
+def and_push_it_out(engine, sample, copied):
+    """Others need all pages before its request enters; a host tier gets what they held."""
+    Session.bring(engine.session, sample, copied)
+    pool = engine.harness.scheduler.pages
+    pool.release(pool.allocate(pool.num_free))
+
+
+def test_what_others_need_room_for_comes_back_from_the_host_or_is_computed_anew(
+    engines, monkeypatch
+):
+    sender, receiver = engines
+    monkeypatch.setattr(receiver.session, "bring", functools.partial(and_push_it_out, receiver))
+    for params in (GREEDY, SEEDED):
+        state = by_wire(sender.prefill(PROMPT, params))
+        receiver.prefixes.clear()
+        hits = receiver.prefixes.stats.num_hits
+        assert receiver.check(state, receiver.finish(state).tokens) == 0
+        has_tier = receiver.prefixes.tier is not None
+        assert receiver.prefixes.stats.num_hits - hits == has_tier * (len(PROMPT) - 1)
 
 
 def and_lose_it(engine, sample, copied):

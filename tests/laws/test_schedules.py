@@ -285,7 +285,7 @@ def an_abort_ends_the_neighbours(self, samples):
 
 
 def an_abort_waits_for_a_step(self, samples):
-    noted = self._of_request(samples) if isinstance(samples, str) else tuple(samples)
+    noted = self.of_request(samples) if isinstance(samples, str) else tuple(samples)
     self._notes.append(lambda: self._end_each(noted))
 
 
