@@ -32,12 +32,12 @@ def check_that_nothing_is_left(loop):
     prefixes = loop.scheduler.prefixes
     assert not prefixes._arrivals._coming and not loop.mover.staged
     assert prefixes.tier.num_bytes == sum(
-        30 if piece.is_state else 10 for piece in prefixes.tier._pieces
+        30 if piece.is_state else 10 for piece in prefixes.tier.index
     )
     prefixes.clear()
     store, tier = prefixes.store, prefixes.tier
-    assert len(store) == len(store.slots) == store.num_evictable == len(tier) == 0
-    assert not tier._below and not tier.num_bytes and not store.tree._roots
+    assert len(store) == len(store.slots) == store.num_evictable == len(tier.index) == 0
+    assert not tier.num_bytes and not store.tree._roots
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
 
@@ -120,8 +120,8 @@ def test_what_the_host_has_is_not_read_again_and_never_changes():
         loop.requests.clear()
     tier = loop.scheduler.prefixes.tier
     assert loop.device.num_writes >= 4
-    entries = [entry for each in tier._pieces.values() for entry in each]
-    assert tier.num_read_pages == len(entries) == len(set(map(id, entries)))
+    keys = [key for piece in tier.index for key in tier.index.keys(piece)]
+    assert tier.num_read_pages == len(keys) == len(set(keys))
 
 
 def test_a_salt_finds_nothing_of_another_one_on_the_host():
@@ -184,9 +184,9 @@ def test_an_error_and_a_failed_step_empty_the_host():
         loop.scheduler.reset,
     ):
         run(loop, group_of(1, 22, 22), group_of(2, 0, 30), group_of(3, 0, 30))
-        assert len(loop.scheduler.prefixes.tier)
+        assert len(loop.scheduler.prefixes.tier.index)
         forget()
-        assert not len(loop.scheduler.prefixes.tier)
+        assert not len(loop.scheduler.prefixes.tier.index)
         loop.device.reset()
         loop.requests.clear()
 
@@ -221,7 +221,7 @@ def test_whole_pieces_go_first_that_were_used_longest_ago():
     assert not tier.lacks_page(a)  # which is a use of the first piece
     tier.add_pages([tree.add(tree.root("s"), (1, 1, 1, 1), 9)])
     assert [tier.lacks_page(node) for node in (a, b, c, d)] == [False, False, True, False]
-    assert (len(tier), tier.num_bytes, tier.num_evicted_pieces) == (3, 30, 1)
+    assert (len(tier.index), tier.num_bytes, tier.num_evicted_pieces) == (3, 30, 1)
 
 
 def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():
