@@ -192,7 +192,7 @@ def settle(disk):
 
 
 def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(tmp_path):
-    """Where host and device have room for next to nothing; and a file that is damaged is not used."""
+    """Where host and device have room for next to nothing; a file that is damaged is not used."""
     engine = make(states=REPLAY, folder=tmp_path, num_pages=30, num_checkpoints=2)
     tier, disk = engine.scheduler.prefixes.tier, engine.scheduler.prefixes.tier.disk
     tier.max_bytes = 2 * engine.runner.pieces.num_bytes(is_state=True)

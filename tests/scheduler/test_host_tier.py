@@ -133,50 +133,6 @@ def test_a_salt_finds_nothing_of_another_one_on_the_host():
     assert cached == [[21], [0]]
 
 
-def test_a_request_waits_for_its_pieces_only_while_others_run():
-    loop = loop_of(PAGES, num_pages=24, **ROOM)
-    loop.mover.has_landed = lambda piece: False
-    run(loop, group_of(1, 22, 22))
-    run(loop, group_of(2, 0, 30), group_of(3, 0, 30), group_of(4, 0, 30))
-    (busy,), (waits,), (other,) = group_of(5, 0, 3, 12), group_of(6, 22, 22), group_of(7, 0, 3)
-    loop.add([busy])
-    loop.turn()
-    loop.add([waits], [other])
-    loop.turn()
-    assert waits in loop.scheduler.waiting and other in loop.scheduler.running
-    assert loop.mover.staged
-    loop.run()
-    assert waits.num_cached_tokens == 20  # it entered once the others had ended
-    check_that_nothing_is_left(loop)
-
-
-def test_what_goes_while_a_request_waits_for_it_is_right_anyway():
-    """A piece that the host forgets meanwhile comes all the same; after a reset nothing does."""
-    for way in ("forgotten", "reset", "abort"):
-        loop = loop_of(ALL, num_pages=24, **ROOM)
-        has_landed, loop.mover.has_landed = loop.mover.has_landed, lambda piece: False
-        run(loop, group_of(1, 22, 22))
-        run(loop, group_of(2, 0, 30), group_of(3, 0, 30), group_of(4, 0, 30))
-        (busy,), (waits,) = group_of(5, 0, 3, 12), group_of(6, 22, 22)
-        loop.add([busy], [waits])
-        for _ in range(2):
-            loop.turn()
-        assert waits in loop.scheduler.waiting
-        prefixes = loop.scheduler.prefixes
-        if way == "forgotten":
-            prefixes.tier.max_bytes = 0
-            prefixes.tier._add(host_tier.Piece(is_state=False), [])
-        elif way == "reset":
-            prefixes.clear()
-        else:
-            loop.scheduler.end(waits, Finish.ABORT)
-        assert way == "forgotten" or not loop.mover.staged
-        loop.mover.has_landed = has_landed
-        loop.run()
-        assert waits.num_cached_tokens == 0
-        check_that_nothing_is_left(loop)
-
-
 def test_an_error_and_a_failed_step_empty_the_host():
     loop = loop_of(ALL, num_pages=12, **ROOM)
     for forget in (
