@@ -73,6 +73,7 @@ class DiskTier:
         self._files: dict[Piece, _File] = {}
         self._loading: dict[Piece, Future[Any]] = {}
         self._writing: set[str] = set()
+        self._unread: list[tuple[str, Piece, tuple[Key, ...]]] = []  # of those: not filled yet
         self.num_bytes = 0
 
     def clear(self) -> None:
@@ -109,10 +110,20 @@ class DiskTier:
             self.num_skipped += 1
             return
         self._writing.add(name)
+        if piece.arrays is None:  # the plan that fills it has yet to be dispatched
+            self._unread.append((name, piece, tuple(keys)))
+        else:
+            self._write(name, piece, tuple(keys))
 
+    def forget_unread(self) -> None:
+        """The plans that would have filled pieces are not dispatched any more."""
+        self._writing -= {name for name, *_ in self._unread}
+        self._unread.clear()
+
+    def _write(self, name: str, piece: Piece, keys: tuple[Key, ...]) -> None:
         def written(num_bytes: int) -> None:
             self.num_written += 1
-            self._add(_File(name, num_bytes, piece.is_state, tuple(keys)))
+            self._add(_File(name, num_bytes, piece.is_state, keys))
 
         self._do(lambda: _write(self._folder / name, piece, keys), written, name)
 
@@ -149,6 +160,9 @@ class DiskTier:
         while self._jobs and self._jobs[0][0].done():
             job, note = self._jobs.pop(0)
             note(job)
+        for each in [each for each in self._unread if each[1].arrays is not None]:
+            self._unread.remove(each)
+            self._write(*each)
 
     # How. These run in the scheduler's thread.
 

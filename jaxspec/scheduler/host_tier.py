@@ -65,6 +65,8 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
+        if self.disk is not None:
+            self.disk.forget_unread()
         self.index = PieceIndex()
         self.num_bytes = 0
 

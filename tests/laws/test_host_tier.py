@@ -19,6 +19,7 @@ from jaxspec.cache import copies
 from jaxspec.plan import PIECES, READ, READ_STATE, RESTORE, WRITE, WRITE_STATE
 from jaxspec.request import Finish
 from jaxspec.runner import pieces
+from jaxspec.scheduler import disk_tier
 
 (PROMPT,) = [tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())]
 OTHERS = prompts(4, seed=11, longest=40)
@@ -186,13 +187,17 @@ def test_whatever_happens_where_both_tiers_give_up_every_request_gives_its_own_t
 
 
 def settle(disk):
+    disk.poll()
     while disk._jobs:
         disk._jobs[-1][0].exception()
         disk.poll()
 
 
-def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(tmp_path):
+def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
+    tmp_path, monkeypatch
+):
     """Where host and device have room for next to nothing; a file that is damaged is not used."""
+    monkeypatch.setattr(disk_tier, "MAX_WAITING", 100)
     engine = make(states=REPLAY, folder=tmp_path, num_pages=30, num_checkpoints=2)
     tier, disk = engine.scheduler.prefixes.tier, engine.scheduler.prefixes.tier.disk
     tier.max_bytes = 2 * engine.runner.pieces.num_bytes(is_state=True)

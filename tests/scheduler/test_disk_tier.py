@@ -246,3 +246,18 @@ def test_a_stranger_s_header_is_believed_nothing(tmp_path):
     ):
         disk_tier.Container(disk_tier.KIND, about, arrays).save(path)
         assert len(tier_of(tmp_path).index) == 0 and not path.exists()
+
+
+def test_a_piece_that_leaves_before_it_is_filled_is_written_once_it_is(tmp_path):
+    """And never, if the plan that fills it is not dispatched any more."""
+    tier, arrays = tier_of(tmp_path), piece_of(1).arrays
+    pieces = [put(tier, Piece(is_state=False), key) for key in (A, B)]
+    assert not list(tmp_path.iterdir())
+    pieces[0].arrays = arrays
+    tier.poll()
+    settle(tier)
+    check_equal(pieces[0], load(tier, tier.index.page(A)))
+    tier.forget_unread()
+    pieces[1].arrays = arrays
+    settle(tier)
+    assert tier.index.page(B) is None and not tier._writing
