@@ -72,7 +72,7 @@ def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
         params = SamplingParams(temperature=0, max_tokens=4)
         for prompt in 3 * prompts:
             llm.generate(prompt, params)
-        assert llm.metrics()["prefix_cache"]["host"]["num_hits"] > 60
+        assert llm.metrics()["prefix_cache"]["host"]["num_hits"] > 30
         result = replay(llm.save_flight(tmp_path / "whole.npz"))
         assert result.is_equal and result.num_compared > 10
         programs = [step.program for step in result.flight.steps]

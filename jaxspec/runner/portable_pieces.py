@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache import Pools, TokenHistory
+from jaxspec.cache.copies import uncopied
 from jaxspec.cache.portable import checkpoint_of, names, pages_of, state_arrays, token_arrays
 from jaxspec.piece_plan import Copied
 from jaxspec.runner.model_runner import ModelRunner
@@ -43,7 +44,7 @@ def copied_of(runner: ModelRunner, arrays: Arrays, tokens: Sequence[int]) -> Cop
     pieces, shapes, count = runner.pieces, runner.shapes, len(tokens)
     if any(spec.name == TokenHistory.name for spec in pieces.specs):
         arrays = {TokenHistory.name: np.array(tokens, np.int32), **arrays}
-    if not names(pieces.specs) <= arrays.keys():
+    if uncopied(pieces.specs) or not names(pieces.specs) <= arrays.keys():
         return None
     pages = pages_of(pieces.specs, arrays, count, pieces.sizes)
     num_full, size = count // shapes.page_size, shapes.piece_pages

@@ -96,7 +96,7 @@ class Schedule:
         self.interrupter = Interrupter()
         self.runner = Runner(self.device, self.scheduler, self.interrupter)
         self.session = Session(Engine(self.scheduler, self.runner, max_in_flight=max_in_flight))
-        self.runner.turn = self.session._turn
+        self.runner.turn = self.session._turns._turn
         self.asked: list[Ask] = []
         self.watched: list[Watched] = []
         self.callers: list[Caller] = []
@@ -257,7 +257,7 @@ class Schedule:
             _check_causes(error)
             self._kept = error if self.keeps_errors else None
         # Behind the `except`: what hung on the error's traceback is gone, unless it is kept.
-        assert not self.session._turn._is_owned(), "a turn without an end"
+        assert not self.session._turns._turn._is_owned(), "a turn without an end"
         num_errors = self._count_errors()
         if is_interrupted:
             self.num_interrupts += 1
