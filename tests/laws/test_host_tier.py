@@ -209,6 +209,8 @@ def test_what_went_to_the_disk_is_found_by_the_next_engine_and_changes_no_token(
             if len(prompt) > 8:  # others leave no state at their end
                 assert request.num_cached_tokens == (len(prompt) - 1) * (turn > 0)
         push_out(engine)
+        engine.engine._dispatch_copies()  # a file is found once it is written
+        settle(disk)
     figures = disk.figures()
     assert figures["num_written"] > 8 and figures["num_read"] > 10 and not figures["num_failed"]
     assert engine.check() <= 2
