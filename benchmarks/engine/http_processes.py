@@ -1,5 +1,6 @@
 """A server and what asks it, each in a process of its own; and the tokenizer a server needs."""
 
+import contextlib
 import json
 import os
 import socket
@@ -34,12 +35,14 @@ class Process:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
     def tell(self, line: str) -> None:
         """Send a line that has no answer."""

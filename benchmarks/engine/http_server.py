@@ -37,11 +37,10 @@ class WatchedLLM(AsyncLLM):
 
     async def _tick(self) -> None:
         """Note how late the loop comes to what is due."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK
+            due = time.monotonic() + TICK
             await asyncio.sleep(TICK)
-            self._lags.append(loop.time() - due)
+            self._lags.append(time.monotonic() - due)
 
     def _listen(self) -> None:
         watch = HostWatch(self._engine.session.engine)

@@ -21,6 +21,7 @@ from benchmarks.report import (
     draft_tables,
     prefill_tables,
     real_model_tables,
+    serving_tables,
     traffic_tables,
 )
 from benchmarks.report.markdown_table import markdown
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 _DOCS = "measurements.md", "sampling.md", "speculation.md", "traffic.md"
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
+SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
@@ -227,6 +229,9 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
     "traffic": (traffic_tables.served, TRAFFIC),
     "time of traffic": (traffic_tables.spent, TRAFFIC),
+    "serving": (serving_tables.beside_llm, SERVING),
+    "serving: first token": (serving_tables.first_token, SERVING),
+    "serving: streams": (serving_tables.streams, SERVING),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "loading": (prefill_tables.loading, "load_h200.json"),
