@@ -85,6 +85,14 @@ class Admission:
             self._unfinished[inbox] = None
             hand_on()  # at once: who closes the door after this finds it behind
 
+    def check_open(self) -> None:
+        """Refuse to go on once nothing may be admitted any more.
+
+        Raises:
+            DrainingError, EngineDeadError: why.
+        """
+        self._check_open(not self._is_closed)
+
     def begun(self, inbox: Inbox) -> None:
         """A request has a row."""
         with self._lock:

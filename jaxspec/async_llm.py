@@ -174,6 +174,7 @@ class AsyncLLM:
             except (TypeError, ValueError):
                 raise
             except Exception as error:
+                self._admission.check_open()  # or this is why it failed
                 self._thread.report(error)  # it may have come while programs ran on the state
                 raise
             inbox = self._thread.submit(loop, samples)

@@ -161,9 +161,9 @@ class StepShapes:
         if decode_rows is None:
             decode_rows = (*(4**i for i in range(16) if 4**i < max_num_seqs), max_num_seqs)
         if prefill_tokens is None:
-            # 64 and the most; with 512 and 2048 between them where that is 2048 or more, so that no
-            # prompt of middling length pays for the largest step.
-            between = {512, 2048} if largest >= 2048 else set[int]()
+            # 64 and the most; with others between them where that is 2048 or more, so that neither
+            # prompts of middling length pay for the largest step, nor what follows a kept prefix.
+            between = {256, 512, 2048} if largest >= 2048 else set[int]()
             prefill_tokens = sorted({min(64, largest), largest} | between)
         return StepShapes(
             max_num_seqs=max_num_seqs,

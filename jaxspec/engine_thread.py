@@ -43,6 +43,9 @@ class EngineThread:
         self.ended = concurrent.futures.Future[None]()  # done when the session is closed
         self.ended.set_running_or_notify_cancel()  # so nobody cancels it
         self._mail = queue.SimpleQueue[Callable[[], object] | None]()
+        # End what runs with "abort", close the session, and end the thread. It holds the mailbox
+        # alone, and so may outlive all else.
+        self.stop = functools.partial(self._mail.put, None)
         # These are the thread's own.
         self._live: dict[Tap, Inbox] = {}  # samples whose end was not handed on
         self._waiting: dict[Inbox, None] = {}  # requests that had no row yet
@@ -81,10 +84,6 @@ class EngineThread:
     def report(self, error: Exception) -> None:
         """Tell of an error outside the thread, which may have made the session start afresh."""
         self._mail.put(functools.partial(self._hear, error))
-
-    def stop(self) -> None:
-        """End what runs with "abort", close the session, and end the thread."""
-        self._mail.put(None)
 
     # The thread's own.
 
@@ -181,25 +180,27 @@ class EngineThread:
         """Every stream gets what came before, and then the error."""
         self.error = error
         self._send()
+        self._live.clear()
+        self._waiting.clear()
         for inbox in self.admission.close(functools.partial(EngineDeadError, error)):
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 inbox.loop.call_soon_threadsafe(inbox.fail, EngineDeadError(error))
             self.admission.over(inbox)
 
     def _close(self) -> None:
-        inboxes = self.admission.close(DrainingError)
+        inboxes, failure = self.admission.close(DrainingError), None
         try:
             self._session.close()
         except BaseException as error:
-            self.ended.set_exception(error)
-        else:
+            failure = error
+        self._live.update({tap: inbox for inbox in inboxes for tap in inbox.taps})
+        for tap in list(self._live):
+            tap.end()
+        self._send()
+        if failure is None:
             self.ended.set_result(None)
-        finally:
-            self._live.update({tap: inbox for inbox in inboxes for tap in inbox.taps})
-            for inbox in inboxes:
-                for tap in inbox.taps:
-                    tap.end()
-            self._send()
+        else:
+            self.ended.set_exception(failure)
 
     def _at_exit(self) -> None:
         """Python ends: a thread that is within JAX then would crash."""

@@ -160,8 +160,8 @@ class EngineConfig:
     prefill_buckets: Sequence[int] | None = option(
         None,
         "numbers of prompt tokens that get compiled, ascending",
-        none="64 and as many as a step may have; with 512 and 2048 between them if that is 2048 "
-        "or more",
+        none="64 and as many as a step may have; with 256, 512 and 2048 between them if that is "
+        "2048 or more",
     )
     seed: int = option(0, "seed of requests that bring none", least=None)
     compilation_cache: str | Path | None = option(

@@ -172,7 +172,9 @@ class Sample:
                 self.text += self._stops.push(text, may_end=self._may_end)
                 if self._stops.matched is not None:
                     return self._num_read
-        return self._read_rest() if self.request.finish else None
+        # After an abort nobody knows what the text that is held back would have become.
+        has_rest = self.request.finish not in (Finish.RUNNING, Finish.ABORT)
+        return self._read_rest() if has_rest else None
 
     @property
     def is_settled(self) -> bool:

@@ -110,8 +110,8 @@ def test_default_decode_buckets_end_in_all_rows(max_num_seqs, sizes):
         (64, (64,)),
         (600, (64, 600)),
         (2047, (64, 2047)),
-        (2048, (64, 512, 2048)),
-        (2049, (64, 512, 2048, 2049)),
+        (2048, (64, 256, 512, 2048)),
+        (2049, (64, 256, 512, 2048, 2049)),
     ],
 )
 def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
@@ -123,9 +123,9 @@ def test_default_prefill_buckets_end_in_the_budget_that_is_given(budget, sizes):
     ("tokens_per_step", "max_model_len", "sizes"),
     [
         (512, 8192, (64, 512)),
-        (4096, 8192, (64, 512, 2048, 4096)),
-        (2560, 8192, (64, 512, 2048, 2560)),
-        (4096, 500, (64, 512, 2048)),  # what 4 prompts may have, in full 64s
+        (4096, 8192, (64, 256, 512, 2048, 4096)),
+        (2560, 8192, (64, 256, 512, 2048, 2560)),
+        (4096, 500, (64, 256, 512, 2048)),  # what 4 prompts may have, in full 64s
         (4096, 10, (64, 512)),
     ],
 )

@@ -147,7 +147,7 @@ def test_where_kernels_run_a_dense_model_has_larger_steps_too(monkeypatch):
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
     monkeypatch.setattr(type(dense), "max_position_embeddings", property(lambda _: 8192))
     shapes = settle(EngineConfig(), dense, jnp.dtype("float32")).shapes
-    assert shapes.prefill_tokens == (64, 512, 2048)
+    assert shapes.prefill_tokens == (64, 256, 512, 2048)
     assert (shapes.max_prefill_seqs, shapes.steps_per_dispatch) == (8, 8)
 
 

@@ -688,6 +688,7 @@ examples:
   python -m jaxspec --model Qwen/Qwen3.5-0.8B --prompts-file prompts.txt --json > out.jsonl
   python -m jaxspec "class Stack:" --color
   python -m jaxspec inspect MODEL  (what it is and needs, and whether it runs; `inspect --help`)
+  python -m jaxspec serve MODEL    (as a server that OpenAI's clients know; `serve --help`)
   python -m jaxspec replay FILE    (runs what a flight recorder wrote; `replay --help` says more)
 
 exit status: 0 done; 1 the model failed on a prompt; 2 an error in what was asked for

@@ -491,6 +491,29 @@ def test_who_follows_requests_hears_when_no_stop_string_cuts_them_any_more(monke
     assert heard == [(1, 3, Finish.LENGTH), (0, 4, Finish.STOP)]
 
 
+def test_a_sample_whose_text_is_made_elsewhere_is_cut_and_settled_by_who_reads_it(monkeypatch):
+    """It may have gone on, or have ended, when its stop string is found."""
+    session, heard = make_session(), []
+    monkeypatch.setattr(
+        session.scheduler.drafter,
+        "settle",
+        lambda request: heard.append((request.num_output, request.finish)),
+    )
+    monkeypatch.setattr(Sample, "is_settled", False)
+    running, over, whole, gone = samples = [make_sample(i, n) for i, n in enumerate((9, 3, 3, 9))]
+    session.add(samples)
+    for _ in range(4):
+        session.step()
+    session.abort([gone])
+    assert not heard
+    session.settle(running, 2)
+    session.settle(over, 1)
+    session.settle(whole)
+    session.settle(gone, 1)  # an abort stays one
+    assert heard == [(2, Finish.STOP), (1, Finish.STOP), (3, Finish.LENGTH), (4, Finish.ABORT)]
+    assert not session._samples and not session.scheduler.has_work
+
+
 def test_samples_that_could_never_run_are_refused():
     session = make_session()
     with pytest.raises(ValueError, match="must fit the page pool alone"):

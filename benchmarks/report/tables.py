@@ -20,6 +20,7 @@ from benchmarks.report import (
     decode_tables,
     draft_tables,
     prefill_tables,
+    prefix_tables,
     real_model_tables,
     serving_tables,
     traffic_tables,
@@ -28,12 +29,13 @@ from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-_DOCS = "measurements.md", "sampling.md", "speculation.md", "traffic.md"
+_DOCS = "measurements.md", "prefix-caching.md", "sampling.md", "speculation.md", "traffic.md"
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
 SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
+PREFIXES = "prefixes_h200.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
@@ -234,6 +236,10 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "serving: streams": (serving_tables.streams, SERVING),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
+    "prefixes found": (prefix_tables.first_token, PREFIXES),
+    "agents": (prefix_tables.agents, PREFIXES),
+    "prefixes not found": (prefix_tables.decode, PREFIXES),
+    "copies of states": (prefix_tables.copies, PREFIXES),
     "loading": (prefill_tables.loading, "load_h200.json"),
     "start-up": (prefill_tables.start_up, "startup_h200.json"),
     "kernels": (kernels, "kernels_h200.json"),

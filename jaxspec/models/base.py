@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -164,13 +165,22 @@ class Model(Published):
         They are what the next token of a row would start from: under the replay policy with the
         ring's tokens added, in float32. What a pool keeps besides states is not among them.
         """
-        found: dict[str, list[Array]] = {}
+        alike: dict[nnx.GraphDef, list[tuple[int, Any]]] = {}
         for layer in self._layers:
             if layer.mixer is not None:
-                of_layer = layer.mixer.states(pools, rows, layer.cache_layer)
-                for name, states in of_layer.items():
-                    found.setdefault(name, []).append(states)
-        return {name: jnp.stack(states) for name, states in found.items()}
+                graph, params = nnx.split(layer.mixer)
+                alike.setdefault(graph, []).append((layer.cache_layer, params))
+        found: dict[str, list[tuple[list[int], Array]]] = {}
+        for graph, mixers in alike.items():
+            indices = [index for index, _ in mixers]
+            # All at once: a layer's states alone would keep a fraction of a GPU busy.
+            params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(p for _, p in mixers))
+            of_layers = jax.vmap(
+                lambda p, i, graph=graph: nnx.merge(graph, p).states(pools, rows, i)
+            )
+            for name, states in of_layers(params, jnp.array(indices)).items():
+                found.setdefault(name, []).append((indices, states))
+        return {name: _in_order(parts) for name, parts in found.items()}
 
     def forward(
         self, inputs: ModelInputs, pools: Pools, taps: tuple[int, ...] = ()
@@ -226,3 +236,10 @@ class Model(Published):
         yield from self.trunk.checkpoint()
         if self.draft_head is not None:
             yield from self.draft_head.checkpoint()
+
+
+def _in_order(parts: list[tuple[list[int], Array]]) -> Array:
+    """What belongs to layers of a pool, by their indices in it."""
+    indices = [index for some, _ in parts for index in some]
+    joined = jnp.concatenate([values for _, values in parts])
+    return joined if indices == sorted(indices) else joined[np.argsort(indices)]

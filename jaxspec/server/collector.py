@@ -34,7 +34,7 @@ _TEXTS = {
     "jaxspec:is_healthy": "1 until a step fails.",
     "jaxspec:host_seconds": "Seconds of the engine's thread, by what it did.",
     "jaxspec:engine_steps": "Steps dispatched.",
-    "jaxspec:event_loop_lag_seconds": "How late the event loop woke up last.",
+    "jaxspec:event_loop_lag_seconds": "Seconds of the event loop's last turn; chunks wait for it.",
 }
 _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 
@@ -42,9 +42,9 @@ _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 class Collector(Base):
     """vLLM's names, so that its dashboards show them, and a few of our own under `jaxspec:`."""
 
-    def __init__(self, service: Service):
-        """Tell of `service`."""
-        self._service = service
+    def __init__(self, service: Service, loop_seconds: float):
+        """Tell of `service`, whose event loop has just taken `loop_seconds` for one turn."""
+        self._service, self._loop_seconds = service, loop_seconds
         self._labels = {"model_name": service.names[0], "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
@@ -90,6 +90,7 @@ class Collector(Base):
         yield self._counters("vllm:request_success", "finished_reason", figures.ends)
         yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
         yield self._gauge("jaxspec:is_healthy", float(service.llm.is_healthy))
+        yield self._gauge("jaxspec:event_loop_lag_seconds", self._loop_seconds)
 
     def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:
         labels = [*self._labels, *([label] if label else ())]

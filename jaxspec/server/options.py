@@ -1,6 +1,6 @@
 """ServerOptions: every option of the server, written once: type, default and meaning.
 
-The help of `jaxspec serve` and docs/serving.md's table are made from it.
+The help of `python -m jaxspec serve` is made from it.
 """
 
 import dataclasses
@@ -60,6 +60,9 @@ class ServerOptions:
     )
     stream_keep_alive: float = option(
         15.0, "seconds of silence after which a stream says that it lives"
+    )
+    warm_up: bool = option(
+        True, "whether all is compiled before the port opens; else the first requests wait for it"
     )
     access_log: bool = option(True, "whether each request is logged, by route and status")
 

@@ -20,6 +20,13 @@ _CLOSING = 5  # seconds that connections get to send their last bytes
 
 
 class _Uvicorn(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port, and say so."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            host, port, *_ = each.getsockname()
+            _LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `_Life`, which lets running requests end first."""
@@ -37,7 +44,8 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
     options.keys()  # what is wrong there is told before a model is loaded
     with _bound(options) as listener:
         async with make_llm() as llm:
-            await llm.warm_up()
+            if options.warm_up:
+                await llm.warm_up()
             app = make_app(llm, options)
             server = _Uvicorn(
                 uvicorn.Config(

@@ -4,6 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends
@@ -49,7 +50,7 @@ class Service:
         self.tokenizer: Tokenizer = llm.tokenizer
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
-        self.names = options.served_model_name or (llm.model_name,)
+        self.names = options.served_model_name or (_name_of(llm.model_name),)
         self.created = int(time.time())
         self.is_draining = False  # new requests are refused, for the server ends
 
@@ -181,6 +182,12 @@ class Service:
     def _check(name: str, value: int, most: int) -> None:
         if value > most:
             raise ValueError(f"{name} must be at most {most:,}, got {value:,}. Ask for fewer.")
+
+
+def _name_of(model: str) -> str:
+    """A hub id; of a folder or file its last part, for the rest is nobody's concern."""
+    path = Path(model)
+    return path.name if path.exists() else model
 
 
 def _salted(prompt: Any, salt: str | None) -> Any:

@@ -23,7 +23,7 @@ def served(short_model):
     def make():
         return AsyncLLM(short_model, max_num_queued_reqs=150, **OPTIONS)
 
-    with serving(make, served_model_name=["short"]) as found:
+    with serving(make) as found:
         yield found
 
 

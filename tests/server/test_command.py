@@ -1,5 +1,6 @@
 """`jaxspec serve`: its options are those of the server and of the engine, with their defaults."""
 
+import subprocess
 import sys
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_help_tells_every_option_with_its_default():
 
 
 def test_a_wrong_word_is_one_line_and_status_2(capsys):
-    for words in (["--port", "x"], ["--max-n", "0"], ["--api-key-file", "/nowhere"], ["--prot"]):
+    for words in (["--port", "x"], ["--max-n", "0"], ["--api-key-file", "/nowhere"], ["--no-such"]):
         try:
             status = command.main(["serve", *words])
         except SystemExit as error:
@@ -66,6 +67,14 @@ def test_a_wrong_word_is_one_line_and_status_2(capsys):
         assert status == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("jaxspec: ")
+
+
+def test_the_library_imports_nothing_of_the_extra():
+    """Its packages need not be there, and the first command does not wait for them."""
+    extra = {"fastapi", "starlette", "uvicorn", "pydantic", "orjson", "prometheus_client"}
+    code = f"import jaxspec, jaxspec.__main__, sys; print(*({extra} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
 
 
 def test_without_the_extra_the_way_to_it_is_told(monkeypatch, capsys):

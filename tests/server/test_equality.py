@@ -41,7 +41,8 @@ async def answered(client, number, *, is_chat, streams):
     assert response.status_code == 200, response.text
     found = [["", None] for _ in range(fields["n"])]
     if streams:
-        events = response.text.strip().split("\n\n")[:-1]
+        parts = response.text.strip().split("\n\n")
+        events = [part for part in parts if part != ": keep-alive"][:-1]
         choices = [
             choice
             for event in events

@@ -50,7 +50,8 @@ async def one(client, draw, want, happened):
         return
     assert response.status_code == 200, response.text
     if streams:
-        *events, done = response.text.strip().split("\n\n")
+        parts = response.text.strip().split("\n\n")
+        *events, done = [part for part in parts if part != ": keep-alive"]
         assert done == "data: [DONE]"
         told = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
         text, reason = "".join(choice["text"] for choice in told), told[-1]["finish_reason"]

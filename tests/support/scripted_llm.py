@@ -63,8 +63,17 @@ class ScriptedLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 
+    async def warm_up(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.close()
 
 
 class TemplateTokenizer(Tokenizer):

@@ -24,7 +24,7 @@ async def create_message(body: MessagesRequest, service: ServiceOf) -> Response:
     """Go on with a conversation in Anthropic's form."""
     model = service.check_model(body.model)
     with service.refusing(body):
-        request = anthropic.chat_request(body.given())
+        request = anthropic.chat_request(body.given()) | {"stream": body.stream}
         chat = ChatCompletionRequest.model_validate(request)
     conversation = await Conversation.begin(service, chat, new_id("msg"))
     if body.stream:

@@ -30,7 +30,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "jaxspec",
-        "root": service.llm.model_name,
+        "root": service.names[0],
         "parent": None,
         "max_model_len": service.llm.max_model_len,
     }

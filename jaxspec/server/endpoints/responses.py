@@ -23,7 +23,8 @@ async def create_response(body: ResponsesRequest, service: ServiceOf) -> Respons
     """Answer an input."""
     model, given = service.check_model(body.model), body.given()
     with service.refusing(body):
-        chat = ChatCompletionRequest.model_validate(responses.chat_request(given))
+        request = responses.chat_request(given) | {"stream": body.stream}
+        chat = ChatCompletionRequest.model_validate(request)
     conversation = await Conversation.begin(service, chat, new_id("resp"))
     if body.stream:
         return service.stream(_events(conversation, ResponseEvents(given, model)))

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxspec.checks import shown
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.server.errors import ApiError
 from jaxspec.server.protocol.body import Body, Each, Json, StreamOptions
 
@@ -111,7 +111,8 @@ class Sampling(Body):
     ) -> SamplingParams:
         """The parameters: what is given, and `default` for the rest.
 
-        `max_tokens` None is the room that the prompt leaves.
+        `max_tokens` None is the room that the prompt leaves. An answer that is not streamed comes
+        in one piece, so that the event loop is not woken before its end.
 
         Raises:
             ValueError: as in `SamplingParams`.
@@ -119,7 +120,10 @@ class Sampling(Body):
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return dataclasses.replace(default, **given, max_tokens=max_tokens, logprobs=logprobs)
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return dataclasses.replace(
+            default, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind
+        )
 
 
 def refused(name: str, value: Any, why: str) -> ApiError:

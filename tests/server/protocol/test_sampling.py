@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.server.errors import ApiError
 from jaxspec.server.protocol.sampling import Sampling
 
@@ -23,8 +23,16 @@ def test_what_is_given_counts_and_the_rest_is_the_default():
         logit_bias={5: -1},
         max_tokens=9,
         logprobs=2,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
     assert found == want
+
+
+def test_a_stream_comes_in_pieces_and_a_whole_answer_in_one():
+    kinds = {True: RequestOutputKind.DELTA, False: RequestOutputKind.FINAL_ONLY}
+    for streams, kind in kinds.items():
+        found = Sampling(stream=streams).sampling_params(DEFAULT, 1, None)
+        assert found.output_kind is kind
 
 
 def test_every_field_of_the_parameters_can_be_asked_for_or_is_the_server_s():

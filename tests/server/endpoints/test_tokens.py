@@ -1,0 +1,41 @@
+"""POST /tokenize and /detokenize: the tokenizer's own ids and texts."""
+
+import pytest
+
+TEXT = "def f(é):\n    return '語'"
+
+
+def test_text_goes_to_ids_and_back(served, reference):
+    found = served.post("/tokenize", prompt=TEXT, return_token_strs=True).json()
+    ids = reference.tokenizer.encode(TEXT)
+    assert found["tokens"] == ids and found["count"] == len(ids)
+    assert found["max_model_len"] == 512 and len(found["token_strs"]) == len(ids)
+    assert served.post("/detokenize", tokens=ids).json() == {"prompt": TEXT}
+
+
+def test_a_conversation_is_written_by_its_template(served, reference):
+    messages = [{"role": "user", "content": "Hello"}]
+    found = served.post("/tokenize", messages=messages).json()["tokens"]
+    assert found == reference.tokenizer.chat(messages)
+    chat = served.post("/v1/chat/completions", messages=messages, max_tokens=1).json()
+    assert chat["usage"]["prompt_tokens"] == len(found)
+
+
+def test_the_tokenizer_is_described(served):
+    assert served.get("/tokenizer_info").json()["max_model_len"] == 512
+
+
+@pytest.mark.parametrize(
+    "path, body, said",
+    [
+        ("/tokenize", {}, "Either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "Either prompt or messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "text alone"),
+        ("/detokenize", {"tokens": [-1]}, "Each of tokens must be an integer of at least 0"),
+        ("/detokenize", {"tokens": [2**32]}, "Each of tokens must be at most"),
+        ("/detokenize", {}, "tokens must be given"),
+    ],
+)
+def test_bad_input_is_a_400(served, path, body, said):
+    found = served.post(path, **body)
+    assert found.status_code == 400 and said in found.json()["error"]["message"]

@@ -1,0 +1,131 @@
+"""The server's life in a process of its own: signals, the port, exit statuses."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxspec.server.options import ServerOptions
+from jaxspec.server.run import serve
+
+SCRIPTED = """
+import asyncio, sys
+from scripted_llm import ScriptedLLM
+from jaxspec.server.options import ServerOptions
+from jaxspec.server.run import serve
+
+class Slow(ScriptedLLM):
+    async def drain(self, timeout):
+        await asyncio.sleep(600)
+
+sys.exit(asyncio.run(serve(lambda: Slow(["a"] * 10, "x"), ServerOptions(port=0))))
+"""
+
+
+class Process:
+    """A server in a process; `root` is known once its port is open."""
+
+    def __init__(self, *words):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), "tests/support"])}
+        self.process = subprocess.Popen(
+            [sys.executable, *words], stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.lines = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def wait_for(self, pattern, seconds=240):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := re.search(pattern, "".join(self.lines)):
+                return found.group(found.re.groups)
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern}: {''.join(self.lines)}")
+
+    def __enter__(self):
+        try:
+            self.root = self.wait_for(r"Serving at (http://127.0.0.1:\d+)")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        self.process.stderr.close()
+
+
+def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(short_model):
+    options = "--port 0 --no-warm-up --dtype float32 --max-num-seqs 4 --decode-buckets 4"
+    body = {"prompt": "x = [", "max_tokens": 120, "stream": True, "ignore_eos": True}
+    with Process("-m", "jaxspec", "serve", str(short_model), *options.split()) as server:
+        texts, refused = [""] * 4, []
+
+        def read(number):
+            with httpx.stream(
+                "POST", f"{server.root}/v1/completions", json=body, timeout=240
+            ) as stream:
+                for line in stream.iter_lines():
+                    texts[number] += line
+
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+        for reader in readers:
+            reader.start()
+        while not all(texts):
+            time.sleep(0.01)
+        assert httpx.get(f"{server.root}/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("(Ending)")
+        try:
+            refused = [
+                httpx.post(f"{server.root}/v1/completions", json={"prompt": "a"}, timeout=30),
+                httpx.get(f"{server.root}/ready"),
+            ]
+        except httpx.TransportError:
+            assert not any(reader.is_alive() for reader in readers)  # all had ended meanwhile
+        for reader in readers:
+            reader.join(120)
+        assert server.process.wait(60) == 0
+        assert all(text.endswith("data: [DONE]") and '"length"' in text for text in texts)
+        assert [each.status_code for each in refused] in ([503, 503], [])
+        if refused:
+            assert refused[0].headers["retry-after"] and "drains" in refused[0].text
+
+
+def test_a_second_signal_ends_at_once():
+    with Process("-c", SCRIPTED) as server:
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("(Ending)")
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def never():
+            raise AssertionError("a model was loaded")
+
+        with pytest.raises(OSError, match=f"can't listen at 127.0.0.1:{port}"):
+            asyncio.run(serve(never, ServerOptions(port=port)))

@@ -1,0 +1,74 @@
+"""What AsyncLLM stands on, over a device in NumPy that checks each plan; prompts are `Ask`s."""
+
+import itertools
+
+from callers import Ask, Letters
+from schedules import Schedule
+
+from jaxspec.outputs import Sample
+from jaxspec.request import Request
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.stop_strings import StopStrings
+
+
+class FakeLLMEngine:
+    """An `LLMEngine` whose prompts are the numbers of `asks`, as texts."""
+
+    tokenizer, model_name = None, "fake"
+
+    def __init__(self, model=None, **options):
+        del model
+        self.schedule = Schedule(**options)
+        self.session, self.shapes = self.schedule.session, self.schedule.scheduler.shapes
+        self.asks: dict[str, Ask] = {}
+        self.before_prepare = lambda: None
+        self._numbers, self._keys = itertools.count(), itertools.count(1)
+
+    def ask(self, ask: Ask) -> str:
+        """The prompt that stands for `ask`."""
+        name = str(next(self._numbers))
+        self.asks[name] = ask
+        return name
+
+    def forget(self):
+        """Let go of all requests, which have ended."""
+        schedule = self.schedule
+        for held in (self.asks, schedule.requests, schedule.device.log, schedule.device.admitted):
+            held.clear()
+        schedule.scheduler.planned = None
+
+    def one_prompt(self, prompt):
+        self.session.require_usable()
+        return prompt
+
+    def prepare_one(self, prompt, params, request_id, priority):
+        self.before_prepare()
+        if prompt not in self.asks:
+            raise ValueError(f"{prompt!r} is no prompt")
+        params = params or SamplingParams()
+        requests = self.asks[prompt].requests(first_key=0)
+        for request in requests:
+            request.params.output_kind = params.output_kind
+            request.proposer_key, request.priority = next(self._keys), priority
+            request.request_id = request_id or prompt
+            self.schedule.requests[request.proposer_key] = request
+        for index, request in enumerate(requests):
+            request.index = index
+        samples = [sample_of(request) for request in requests]
+        self.session.check(samples)
+        return samples
+
+    def warm_up(self, samplers):
+        pass
+
+    def metrics(self):
+        return self.session.engine.figures()
+
+    def close(self):
+        self.session.close()
+
+
+def sample_of(request: Request) -> Sample:
+    """A sample with letters for text."""
+    stops = request.params.stop
+    return Sample(request, Letters(), StopStrings(stops) if stops else None)
