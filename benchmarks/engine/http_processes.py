@@ -101,6 +101,8 @@ class Server(Process):
                 time.sleep(0.1)
             else:
                 return
+        if self.has_ended:
+            raise RuntimeError("The server ended before it served; its own words are above.")
         raise RuntimeError(f"The server did not start within {_SECONDS_TO_START:g} seconds.")
 
 
