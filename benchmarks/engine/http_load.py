@@ -85,13 +85,15 @@ async def ask_all(port: int, bodies: list[dict[str, Any]], at_once: int) -> dict
 
     gc.disable()
     begin, cpu = time.monotonic(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        for _, place in made:
-            group.create_task(work(place))
-    cpu = time.process_time() - cpu
-    gc.enable()
-    for transport, _ in made:
-        transport.close()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _, place in made:
+                group.create_task(work(place))
+        cpu = time.process_time() - cpu
+    finally:
+        gc.enable()
+        for transport, _ in made:
+            transport.close()
     read = [answer.read() for answer in answers]
     return {
         "seconds": max(times[-1] for times, _ in read) - begin,

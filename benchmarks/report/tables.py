@@ -29,8 +29,8 @@ from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-_DOCS = "measurements.md", "prefix-caching.md", "sampling.md", "speculation.md", "traffic.md"
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
+_DOCS = "measurements", "prefix-caching", "sampling", "serving", "speculation", "traffic"
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
 SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"

@@ -14,6 +14,7 @@ from jaxspec.sampler import GREEDY
 from jaxspec.tokenizer import Tokenizer
 
 serving = importlib.import_module("benchmarks.engine.serving")
+runs = importlib.import_module("benchmarks.engine.serving_runs")
 http_load = importlib.import_module("benchmarks.engine.http_load")
 host_times = importlib.import_module("benchmarks.measure.host_times")
 processes = importlib.import_module("benchmarks.engine.http_processes")
@@ -57,9 +58,10 @@ def test_an_answer_that_is_not_whole_is_no_measurement(last):
 
 def asked_of(answer, requests, at_once):
     """What the load makes of a server that answers every request with the same pieces."""
-    seen = []
+    seen, tasks = [], []
 
     async def serve(reader, writer):
+        tasks.append(asyncio.current_task())
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -72,12 +74,16 @@ def asked_of(answer, requests, at_once):
                 if not b"".join(answer).endswith(END):
                     break
         writer.close()
+        await writer.wait_closed()
 
     async def run():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             bodies = [{"prompt": [number]} for number in range(requests)]
-            return await asyncio.wait_for(http_load.ask_all(port, bodies, at_once), 30)
+            try:
+                return await asyncio.wait_for(http_load.ask_all(port, bodies, at_once), 30)
+            finally:
+                await asyncio.wait(tasks)
 
     return asyncio.run(run()), seen
 
@@ -131,11 +137,11 @@ def test_processors_are_counted_by_thread():
 
 def test_figures_are_those_of_the_run_in_the_middle():
     stages = {name: [0.001] for name in host_times.STAGES}
-    runs = [
-        serving.Run(seconds, 120, [0.1], [0.01, 0.02], {"llm": 2.0}, stages)
+    three = [
+        runs.Run(seconds, 120, [0.1], [0.01, 0.02], {"llm": 2.0}, stages)
         for seconds in (4.0, 2.0, 3.0)
     ]
-    figures = serving.figures_of(runs)
+    figures = runs.figures_of(three)
     key = "output_tokens_per_second"
     assert [figures[key], figures[f"{key}_least"], figures[f"{key}_most"]] == [40, 30, 60]
     assert figures["processors"] == {"llm": pytest.approx(2 / 3)}
