@@ -86,8 +86,9 @@ class Server(Process):
             self.__exit__()
             raise
 
-    def begin(self) -> None:
-        self.tell("begin")
+    def begin(self, switch_ms: float | None = None) -> None:
+        """`switch_ms`: for how long a thread keeps Python's lock; None: as before."""
+        self.tell("begin" if switch_ms is None else f"begin {switch_ms}")
 
     def end(self) -> dict[str, Any]:
         return self.ask("end")

@@ -2,7 +2,8 @@
 
 `main` takes a model's folder and the options of an `AsyncLLM` and of the server in JSON. "begin"
 and "end" on the standard input bound what is measured, and "end" is answered with a line of JSON.
-The server ends with that input.
+Behind "begin" may stand for how many milliseconds a thread keeps Python's lock from then on, in
+place of what the server chose. The server ends with that input.
 """
 
 import asyncio
@@ -46,7 +47,10 @@ class WatchedLLM(AsyncLLM):
         watch = HostWatch(self._engine.session.engine)
         try:
             for line in sys.stdin:
-                if line.strip() == "begin":
+                command, *milliseconds = line.split()
+                if command == "begin":
+                    if milliseconds:
+                        sys.setswitchinterval(float(milliseconds[0]) / 1000)
                     self._lags = []
                     watch.begin()
                 else:
@@ -58,13 +62,12 @@ class WatchedLLM(AsyncLLM):
         metrics = self.metrics()
         same = ("implementations", "num_preemptions", "num_running", "num_waiting")
         told = {name: metrics[name] for name in same}
+        told["switch_ms"] = 1000 * sys.getswitchinterval()
         return {**told, "lags": self._lags, "compile_seconds": self._compile_seconds}
 
 
 def main() -> None:
     folder, llm_options, server_options = sys.argv[1], *map(json.loads, sys.argv[2:])
-    if seconds := os.environ.get("SWITCH_INTERVAL"):
-        sys.setswitchinterval(float(seconds))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = serve(lambda: WatchedLLM(folder, **llm_options), ServerOptions(**server_options))
         sys.exit(runner.run(serving))

@@ -13,6 +13,7 @@ asks it and `LLM` are three processes of one machine. Each answer is streamed.
   sent to the first piece received; medians, in turns of ten.
 * streams: a server alone, with more rows. Seconds of each stage of a step on the host, "between"
   those of one step and the next one; how late the event loop is; and processors that are busy.
+  With --switch-ms once more for each time that a thread may keep Python's lock for.
 
 A device's memory must be enough for two engines: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its
 share of it. A line is printed for each case, and a FILE keeps other cases.
@@ -38,6 +39,7 @@ from jaxspec.pallas import dispatch
 
 PARTS = "throughput", "first-token", "streams"
 FIRSTS_A_TURN = 10
+SHORT = 16  # requests of a run that is not timed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Case:
     lengths: str
     requests: int
     at_once: int
+    switch_ms: float | None = None  # of the server's threads; None: as it chooses
 
 
 @dataclasses.dataclass
@@ -68,7 +71,8 @@ class Engines:
 def throughput(case: Case, engines: Engines, repeats: int) -> Figures:
     """Both ways in turns, after a short run of each."""
     work = work_of(case)
-    short = work.one_token_each()
+    some = slice(0, SHORT)
+    short = traffic.Work(work.prompts[some], work.tokens[some]).one_token_each()
     by_llm(engines.llm, short, case.at_once)
     by_http(engines.server, engines.generator, short, case.at_once)
     runs: list[tuple[Run, Run]] = []
@@ -110,8 +114,12 @@ def first_token(case: Case, engines: Engines) -> Figures:
 def streams(case: Case, server: Server, generator: Generator, repeats: int) -> Figures:
     """So many streams at a time, of a server alone."""
     work = work_of(case)
-    by_http(server, generator, work.one_token_each(), case.at_once)
-    return figures_of([by_http(server, generator, work, case.at_once) for _ in range(repeats)])
+
+    def run(work: traffic.Work) -> Run:
+        return by_http(server, generator, work, case.at_once, case.switch_ms)
+
+    run(work.one_token_each())
+    return figures_of([run(work) for _ in range(repeats)])
 
 
 def work_of(case: Case) -> traffic.Work:
@@ -137,8 +145,10 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     ]
     first = {"lengths": args.first_lengths, "requests": args.firsts, "at_once": 1}
     cases.append(Case(part="first-token", **first, **small))
+    large |= {"part": "streams", "lengths": args.stream_lengths}
     cases += [
-        Case(part="streams", lengths=args.stream_lengths, requests=2 * each, at_once=each, **large)
+        Case(requests=2 * each, at_once=each, switch_ms=milliseconds, **large)
+        for milliseconds in [None, *args.switch_ms]
         for each in args.streams
     ]
     return [case for part in args.parts for case in cases if case.part == part]
@@ -206,6 +216,7 @@ def parser() -> argparse.ArgumentParser:
     add("--firsts", type=int, default=50, help="how many of them, in tens (default 50)")
     add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="that are open")
     add("--stream-rows", type=int, default=256, help="of their server (default 256)")
+    add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="of threads, too")
     add("--stream-lengths", default="128x512", help="of their requests (default 128x512)")
     add("--options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
     add("--stream-options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")

@@ -42,8 +42,14 @@ def by_llm(llm: LLM, work: traffic.Work, at_once: int) -> Run:
     return Run(served.seconds, tokens, ttft, served.gaps, cpu, told["stages"])
 
 
-def by_http(server: Server, generator: Generator, work: traffic.Work, at_once: int) -> Run:
-    server.begin()
+def by_http(
+    server: Server,
+    generator: Generator,
+    work: traffic.Work,
+    at_once: int,
+    switch_ms: float | None = None,
+) -> Run:
+    server.begin(switch_ms)
     bodies = [body(prompt, tokens) for prompt, tokens in zip(*work, strict=True)]
     got = generator.load(server.port, bodies, at_once)
     told = server.end()

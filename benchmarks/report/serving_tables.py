@@ -65,5 +65,7 @@ def _of_part(part: str, files: tuple[Figures, ...]) -> list[Figures]:
 
 def _about(case: Figures) -> list[str]:
     options = [f"max_num_seqs={case['rows']}", *options_of(case)]
+    if case.get("switch_ms") is not None:
+        options.append(f"sys.setswitchinterval({case['switch_ms'] / 1000:g})")
     load = f"{work_of(case)}, {case['at_once']} at a time"
     return [load, ", ".join(f"`{option}`" for option in options)]

@@ -164,6 +164,11 @@ def test_by_default_the_trace_comes_64_at_a_time_and_at_once_then_one_by_one_the
     ]
 
 
+def test_streams_come_again_for_each_time_that_a_thread_keeps_the_lock():
+    cases = serving.cases_of(asked("--parts streams --streams 64 --switch-ms 5 1"))
+    assert [case.switch_ms for case in cases] == [None, 5, 1]
+
+
 def test_both_engines_have_room_for_every_part_and_keep_no_prefix():
     args = asked("--max-model-len 64 --lengths 12x8 --first-lengths 512x8 --stream-lengths 40x30")
     options = serving.options_of(args, 7, {"page_size": 32})
@@ -205,7 +210,7 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     file = tmp_path / "serving.json"
     sizes = "--rows 4 --max-model-len 64 --lengths 12x8 --requests 8 --at-once 4 --repeats 1"
     alone = "--first-lengths 12x4 --firsts 10"
-    many = "--streams 8 --stream-rows 8 --stream-lengths 12x8"
+    many = "--streams 8 --stream-rows 8 --stream-lengths 12x8 --switch-ms 5"
     monkeypatch.setattr(
         sys,
         "argv",
@@ -218,8 +223,9 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     )
     serving.main()
     figures = json.loads(file.read_text())
-    both, first, many = figures["results"]
+    both, first, many, again = figures["results"]
     assert [x["part"] for x in (both, first, many)] == list(serving.PARTS)
+    assert (many["switch_ms"], again["switch_ms"]) == (None, 5)
     for way in (both["llm"], both["http"], many):
         assert way["output_tokens_per_second"] > 0 and way["dispatches"] > 4
         assert 0 < way["plan_ms_p50"] <= way["plan_ms_p99"] and way["ttft_ms_p50"] > 0
