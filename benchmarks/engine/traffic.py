@@ -105,21 +105,27 @@ class Work(NamedTuple):
 
 def make_llm(args: argparse.Namespace, folder: Path, options: dict[str, Any]) -> LLM:
     """An engine that the options by hand, and no others, tune."""
+    return LLM(folder, **llm_options(args, options))
+
+
+def llm_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """Those by hand, and what makes the model and its room."""
     speculation = {
         "num_speculative_tokens": args.drafts,
         "draft_vocab": args.draft_vocab,
         "synthetic_acceptance_rates": rates_of(args),
     }
     longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
-    sizes = {"max_num_seqs": args.rows, "max_model_len": max(longest, args.max_model_len)}
-    return LLM(
-        folder,
-        load_format="dummy",
-        speculative_config=speculation if args.drafts else None,
-        compilation_cache=args.compilation_cache,
-        show_progress=False,
-        **{"enable_prefix_caching": False} | sizes | options,  # the same work comes again
-    )
+    return {
+        "load_format": "dummy",
+        "speculative_config": speculation if args.drafts else None,
+        "compilation_cache": args.compilation_cache,
+        "show_progress": False,
+        "enable_prefix_caching": False,  # the same work comes again
+        "max_num_seqs": args.rows,
+        "max_model_len": max(longest, args.max_model_len),
+        **options,
+    }
 
 
 def work_of(case: Case) -> Work:
@@ -365,12 +371,8 @@ def refusal(args: argparse.Namespace) -> str | None:
         return f"--requests must be at least as many as --at-once, got {args.requests}."
     if "max_num_seqs" in dict(args.options):
         return "max_num_seqs is --rows."
-    if args.json and args.json.exists():
-        known = json.loads(args.json.read_text())
-        if "results" not in known:
-            return f"{args.json} holds no results of this script; name another file."
-        if known["device"] != record.machine()["device"]:
-            return f"{args.json} holds results of {known['device']}; name another file."
+    if why := record.refusal(args.json):
+        return why
     try:
         for case in cases_of(args, {}):
             workload.lengths(case.lengths, case.requests)

@@ -27,6 +27,18 @@ def write(file: Path | None, figures: dict[str, Any]) -> None:
         file.write_text(json.dumps({**machine(), **figures}, indent=1) + "\n")
 
 
+def refusal(file: Path | None) -> str | None:
+    """Why a list of results can't be kept in `file`, if it can't."""
+    if file is None or not file.exists():
+        return None
+    known = json.loads(file.read_text())
+    if "results" not in known:
+        return f"{file} holds no results of this script; name another file."
+    if known["device"] != machine()["device"]:
+        return f"{file} holds results of {known['device']}; name another file."
+    return None
+
+
 def machine() -> dict[str, Any]:
     """Processor, versions, the commit measured and the day."""
     # Not at the top: a process that only starts others should hold no accelerator meanwhile.

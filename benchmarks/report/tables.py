@@ -22,15 +22,17 @@ from benchmarks.report import (
     prefill_tables,
     prefix_tables,
     real_model_tables,
+    serving_tables,
     traffic_tables,
 )
 from benchmarks.report.markdown_table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
-_DOCS = "measurements.md", "prefix-caching.md", "sampling.md", "speculation.md", "traffic.md"
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
+_DOCS = "measurements", "prefix-caching", "sampling", "serving", "speculation", "traffic"
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
 TRAFFIC = "traffic_h*.json"  # one for each card
+SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
 PREFIXES = "prefixes_h200.json"
@@ -229,6 +231,9 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "traffic by hand": (against_peer.traffic_by_hand, PEER_TRAFFIC),
     "traffic": (traffic_tables.served, TRAFFIC),
     "time of traffic": (traffic_tables.spent, TRAFFIC),
+    "serving": (serving_tables.beside_llm, SERVING),
+    "serving: first token": (serving_tables.first_token, SERVING),
+    "serving: streams": (serving_tables.streams, SERVING),
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "prefixes found": (prefix_tables.first_token, PREFIXES),

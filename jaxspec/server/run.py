@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -17,6 +18,12 @@ from jaxspec.server.service import Service
 _LOG = logging.getLogger("uvicorn.error")  # where uvicorn tells of itself
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSING = 5  # seconds that connections get to send their last bytes
+_SWITCH_SECONDS = 0.0005
+"""For which a thread may keep Python's lock while another one waits for it.
+
+The event loop makes texts of a whole step at once. With Python's own 5 ms the engine's thread would
+wait for that at each of the places of a step where it lets go of the lock.
+"""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -42,7 +49,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
         The exit status: 0; 1 if the engine failed, or the port can't be had.
     """
     options.keys()  # what is wrong there is told before a model is loaded
-    with _bound(options) as listener:
+    with _bound(options) as listener, _switching():
         async with make_llm() as llm:
             if options.warm_up:
                 await llm.warm_up()
@@ -106,6 +113,17 @@ class _Life:
                 _LOG.warning("Some requests were given up after %g seconds.", seconds)
         finally:
             self._server.should_exit = True
+
+
+@contextlib.contextmanager
+def _switching() -> Iterator[None]:
+    """Threads take turns as `_SWITCH_SECONDS` says."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

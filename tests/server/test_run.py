@@ -134,3 +134,16 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded():
 
         with pytest.raises(OSError, match=f"can't listen at 127.0.0.1:{port}"):
             asyncio.run(serve(never, ServerOptions(port=port)))
+
+
+def test_threads_take_turns_more_often_while_it_serves():
+    """So the engine's thread does not wait for all texts of a step."""
+    before, seen = sys.getswitchinterval(), []
+
+    def look():
+        seen.append(sys.getswitchinterval())
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(serve(look, ServerOptions(port=0)))
+    assert seen == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
