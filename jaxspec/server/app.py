@@ -1,7 +1,5 @@
 """The app: all routes around one `AsyncLLM`, and what stands before them."""
 
-import importlib.metadata
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -27,6 +25,7 @@ from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
+from jaxspec.server.version import version
 
 _ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
 _WATCHED = (health, metrics, figures, page)  # by people and by what watches
@@ -53,7 +52,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     errors = (ApiError, HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception)
     app = FastAPI(
         title="jaxspec",
-        version=importlib.metadata.version("jaxspec"),
+        version=version(),
         middleware=before,
         exception_handlers=dict.fromkeys(errors, respond),
         docs_url=None,  # its page would load scripts from elsewhere

@@ -1,12 +1,11 @@
 """GET /health, /ready, /ping, /version and /load: what orchestrators and people ask first."""
 
-import importlib.metadata
-
 from starlette.responses import Response
 
 from jaxspec.server.errors import json_response
 from jaxspec.server.routing import make_router
 from jaxspec.server.service import ServiceOf
+from jaxspec.server.version import version
 
 router = make_router()
 
@@ -26,9 +25,9 @@ async def ready(service: ServiceOf) -> Response:
 
 
 @router.get("/version")
-async def version() -> Response:
+async def tell_version() -> Response:
     """The version of jaxspec."""
-    return json_response({"version": importlib.metadata.version("jaxspec")})
+    return json_response({"version": version()})
 
 
 @router.get("/load")
