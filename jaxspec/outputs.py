@@ -1,7 +1,7 @@
 """What users get back, and the text that grows as a request's tokens arrive."""
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from jaxspec.checks import shown
 from jaxspec.logprobs import Logprob, readable
@@ -290,3 +290,8 @@ class Sample:
     @property
     def _text_of(self) -> Callable[[int], str] | None:
         return None if self._stream is None else self._stream.text_of
+
+
+def taken(samples: Iterable[Sample]) -> list[TextDelta]:
+    """What came of each of the samples since it was last taken, if anything did."""
+    return [delta for sample in samples if (delta := sample.take()) is not None]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from jaxspec.engine import Engine
-from jaxspec.outputs import Sample, TextDelta
+from jaxspec.outputs import Sample, TextDelta, taken
 from jaxspec.piece_plan import Copied
 from jaxspec.process import check_process
 from jaxspec.request import Finish, Request
@@ -60,11 +60,7 @@ class Session:
             raise RuntimeError("An LLM can't be used once it is closed, and this one is. Make one.")
 
     def close(self) -> None:
-        """End every sample that runs, and give back what the engine holds; `add` is refused.
-
-        Raises:
-            RuntimeError: as in `in_turn`.
-        """
+        """End every sample, and give back what the engine holds; `add` is refused then."""
         self.in_turn(self._close)
 
     def check(self, samples: Iterable[Sample]) -> None:
@@ -113,7 +109,7 @@ class Session:
 
         After an error every sample has ended with "error", and the session starts afresh.
         """
-        return self.in_turn(self._step)
+        return self.in_turn(lambda: self.guarded(self._step_once))
 
     def run(self, samples: Sequence[Sample]) -> Generator[Sequence[Sample], None, None]:
         """Add samples and step until all have ended; yields after each step those that have not.
@@ -147,9 +143,9 @@ class Session:
             self._do_notes()
 
     def withdraw(self, sample: Sample) -> Copied | None:
-        """End a sample with "abort", and copy to the host what is kept of its tokens.
+        """End a sample with "abort" once nothing is in flight for it; its tokens' copies.
 
-        What is in flight for it is collected first. None: it ended before. Raises as `in_turn`.
+        None: it ended before. Raises as `in_turn`.
         """
         return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
 
@@ -203,9 +199,6 @@ class Session:
             self.guarded(self._do_each_note)
         return act()
 
-    def _step(self) -> list[Sample]:
-        return self.guarded(self._step_once)
-
     def _step_once(self) -> list[Sample]:
         self._let_in()
         if self.is_closed:
@@ -226,10 +219,10 @@ class Session:
         return copied
 
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
-        deltas = _taken(samples)  # from a step of another caller
+        deltas = taken(samples)  # from a step of another caller
         if not deltas:
-            self._step()
-            deltas = _taken(samples)
+            self.guarded(self._step_once)
+            deltas = taken(samples)
         return deltas
 
     def _let_in(self) -> None:
@@ -259,12 +252,9 @@ class Session:
         self.scheduler.drafter.settle(request)
 
     def of_request(self, request_id: str) -> tuple[Sample, ...]:
-        """The samples of a request that are there, in any thread.
-
-        One that was added is let in before its note goes.
-        """
-        added = [sample for samples in tuple(self._added) for sample in samples]
-        there = [*added, *tuple(self._samples.values())]
+        """The samples of a request that are there, in any thread, those just added included."""
+        there = [sample for samples in tuple(self._added) for sample in samples]
+        there += tuple(self._samples.values())
         return tuple(sample for sample in there if sample.request_id == request_id)
 
     def _end_each(self, samples: Iterable[Sample] | None) -> None:
@@ -306,7 +296,3 @@ class Session:
         self.engine.reset()
         self._samples.clear()
         self._is_whole = True
-
-
-def _taken(samples: Iterable[Sample]) -> list[TextDelta]:
-    return [delta for sample in samples if (delta := sample.take()) is not None]
