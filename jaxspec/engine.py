@@ -154,6 +154,7 @@ class Engine:
         self._in_flight.clear()
         self.runner.close()
         self.scheduler.drafter.close()
+        self.scheduler.prefixes.close()
 
     def figures(self) -> dict[str, Any]:
         """Counts and seconds of the engine's life, and what came in a second.

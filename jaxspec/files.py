@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import stat
+import tempfile
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,28 @@ def fill(file: FileIO, buffer: memoryview, start: int = 0) -> None:
                 "model again when nothing writes to it, or download it again."
             )
         done += count
+
+
+def writable_folder(name: str, purpose: str, mode: int = 0o777) -> Path:
+    """The folder that files shall lie in, made with `mode` if only its last part is missing.
+
+    `purpose`: what an error begins with, such as "Hidden states are saved to".
+
+    Raises:
+        ValueError: it can't be made, is a file, or no file can be written there.
+    """
+    folder = Path(name).expanduser().absolute()
+    try:
+        folder.mkdir(mode, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user's home
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{purpose} a folder in which files can be written, and {shown(name)} is none: "
+            f"{reason}. Make it first, with its parents, or name another."
+        ) from error
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
-        host_tier=host_tier(runner),
+        host_tier=host_tier(config, runner),
         tokenizer=tokenizer,
         default_params=defaults,
         config=resolved,

@@ -131,6 +131,15 @@ class EngineConfig:
         "GiB of the host's memory for prefixes that the device has no room for "
         "(docs/prefix-caching.md); 0: none are kept there",
     )
+    kv_offloading_folder: str | Path | None = option(
+        None,
+        "folder of files for what that memory has no room for; files of other models in it are "
+        "deleted",
+        none="there are no files",
+    )
+    kv_offloading_folder_size: float = option(
+        10.0, "GiB that the files in kv_offloading_folder may have"
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "share of what JAX may take of a GPU's memory that weights and caches may fill, in (0, 1]; "
@@ -216,9 +225,13 @@ class EngineConfig:
                 f"prefix_cache_share must be in [0, 1), got {self.prefix_cache_share}: it is a "
                 "share of the memory that pages take as well."
             )
-        if self.kv_offloading_size < 0:
+        for name in ("kv_offloading_size", "kv_offloading_folder_size"):
+            if (size := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be at least 0 GiB, got {size}.")
+        if self.kv_offloading_folder is not None and not self.kv_offloading_size:
             raise ValueError(
-                f"kv_offloading_size must be at least 0 GiB, got {self.kv_offloading_size}."
+                "kv_offloading_folder is for what kv_offloading_size has no room for, and that is "
+                "0. Give it some GiB, or leave the folder out."
             )
         if self.revision is not None and self.model is None:
             raise ValueError(

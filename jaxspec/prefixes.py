@@ -5,8 +5,10 @@ from typing import Any
 
 from jaxspec.cache import CacheSpec, by_slot, unknown
 from jaxspec.cache.copies import uncopied
+from jaxspec.files import writable_folder
 from jaxspec.options import EngineConfig
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.scheduler.disk_tier import DiskTier
 from jaxspec.scheduler.host_tier import HostTier
 
 
@@ -70,9 +72,23 @@ def _kept_on_device(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[st
     }
 
 
-def host_tier(runner: ModelRunner) -> HostTier | None:
-    """What keeps in the host's memory what the runner's device gives up; None: nothing does."""
-    shapes = runner.shapes
+def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
+    """What keeps in the host's memory what the runner's device gives up; None: nothing does.
+
+    Raises:
+        ValueError: the folder for the files of it is none.
+    """
+    shapes, pieces, disk = runner.shapes, runner.pieces, None
     if not shapes.host_bytes:
         return None
-    return HostTier(shapes.host_bytes, shapes.page_size, runner.pieces)
+    if config.kv_offloading_folder is not None:
+        name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
+        kinds = (False, True) if shapes.num_checkpoints else (False,)
+        disk = DiskTier(
+            writable_folder(name, purpose, mode=0o700),
+            int(config.kv_offloading_folder_size * 2**30),
+            runner.fingerprint,
+            shapes.page_size,
+            {kind: pieces.arrays(is_state=kind) for kind in kinds},
+        )
+    return HostTier(shapes.host_bytes, shapes.page_size, pieces, disk)

@@ -83,6 +83,7 @@ UNDERSTOOD: dict[str, Given] = {
     "hf_overrides": Given("config.json as it is", (None, {}), _CONFIG),
     "hf_token": Given("the hub's library knows it", (None,), "Log in with `hf auth login`"),
     "ignore_patterns": Given("all safetensors are read", (None,), _FOLDER),
+    "kv_offloading_backend": Given("the host's memory, and a folder", ("native", None)),
     "kv_transfer_config": Given("pages stay here", (None,)),
     "limit_mm_per_prompt": Given("prompts are text alone", (None, {})),
     "logits_processors": Given("those of SamplingParams", (None, [])),

@@ -1,12 +1,16 @@
 """Options of prefixes: what they make of sizes, and what is refused."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import pytest
 from harness import FIXTURES, model
 
 from jaxspec.loading import settle
 from jaxspec.options import EngineConfig
-from jaxspec.prefixes import prefix_sizes
+from jaxspec.prefixes import host_tier, prefix_sizes
+from jaxspec.runner.pieces import Pieces
 
 
 def kept(fixture, **options):
@@ -87,3 +91,34 @@ def test_a_pool_that_nobody_can_copy_out_is_named():
     config = EngineConfig(FIXTURES / "qwen3", kv_offloading_size=1)
     with pytest.raises(ValueError, match=r"what its axis of pages is .* strange does neither"):
         prefix_sizes(config, [Strange()])
+
+
+def tier_of(folder, size=0.01, **options):
+    config = EngineConfig(FIXTURES / "qwen3", kv_offloading_size=size, max_model_len=64, **options)
+    config = dataclasses.replace(config, kv_offloading_folder=folder)
+    settled = settle(config, model("qwen3"), jnp.dtype("float32"))
+    shapes = settled.fitting(None)
+    pieces = Pieces(settled.holdings.specs, shapes)
+    return host_tier(config, SimpleNamespace(shapes=shapes, pieces=pieces, fingerprint="a"))
+
+
+def test_files_of_pieces_lie_in_a_folder_of_the_user_alone(tmp_path):
+    tier = tier_of(tmp_path / "kept", kv_offloading_folder_size=0.5)
+    assert tier.max_bytes == int(0.01 * 2**30) and tier.disk.max_bytes == 2**29
+    assert (tmp_path / "kept").stat().st_mode & 0o77 == 0
+    tier.close()
+    assert tier_of(None).disk is None
+
+
+def test_a_folder_in_which_no_file_can_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in (tmp_path / "file", tmp_path / "no" / "parents", "/proc/kept"):
+        with pytest.raises(ValueError, match="Kept prefixes are written to a folder in which"):
+            tier_of(name)
+
+
+def test_a_folder_without_memory_in_front_of_it_is_refused():
+    with pytest.raises(ValueError, match="kv_offloading_folder is for what kv_offloading_size"):
+        EngineConfig(kv_offloading_folder="kept")
+    with pytest.raises(ValueError, match="kv_offloading_folder_size must be at least 0 GiB"):
+        EngineConfig(kv_offloading_folder_size=-1)

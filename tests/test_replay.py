@@ -68,11 +68,11 @@ def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
     """A replay fills its own pieces; one that was filled before the flight began is not there."""
     kept = {"enable_prefix_caching": True, "num_pages": 20, "kv_offloading_size": 0.01}
     with LLM(FIXTURES / "qwen3_5", speculative_config=None, **kept, **OPTIONS) as llm:
-        prompts = [{"prompt_token_ids": [seed + 1] * 70} for seed in range(3)]
+        prompts = [{"prompt_token_ids": [seed + 1] * 70} for seed in range(4)]
         params = SamplingParams(temperature=0, max_tokens=4)
-        for prompt in (*prompts, *prompts):
+        for prompt in 3 * prompts:
             llm.generate(prompt, params)
-        assert llm.metrics()["prefix_cache"]["host"]["num_hits"] > 100
+        assert llm.metrics()["prefix_cache"]["host"]["num_hits"] > 30
         result = replay(llm.save_flight(tmp_path / "whole.npz"))
         assert result.is_equal and result.num_compared > 10
         programs = [step.program for step in result.flight.steps]
@@ -83,7 +83,7 @@ def test_what_went_to_the_host_and_came_back_runs_again_or_is_refused(tmp_path):
             replay(llm.save_flight(tmp_path / "part.npz"))
         llm.reset_prefix_cache()
         llm.restart_flight()
-        for prompt in (*prompts, *prompts):
+        for prompt in 3 * prompts:
             llm.generate(prompt, params)
         assert replay(llm.save_flight(tmp_path / "again.npz")).is_equal
 

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checks import shown
+from jaxspec.files import writable_folder
 from jaxspec.models.safetensors_file import DTYPES
 
 FORMAT = "jaxspec.hidden_states.1"
@@ -77,18 +76,7 @@ def prepare_folder(name: str) -> Path:
     Raises:
         ValueError: it can't be made, is a file, or no file can be written there.
     """
-    folder = Path(name).expanduser().absolute()
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user's home
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            "Hidden states are saved to a folder in which files can be written, and "
-            f"{shown(name)} is none: {reason}. Make it first, with its parents, or name another."
-        ) from error
-    return folder
+    return writable_folder(name, "Hidden states are saved to")
 
 
 def _contents(

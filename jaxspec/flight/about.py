@@ -18,6 +18,7 @@ _HEAD = 2**20  # bytes of each file that a checkpoint is told by: its header, an
 OWN = (
     *("compilation_cache", "show_progress", "flight_recorder", "flight_folder"),
     *("tokenizer", "skip_tokenizer_init", "generation_config"),
+    *("kv_offloading_folder", "kv_offloading_folder_size"),
 )
 """Options that no step depends on: a flight has none, and brings none in."""
 

@@ -116,6 +116,24 @@ class Container:
 
             return _read(next_bytes, kind, str(path), max_bytes, whole=size)
 
+    @staticmethod
+    def about_of(path: Path, kind: str) -> dict[str, Any]:
+        """What `load` gives as `about`, and raises; but nobody looks at the checksum."""
+        with open_file(path) as file:
+            prefix = bytearray(_PREFIX_BYTES)
+            fill(file, memoryview(prefix))
+            *first, header_bytes, array_bytes = _START.unpack_from(prefix)
+            is_whole = os.fstat(file.fileno()).st_size == _PREFIX_BYTES + header_bytes + array_bytes
+            is_whole &= header_bytes <= MAX_JSON_BYTES
+            if first != [MAGIC, VERSION] or not is_whole:
+                raise _damaged(str(path), "its first bytes say something else")
+            header = bytearray(header_bytes)
+            fill(file, memoryview(header), _PREFIX_BYTES)
+        told = parse_json(header, "its header")
+        if told.get("kind") != kind or not isinstance(about := told.get("about"), dict):
+            raise _damaged(str(path), "its header is of another kind")
+        return about
+
     def send(self, sock: socket.socket) -> None:
         """Write it to a connected socket.
 

@@ -194,6 +194,11 @@ class Pieces:
         leaves = jax.tree.leaves(self._like(is_state))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
+    def arrays(self, *, is_state: bool) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each array of a piece."""
+        leaves = jax.tree.leaves(self._like(is_state))
+        return [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+
     # What pieces hold, for those who take it elsewhere.
 
     def contents(self, piece: Piece) -> Contents:

@@ -1,22 +1,19 @@
 """HostTier: pages and states that the device gave up, in the host's memory for requests to come.
 
-It is an index of its own beside the tree of the device. What it has of a text lies in pieces, which
-hold pages of any texts in the order in which the device gave them up. An entry is a page, whole or
-in part, and is found by the digest of the text before it, salt included, and by its own tokens:
-
-    digest of 0..3 ── 4..7 ── page 2 of piece 9      digest of 0..7 ── 8..11 ── page 0 of piece 11
-                 └─── 4, 5 ── state in piece 10
-
-A tree would not do: whole pieces are forgotten, those used longest ago first, whatever hangs on
-their pages. Pages behind a missing one are of no use until it is there again.
+What it has lies in pieces, which hold pages of any texts in the order in which the device gave them
+up. Its index is one of its own beside the tree of the device (`PieceIndex`). Whole pieces go, those
+used longest ago first: to files, if there is a folder for them (`DiskTier`).
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxspec.piece_plan import Piece, Read
+from jaxspec.scheduler.disk_tier import DiskTier
+from jaxspec.scheduler.piece_index import Found, Key, PieceIndex
 from jaxspec.scheduler.prefix_tree import Match, Node, chained, digest_of
+
+MAX_SECONDS = 10.0  # that an engine with nothing else to do waits for a disk
 
 
 class PieceMover(Protocol):
@@ -37,27 +34,6 @@ class PieceMover(Protocol):
         ...
 
 
-class Entry:
-    """A page of tokens on the host, a state behind it, or both. `HostTier` alone changes it."""
-
-    __slots__ = ("before", "piece", "place", "state", "tokens")
-
-    def __init__(self, before: bytes, tokens: tuple[Any, ...]):
-        """Be found behind the text of digest `before`."""
-        self.before, self.tokens = before, tokens
-        self.piece: Piece | None = None  # that has the page, at `place`
-        self.place = 0
-        self.state: Piece | None = None  # of the state; if the page is not whole, it has that too
-
-
-class Found(NamedTuple):
-    """An entry's page or state as it was when it was found: the host may forget it meanwhile."""
-
-    tokens: tuple[int, ...]
-    piece: Piece
-    place: int = 0
-
-
 class Way(NamedTuple):
     """A place in a text up to which device and host together have what a request needs."""
 
@@ -75,64 +51,56 @@ class Way(NamedTuple):
 
 
 class HostTier:
-    """Entries by digest and tokens; pieces by their last use, in at most `max_bytes`."""
+    """Pieces by their last use, in at most `max_bytes` of the host's memory, and on `disk`."""
 
-    def __init__(self, max_bytes: int, page_size: int, mover: PieceMover):
+    def __init__(
+        self, max_bytes: int, page_size: int, mover: PieceMover, disk: DiskTier | None = None
+    ):
         """Start empty; `mover` knows the size of pieces, and copies them to the device."""
-        self.max_bytes, self._page_size, self.mover = max_bytes, page_size, mover
+        self.max_bytes, self._page_size = max_bytes, page_size
+        self.mover, self.disk = mover, disk
         self.num_read_pages = self.num_read_states = 0  # in its whole life
         self.num_evicted_pieces = self.num_hits = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._below: dict[bytes, dict[tuple[Any, ...], Entry]] = {}
-        self._pieces: OrderedDict[Piece, list[Entry]] = OrderedDict()  # by last use
+        """Forget what is in memory; files stay."""
+        if self.disk is not None:
+            self.disk.forget_unread()
+        self.index = PieceIndex()
         self.num_bytes = 0
-
-    def __len__(self) -> int:
-        """Pieces."""
-        return len(self._pieces)
 
     def figures(self) -> dict[str, Any]:
         """Its counts, for people. Hits are tokens that it gave back to the device."""
-        return {
+        counts = {
             "num_hits": self.num_hits,
             "num_read_pages": self.num_read_pages,
             "num_read_states": self.num_read_states,
-            "num_pieces": len(self),
+            "num_pieces": len(self.index),
             "num_bytes": self.num_bytes,
             "max_bytes": self.max_bytes,
             "num_evicted_pieces": self.num_evicted_pieces,
             "seconds": self.mover.seconds,
         }
+        return counts | ({} if self.disk is None else {"disk": self.disk.figures()})
 
     # What the device gives up.
 
     def lacks_page(self, node: Node) -> bool:
         """Whether a whole page of the tree is in no piece; one that is there is of use."""
-        entry = self._find(node)
-        if entry is None or entry.piece is None:
-            return len(node.tokens) == self._page_size
-        self.touch([entry.piece])
-        return False
+        if len(node.tokens) < self._page_size:
+            return False
+        return self._lacks(self.index.page(_key(node)))
 
     def lacks_state(self, node: Node) -> bool:
         """Whether the state behind a node is in no piece; one that is there is of use."""
-        entry = self._find(node)
-        if entry is None or entry.state is None:
-            return True
-        self.touch([entry.state])
-        return False
+        return self._lacks(self.index.state(_key(node)))
 
     def add_pages(self, nodes: Sequence[Node]) -> Read:
         """A new piece of the pages of these nodes; what is to be read for it."""
         piece = Piece(is_state=False)
-        entries = [self._entry(node) for node in nodes]
-        for place, entry in enumerate(entries):
-            entry.piece, entry.place = piece, place
         self.num_read_pages += len(nodes)
-        self._add(piece, entries)
+        self._add(piece, [_key(node) for node in nodes])
         return Read(piece, tuple(node.page for node in nodes))
 
     def add_state(self, node: Node, slot: int) -> Read:
@@ -140,11 +108,11 @@ class HostTier:
 
         What is to be read for it.
         """
-        piece, entry = Piece(is_state=True), self._entry(node)
-        entry.state = piece
+        piece = Piece(is_state=True)
         self.num_read_states += 1
-        self._add(piece, [entry])
-        return Read(piece, (node.page,) if self._is_tail(entry) else (), slot)
+        self._add(piece, [_key(node)])
+        is_tail = len(node.tokens) < self._page_size
+        return Read(piece, (node.page,) if is_tail else (), slot)
 
     # What requests find.
 
@@ -155,26 +123,29 @@ class HostTier:
 
         `match`: what the device has of them, below `root`. There may be no place that is deeper.
         """
+        if self.disk is not None:
+            self.disk.poll()
         size, digest, depth = self._page_size, digest_of(root), 0
         pages, found = list[Found](), (0, None)
         while True:
             rest = tuple(tokens[depth * size : min((depth + 1) * size, limit)])
-            below = self._below.get(digest, {})
-            if has_states and (tail := _tail(below, rest, size)) is not None:
+            if has_states and (tail := self._tail(digest, rest)) is not None:
                 found = depth, tail
-            entry = below.get(rest) if len(rest) == size else None
+            if len(rest) < size:
+                break
+            key = Key(digest, rest)
             if depth < len(match.nodes):
                 digest = digest_of(match.nodes[depth])
-            elif entry is not None and entry.piece is not None:
+            elif (page := self._find(PieceIndex.page, key)) is not None:
                 digest = chained(digest, rest)
-                pages.append(Found(rest, entry.piece, entry.place))
+                pages.append(page)
             else:
                 break
             depth += 1
             if not has_states:
                 found = depth, None
-            elif entry is not None and entry.state is not None:
-                found = depth, Found((), entry.state)
+            elif (state := self._find(PieceIndex.state, key)) is not None:
+                found = depth, state._replace(tokens=())
         num_matched = depth * size
         depth, state = found
         num_tokens = depth * size + (len(state.tokens) if state is not None else 0)
@@ -183,13 +154,41 @@ class HostTier:
         nodes = match.nodes[:depth]
         return Way(num_tokens, nodes, tuple(pages[: depth - len(nodes)]), state, num_matched)
 
-    def touch(self, pieces: Iterable[Piece]) -> None:
-        """Pieces are of use."""
-        for piece in pieces:
-            if piece in self._pieces:
-                self._pieces.move_to_end(piece)
+    def stage(self, pieces: Iterable[Piece]) -> None:
+        """These pieces are of use soon, and no others: they begin to come to the device."""
+        wanted = list(pieces)
+        self.index.touch(wanted)
+        if self.disk is not None:
+            self.disk.want(wanted)
+        self.mover.stage(wanted)
+
+    def is_loading(self, piece: Piece) -> bool:
+        """Whether a piece is still on its way from the disk to the host's memory."""
+        return self.disk is not None and self.disk.is_loading(piece)
+
+    def load(self) -> None:
+        """Wait for what is on its way from the disk, for nothing else runs."""
+        if self.disk is not None:
+            self.disk.wait(MAX_SECONDS)
+
+    def close(self) -> None:
+        """Wait until what left the memory is written."""
+        if self.disk is not None:
+            self.disk.close()
 
     # How.
+
+    def _indices(self) -> list[PieceIndex]:
+        return [self.index, *([] if self.disk is None else [self.disk.index])]
+
+    def _find(self, look: Callable[[PieceIndex, Key], Found | None], key: Key) -> Found | None:
+        found = (look(index, key) for index in self._indices())
+        return next((each for each in found if each is not None), None)
+
+    def _tail(self, before: bytes, rest: tuple[int, ...]) -> Found | None:
+        tails = [index.tail(before, rest, self._page_size) for index in self._indices()]
+        fitting = [each for each in tails if each is not None]
+        return max(fitting, key=lambda found: len(found.tokens), default=None)
 
     def _known(self, match: Match, *, has_states: bool) -> int:
         """Tokens behind which a request can begin with what the device has."""
@@ -200,45 +199,23 @@ class HostTier:
             return 0
         return (node.depth - 1) * self._page_size + len(node.tokens)
 
-    def _is_tail(self, entry: Entry) -> bool:
-        return len(entry.tokens) < self._page_size
+    def _lacks(self, found: Found | None) -> bool:
+        if found is not None:
+            self.index.touch([found.piece])
+        return found is None
 
-    def _find(self, node: Node) -> Entry | None:
-        assert node.parent is not None
-        return self._below.get(digest_of(node.parent), {}).get(node.tokens)
-
-    def _entry(self, node: Node) -> Entry:
-        assert node.parent is not None
-        before = digest_of(node.parent)
-        family = self._below.setdefault(before, {})
-        return family.setdefault(node.tokens, Entry(before, node.tokens))
-
-    def _add(self, piece: Piece, entries: list[Entry]) -> None:
-        self._pieces[piece] = entries
+    def _add(self, piece: Piece, keys: Sequence[Key]) -> None:
+        self.index.add(piece, keys)
         self.num_bytes += self.mover.num_bytes(is_state=piece.is_state)
         while self.num_bytes > self.max_bytes:
-            self._forget(next(iter(self._pieces)))
+            oldest = next(iter(self.index))
+            gone = self.index.forget(oldest)
+            self.num_bytes -= self.mover.num_bytes(is_state=oldest.is_state)
             self.num_evicted_pieces += 1
-
-    def _forget(self, piece: Piece) -> None:
-        for entry in self._pieces.pop(piece):
-            if entry.piece is piece:
-                entry.piece = None
-            if entry.state is piece:
-                entry.state = None
-            if entry.piece is None and entry.state is None:
-                family = self._below[entry.before]
-                del family[entry.tokens]
-                if not family:
-                    del self._below[entry.before]
-        self.num_bytes -= self.mover.num_bytes(is_state=piece.is_state)
+            if self.disk is not None:
+                self.disk.put(oldest, gone)
 
 
-def _tail(below: dict[tuple[Any, ...], Entry], rest: tuple[int, ...], size: int) -> Found | None:
-    """The state behind the longest part of a page that `rest` begins with."""
-    fitting = [
-        Found(tokens, entry.state)
-        for tokens, entry in below.items()
-        if len(tokens) < size and tokens == rest[: len(tokens)] and entry.state is not None
-    ]
-    return max(fitting, key=lambda found: len(found.tokens), default=None)
+def _key(node: Node) -> Key:
+    assert node.parent is not None
+    return Key(digest_of(node.parent), node.tokens)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from jaxspec.piece_plan import Piece, Write
 from jaxspec.request import Request
-from jaxspec.scheduler.host_tier import Found, HostTier, Way
+from jaxspec.scheduler.host_tier import HostTier, Way
+from jaxspec.scheduler.piece_index import Found
 from jaxspec.scheduler.prefix_store import PrefixStore
 from jaxspec.scheduler.prefix_tree import Node
 
@@ -20,14 +21,14 @@ class PrefixArrivals:
 
     def __init__(self, store: PrefixStore, tier: HostTier, *, has_states: bool):
         """Start with nothing on its way."""
-        self._store, self._tier, self._mover = store, tier, tier.mover
+        self._store, self._tier = store, tier
         self._has_states = has_states
         self._coming: dict[Request, Way] = {}
 
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self._coming.clear()
-        self._mover.stage(())
+        self._stage()
 
     def expect(self, request: Request) -> None:
         """A request will enter soon: what it will need of the host's begins to come."""
@@ -41,12 +42,17 @@ class PrefixArrivals:
         where it `can_wait` no longer, for nothing else runs: its device would idle as well.
         """
         way = self._look(request)
+        while any(map(self._tier.is_loading, way.pieces)):
+            if can_wait:
+                return True
+            self._tier.load()
+            way = self._look(request)  # what could not be read is there no more
         if not way.num_tokens:
             return False
         held = sum(node.is_held for node in way.nodes)
         if num_pages > self._store.pool.num_free + held:
             return False  # it can't enter
-        if can_wait and not all(map(self._mover.has_landed, way.pieces)):
+        if can_wait and not all(map(self._tier.mover.has_landed, way.pieces)):
             return True
         self._bring(request, way)
         return False
@@ -66,15 +72,12 @@ class PrefixArrivals:
         match, root = tree.match(salt, request.tokens, limit), tree.root(salt)
         way = self._tier.find(match, root, request.tokens, limit, has_states=self._has_states)
         tree.prune(salt)
-        before = self._coming.get(request)
         self._coming[request] = way
-        if before is None or before.pieces != way.pieces:
-            self._tier.touch(way.pieces)
-            self._stage()
+        self._stage()
         return way
 
     def _stage(self) -> None:
-        self._mover.stage(piece for way in self._coming.values() for piece in way.pieces)
+        self._tier.stage(piece for way in self._coming.values() for piece in way.pieces)
 
     def _bring(self, request: Request, way: Way) -> None:
         if bring(self._store, request, way):

@@ -72,6 +72,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget what is kept. Requests that run lose nothing, and nothing of them is kept."""
         self.store.clear()
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -81,6 +83,11 @@ class PrefixCache:
         if self.tier is not None and self._arrivals is not None:
             self.tier.clear()
             self._arrivals.clear()
+
+    def close(self) -> None:
+        """Nothing is asked for any more; what is on its way to files is written."""
+        if self.tier is not None:
+            self.tier.close()
 
     def figures(self) -> dict[str, Any]:
         """The counts, for people; nothing where no prefix is kept."""

@@ -7,7 +7,8 @@ it finds any prefix, and whoever needs room may take that before.
 
 from jaxspec.piece_plan import Copied, Piece, Read
 from jaxspec.request import Request
-from jaxspec.scheduler.host_tier import Found, Way
+from jaxspec.scheduler.host_tier import Way
+from jaxspec.scheduler.piece_index import Found
 from jaxspec.scheduler.prefix_arrivals import bring
 from jaxspec.scheduler.prefix_cache import PrefixCache
 

@@ -209,3 +209,25 @@ def test_arrays_that_overlap_are_refused():
     header = {"kind": "test", "about": {}, "arrays": {"x": entry, "y": entry}}
     with pytest.raises(ValueError, match="'y' lies from byte 0 to 16 of 16"):
         Container.from_bytes(sealed(json.dumps(header).encode(), bytes(16)), "test")
+
+
+def test_remarks_are_read_without_the_arrays(tmp_path):
+    """So a damaged array is not seen there, and whatever else is wrong is."""
+    path = tmp_path / "a"
+    WHOLE.save(path)
+    assert Container.about_of(path, "test") == ABOUT
+    path.write_bytes(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))
+    assert Container.about_of(path, "test") == ABOUT
+    with pytest.raises(ValueError, match="another kind"):
+        Container.about_of(path, "other")
+    for content in (
+        b"",
+        CONTENT[:30],
+        CONTENT[:-1],
+        b"x" + CONTENT[1:],
+        sealed(b"[]"),
+        sealed(b"{}"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError):
+            Container.about_of(path, "test")

@@ -32,12 +32,12 @@ def check_that_nothing_is_left(loop):
     prefixes = loop.scheduler.prefixes
     assert not prefixes._arrivals._coming and not loop.mover.staged
     assert prefixes.tier.num_bytes == sum(
-        30 if piece.is_state else 10 for piece in prefixes.tier._pieces
+        30 if piece.is_state else 10 for piece in prefixes.tier.index
     )
     prefixes.clear()
     store, tier = prefixes.store, prefixes.tier
-    assert len(store) == len(store.slots) == store.num_evictable == len(tier) == 0
-    assert not tier._below and not tier.num_bytes and not store.tree._roots
+    assert len(store) == len(store.slots) == store.num_evictable == len(tier.index) == 0
+    assert not tier.num_bytes and not store.tree._roots
     assert sorted(loop.scheduler.pages._free) == list(range(1, loop.scheduler.shapes.num_pages))
     assert len(store.slots._free) == loop.scheduler.shapes.num_checkpoints
 
@@ -120,8 +120,8 @@ def test_what_the_host_has_is_not_read_again_and_never_changes():
         loop.requests.clear()
     tier = loop.scheduler.prefixes.tier
     assert loop.device.num_writes >= 4
-    entries = [entry for each in tier._pieces.values() for entry in each]
-    assert tier.num_read_pages == len(entries) == len(set(map(id, entries)))
+    keys = [key for piece in tier.index for key in tier.index.keys(piece)]
+    assert tier.num_read_pages == len(keys) == len(set(keys))
 
 
 def test_a_salt_finds_nothing_of_another_one_on_the_host():
@@ -133,50 +133,6 @@ def test_a_salt_finds_nothing_of_another_one_on_the_host():
     assert cached == [[21], [0]]
 
 
-def test_a_request_waits_for_its_pieces_only_while_others_run():
-    loop = loop_of(PAGES, num_pages=24, **ROOM)
-    loop.mover.has_landed = lambda piece: False
-    run(loop, group_of(1, 22, 22))
-    run(loop, group_of(2, 0, 30), group_of(3, 0, 30), group_of(4, 0, 30))
-    (busy,), (waits,), (other,) = group_of(5, 0, 3, 12), group_of(6, 22, 22), group_of(7, 0, 3)
-    loop.add([busy])
-    loop.turn()
-    loop.add([waits], [other])
-    loop.turn()
-    assert waits in loop.scheduler.waiting and other in loop.scheduler.running
-    assert loop.mover.staged
-    loop.run()
-    assert waits.num_cached_tokens == 20  # it entered once the others had ended
-    check_that_nothing_is_left(loop)
-
-
-def test_what_goes_while_a_request_waits_for_it_is_right_anyway():
-    """A piece that the host forgets meanwhile comes all the same; after a reset nothing does."""
-    for way in ("forgotten", "reset", "abort"):
-        loop = loop_of(ALL, num_pages=24, **ROOM)
-        has_landed, loop.mover.has_landed = loop.mover.has_landed, lambda piece: False
-        run(loop, group_of(1, 22, 22))
-        run(loop, group_of(2, 0, 30), group_of(3, 0, 30), group_of(4, 0, 30))
-        (busy,), (waits,) = group_of(5, 0, 3, 12), group_of(6, 22, 22)
-        loop.add([busy], [waits])
-        for _ in range(2):
-            loop.turn()
-        assert waits in loop.scheduler.waiting
-        prefixes = loop.scheduler.prefixes
-        if way == "forgotten":
-            prefixes.tier.max_bytes = 0
-            prefixes.tier._add(host_tier.Piece(is_state=False), [])
-        elif way == "reset":
-            prefixes.clear()
-        else:
-            loop.scheduler.end(waits, Finish.ABORT)
-        assert way == "forgotten" or not loop.mover.staged
-        loop.mover.has_landed = has_landed
-        loop.run()
-        assert waits.num_cached_tokens == 0
-        check_that_nothing_is_left(loop)
-
-
 def test_an_error_and_a_failed_step_empty_the_host():
     loop = loop_of(ALL, num_pages=12, **ROOM)
     for forget in (
@@ -184,9 +140,9 @@ def test_an_error_and_a_failed_step_empty_the_host():
         loop.scheduler.reset,
     ):
         run(loop, group_of(1, 22, 22), group_of(2, 0, 30), group_of(3, 0, 30))
-        assert len(loop.scheduler.prefixes.tier)
+        assert len(loop.scheduler.prefixes.tier.index)
         forget()
-        assert not len(loop.scheduler.prefixes.tier)
+        assert not len(loop.scheduler.prefixes.tier.index)
         loop.device.reset()
         loop.requests.clear()
 
@@ -221,7 +177,7 @@ def test_whole_pieces_go_first_that_were_used_longest_ago():
     assert not tier.lacks_page(a)  # which is a use of the first piece
     tier.add_pages([tree.add(tree.root("s"), (1, 1, 1, 1), 9)])
     assert [tier.lacks_page(node) for node in (a, b, c, d)] == [False, False, True, False]
-    assert (len(tier), tier.num_bytes, tier.num_evicted_pieces) == (3, 30, 1)
+    assert (len(tier.index), tier.num_bytes, tier.num_evicted_pieces) == (3, 30, 1)
 
 
 def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():

@@ -278,17 +278,14 @@ class FakeDevice:
         if tier is None:
             return
         assert tier.num_bytes <= tier.max_bytes
-        for piece, entries in tier._pieces.items():
+        for piece in tier.index:
             pages, state = piece.arrays or ((), None)
-            for entry in entries if pages else ():
-                assert tier._below[entry.before][entry.tokens] is entry
-                count = len(entry.tokens)
-                if entry.piece is piece:
-                    assert tuple(pages[entry.place][:count]) == entry.tokens, "another page"
-                if entry.state is piece:
-                    assert state[len(state) - count :] == entry.tokens, "another state"
-                    if count < self.buckets.page_size:
-                        assert tuple(pages[0][:count]) == entry.tokens
+            for place, (_, tokens) in enumerate(tier.index.keys(piece) if pages else ()):
+                count = len(tokens)
+                if piece.is_state:
+                    assert state[len(state) - count :] == tokens, "another state"
+                if not piece.is_state or count < self.buckets.page_size:
+                    assert tuple(pages[place][:count]) == tokens, "another page"
 
     def _move(self, values, program):
         """Copies; and a row enters with tokens computed if and only if something is copied to it.

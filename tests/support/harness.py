@@ -19,6 +19,7 @@ from jaxspec.runner.warmup import warm_up
 from jaxspec.sampler import to_compile
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.scheduler.disk_tier import DiskTier
 from jaxspec.scheduler.host_drafter import make_host_drafter, path_length
 from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.scheduler import Scheduler
@@ -103,6 +104,7 @@ class Harness:
         interval: int | None = None,
         host_bytes: int = 0,
         piece_pages: int = 4,
+        folder: Path | None = None,  # of files of pieces
     ):
         speculation = None
         if drafts:
@@ -161,7 +163,12 @@ class Harness:
         )
         warm_up(self.runner, samplers)
         drafts_on_host = make_host_drafter(speculation)
-        tier = HostTier(host_bytes, page_size, self.runner.pieces) if host_bytes else None
+        pieces, tier = self.runner.pieces, None
+        if host_bytes:
+            kinds = (False, True) if self.buckets.num_checkpoints else (False,)
+            like = {kind: pieces.arrays(is_state=kind) for kind in kinds}
+            disk = folder and DiskTier(folder, 2**30, self.runner.fingerprint, page_size, like)
+            tier = HostTier(host_bytes, page_size, pieces, disk)
         self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
         self.scheduler.samplers = tuple(to_compile(samplers))
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
