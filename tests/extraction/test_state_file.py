@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from jaxspec import files
 from jaxspec.extraction import state_file
 from jaxspec.extraction.state_file import FORMAT, SampleStates, prepare_folder, write
 
@@ -103,6 +104,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     def refuses(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(state_file.tempfile, "TemporaryFile", refuses)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuses)
     with pytest.raises(ValueError, match="is none: Permission denied"):
         prepare_folder(str(tmp_path))
