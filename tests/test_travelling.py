@@ -147,14 +147,14 @@ def test_whatever_a_request_asks_for_its_tokens_are_the_same(here, there, change
     assert [*state.token_ids, *got.tokens] == want.token_ids
 
 
-def test_several_threads_prefill_export_and_import_at_once(here, there):
-    want = [here.generate(f"{n} {PROMPT}", SEEDED)[0].outputs[0].token_ids for n in range(4)]
-
-    def travel(number):
-        state = here.prefill(f"{number} {PROMPT}", SEEDED, request_id=f"r{number}")
-        return told(there.import_request(by_wire(state))).tokens
-
-    assert in_threads(*[lambda n=n: travel(n) for n in range(4)]) == want
+def test_several_threads_prefill_and_import_at_once(here, there):
+    """One engine after the other: see "On a CPU" in docs/handover.md."""
+    prompts = [f"{n} {PROMPT}" for n in range(4)]
+    want = [here.generate(prompt, SEEDED)[0].outputs[0].token_ids for prompt in prompts]
+    states = in_threads(*[lambda p=p: here.prefill(p, SEEDED) for p in prompts])
+    here.session.in_turn(here.session.engine.drain)
+    arrive = [lambda s=s: told(there.import_request(by_wire(s))).tokens for s in states]
+    assert in_threads(*arrive) == want
 
 
 def test_a_prompt_of_one_token_has_nothing_to_compute(here, there):
