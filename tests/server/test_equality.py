@@ -68,20 +68,25 @@ async def all_answers(root, is_chat):
         return await asyncio.gather(*work)
 
 
-def test_text_from_the_server_is_the_library_s(served, reference):
-    def is_chat(number):
-        return number % 3 == 0
+def wanted(reference, numbers, *, is_chat):
+    """Texts and reasons of these requests, by the library in one call."""
+    prompts, fields = zip(*map(asked, numbers), strict=True)
+    params = [SamplingParams(**each) for each in fields]
+    if is_chat:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = reference.chat(chats, params, use_tqdm=False)
+    else:
+        outputs = reference.generate(list(prompts), params, use_tqdm=False)
+    told = [[[each.text, each.finish_reason] for each in output.outputs] for output in outputs]
+    return dict(zip(numbers, told, strict=True))
 
-    found = asyncio.run(all_answers(served.root, is_chat))
+
+def test_text_from_the_server_is_the_library_s(served, reference):
+    chats = range(0, NUM_REQUESTS, 3)
+    texts = [number for number in range(NUM_REQUESTS) if number not in chats]
+    found = asyncio.run(all_answers(served.root, lambda number: number in chats))
+    want = wanted(reference, chats, is_chat=True) | wanted(reference, texts, is_chat=False)
     for number in range(NUM_REQUESTS):
-        prompt, fields = asked(number)
-        params = SamplingParams(**fields)
-        if is_chat(number):
-            messages = [{"role": "user", "content": prompt}]
-            (output,) = reference.chat(messages, params, use_tqdm=False)
-        else:
-            (output,) = reference.generate(prompt, params, use_tqdm=False)
-        want = [[each.text, each.finish_reason] for each in output.outputs]
         whole, streamed = found[2 * number : 2 * number + 2]
-        assert whole == want, (number, fields)
-        assert streamed == want, (number, fields)
+        assert whole == want[number], asked(number)
+        assert streamed == want[number], asked(number)
