@@ -12,7 +12,7 @@ MAX_PATH = 64
 """Tokens of a path, which a plan brings for each row of an engine that drafts on the host."""
 TOKENS_PER_STEP = 512
 """The least prompt tokens that the default sizes of a step go up to."""
-PIECE_TOKENS = 256  # of a copy to the host's memory: some MB, which a bus takes at its full speed
+PIECE_TOKENS = 1024  # of a copy to the host's memory, each of which is a dispatch
 
 PrefixMode = Literal["off", "pages", "align", "all"]
 

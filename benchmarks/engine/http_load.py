@@ -45,6 +45,7 @@ class Place(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self._tail = transport, b""
+        self._is_over: asyncio.Future[None] | None = None  # None: nothing was asked for yet
 
     async def ask(self, request: bytes) -> Answer:
         """The answer to a whole request.
@@ -52,13 +53,14 @@ class Place(asyncio.Protocol):
         Raises:
             RuntimeError: it is an error, or the connection ended.
         """
-        self._is_over = asyncio.get_running_loop().create_future()
+        self._is_over = is_over = asyncio.get_running_loop().create_future()
         self._answer = answer = Answer(time.monotonic())
         self._transport.write(request)
-        await self._is_over
+        await is_over
         return answer
 
     def data_received(self, data: bytes) -> None:
+        assert self._is_over is not None
         parts = self._answer.parts
         if not parts and not data.startswith(b"HTTP/1.1 200"):
             self._is_over.set_exception(RuntimeError(f"The server refuses: {data[:500]!r}"))
@@ -69,7 +71,7 @@ class Place(asyncio.Protocol):
             self._is_over.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._is_over.done():
+        if self._is_over is not None and not self._is_over.done():
             self._is_over.set_exception(RuntimeError(f"The connection ended: {error}"))
 
 

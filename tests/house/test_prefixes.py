@@ -76,7 +76,7 @@ class FakeLLM:
         self.session, self.end = self, end
         self.there, self.num_there, self.steps = [], [], 0
 
-    def _prepare(self, prompts, params):
+    def prepare(self, prompts, params):
         pairs = zip(prompts, params, strict=True)
         return [[FakeSample(Request(tuple(p["prompt_token_ids"]), each, 0))] for p, each in pairs]
 

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import pytest
 from harness import FIXTURES
 
-from jaxspec import LLM, SamplingParams, row
+from jaxspec import LLM, SamplingParams, plan, row
 from jaxspec.flight.file import read
-from jaxspec.plan import plan_layout
 from jaxspec.row import RowField, row_layout
 from jaxspec.runner import verify
 from jaxspec.sampler import Sampler
@@ -45,12 +44,12 @@ def llm(monkeypatch):
     monkeypatch.setattr(row, "SAMPLING_FIELDS", fields)
     monkeypatch.setattr(verify, "SAMPLING_FIELDS", fields)  # the same name, imported
     monkeypatch.setitem(PROCESSORS, BAN, ban)
-    for layout in (row_layout, plan_layout):
+    for layout in (row_layout, plan._plan_layout):
         layout.cache_clear()
     # A length of its own: no other test's programs are taken, and none takes these.
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [16]}
     yield LLM(FIXTURES / "qwen3", dtype="float32", max_model_len=72, **options)
-    for layout in (row_layout, plan_layout):
+    for layout in (row_layout, plan._plan_layout):
         layout.cache_clear()
 
 
