@@ -35,7 +35,7 @@ TRAFFIC = "traffic_h*.json"  # one for each card
 SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
-PREFIXES = "prefixes_h200.json"
+PREFIXES, AGENTS = "prefixes_h200.json", "prefixes_h100.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
@@ -237,7 +237,7 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "long prompts": (prefill_tables.prompts_alone, "prefill_h200.json"),
     "mixed steps": (prefill_tables.prompts_beside_rows, "prefill_h200.json"),
     "prefixes found": (prefix_tables.first_token, PREFIXES),
-    "agents": (prefix_tables.agents, PREFIXES),
+    "agents": (prefix_tables.agents, AGENTS),
     "prefixes not found": (prefix_tables.decode, PREFIXES),
     "copies of states": (prefix_tables.copies, PREFIXES),
     "loading": (prefill_tables.loading, "load_h200.json"),
