@@ -102,7 +102,7 @@ class ChatTemplate:
             return self._process.render(source, variables, turns)
         except TemplateFailure as failure:
             raise ValueError(
-                f"The chat template of {self._folder} must accept the conversation, but "
+                f"The chat template of {self._folder.name} must accept the conversation, but "
                 f"{failure}. Check roles, their order and contents against the template, or use "
                 "generate() with the text itself."
             ) from failure

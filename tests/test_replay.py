@@ -51,7 +51,8 @@ def changed(path, tmp_path, **changes):
 def test_a_flight_runs_again_bit_for_bit(path):
     result = replay(path)
     assert result.is_equal and result.num_requests == 6
-    assert result.num_compared == len(result.flight.steps) > 15
+    told = [step for step in result.flight.steps if step.output is not None]  # others copy
+    assert result.num_compared == len(told) > 15
     assert f"All {result.num_compared} outputs are equal, bit for bit." in report(result)
 
 
@@ -118,7 +119,11 @@ def test_a_flight_from_a_copy_of_the_state_goes_on_in_its_midst(llm, tmp_path):
 def test_the_first_step_and_row_that_part_are_named(path, tmp_path):
     """As if the engine that was recorded had given one row another token."""
     steps = file.read(path).steps
-    index = next(i for i, step in enumerate(steps) if (step.output[:, 2:3, 0] > 0).any())
+    index = next(
+        i
+        for i, step in enumerate(steps)
+        if step.output is not None and (step.output[:, 2:3, 0] > 0).any()
+    )
     steps[index].output[0, 2, 0] ^= 1  # its first token
     result = replay(changed(path, tmp_path, steps=steps))
     parting, (token,) = result.parting, result.token_partings

