@@ -77,6 +77,15 @@ def add_other_engine_options(parser: Any) -> None:
     )
 
 
+def add_color(parser: argparse.ArgumentParser) -> None:
+    """Whether tokens are coloured."""
+    parser.add_argument(
+        "--color",
+        action="store_true",
+        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
+    )
+
+
 def add_speculation(parser: Any) -> None:
     """How to draft, and how much."""
     parser.add_argument(

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import gc
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from callers import Ask
 from fake_llm_engine import FakeLLMEngine
 from harness import FIXTURES
 from threads import ctrl_c_after
+from tokenizer_folders import with_bytes
 
 import jaxspec
 from jaxspec import LLM, RequestOutputKind, SamplingParams, async_llm
@@ -31,9 +31,7 @@ WORDS = ("def f(x):", "naïve café", "日本語のテキスト", "🙂🙃", "\
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     """Random weights with the byte tokenizer: any text may come, in pieces of characters."""
-    folder = tmp_path_factory.mktemp("bytes")
-    for name in ("qwen3_5", "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    folder = with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import time
 import weakref
@@ -13,6 +12,7 @@ import weakref
 import pytest
 from harness import FIXTURES
 from threads import in_threads
+from tokenizer_folders import with_bytes
 
 import jaxspec
 from benchmarks.measure.shapes import ATTENTION, GDN, HIDDEN
@@ -48,9 +48,7 @@ def plain(short_model):
 @pytest.fixture(scope="module")
 def bytes_llm(tmp_path_factory):
     """A fixture with the byte tokenizer: random weights, so any text may come."""
-    folder = tmp_path_factory.mktemp("bytes")
-    for name in ("qwen3_5", "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    folder = with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
     return LLM(folder, **OPTIONS, max_model_len=96)
 
 

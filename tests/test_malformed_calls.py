@@ -8,15 +8,13 @@ import fractions
 import itertools
 import json
 import math
-import shutil
 import time
 
 import numpy as np
 import pytest
-from harness import FIXTURES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizer_folders import BYTES, folder_with
+from tokenizer_folders import BYTES, folder_with, with_bytes
 
 from jaxspec import (
     LLM,
@@ -539,9 +537,7 @@ def test_chats(chats, which, messages, tools, switch):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    for name in ("qwen3", "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    folder = with_bytes("qwen3", tmp_path_factory.mktemp("whole"))
     options = {"max_num_seqs": 2, "decode_buckets": [2], "prefill_buckets": [64]}
     with LLM(folder, dtype="float32", max_model_len=LONGEST, **options) as made:
         made.warm_up()

@@ -8,6 +8,7 @@ import pytest
 from gguf_bytes import STRING, entry, gguf_file, text
 from harness import FIXTURES
 from safetensors.numpy import load_file, save_file
+from tokenizer_folders import with_bytes
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from jaxspec.__main__ import main
@@ -71,12 +72,6 @@ DAMAGE = {
     "NO_TOKENIZER": lambda folder: (folder / "tokenizer.json").unlink(),
     "PLAIN": lambda folder: None,  # Qwen3: no draft head
 }
-
-
-def folder_with_tokenizer(name, folder):
-    for part in (name, "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / part, folder, dirs_exist_ok=True)
-    return folder
 
 
 # What is typed after `python -m jaxspec`, and what it prints on standard error.
@@ -327,7 +322,7 @@ def test_the_command_prints(typed, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "OTHER.gguf").write_bytes(gguf_file([architecture]))
     for kind in set(typed) & set(DAMAGE):
         name = "qwen3" if kind == "PLAIN" else "qwen3_5"
-        DAMAGE[kind](folder_with_tokenizer(name, tmp_path / kind))
+        DAMAGE[kind](with_bytes(name, tmp_path / kind))
     try:
         status = main(typed)
     except SystemExit as left:  # the parser leaves by itself
@@ -627,7 +622,7 @@ def test_unknown_keys_of_speculation_are_listed_with_the_known_ones():
     [(["ab"], ""), (["ab", "--json"], ""), (["ab", "cd"], " for 2 of 2 prompts")],
 )
 def test_a_model_that_gives_nan_ends_the_text_and_says_so(typed, which, tmp_path, capsys):
-    folder = folder_with_tokenizer("qwen3", tmp_path / "model")
+    folder = with_bytes("qwen3", tmp_path / "model")
     tensors(lambda held: held["model.norm.weight"].fill(np.nan))(folder)
     assert main([*typed, "--model", str(folder), "--dtype", "float32"]) == 1
     printed = capsys.readouterr()

@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import shutil
 import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from harness import FIXTURES
 from threads import in_threads
+from tokenizer_folders import with_bytes
 from travellers import by_wire, told
 
 from jaxspec import LLM, RequestOutputKind, SamplingParams, handover
@@ -31,11 +30,7 @@ SEEDED = SamplingParams(temperature=0.9, seed=5, max_tokens=20)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A fixture with the byte tokenizer: random weights, so any bytes may come, in any order."""
-    folder = tmp_path_factory.mktemp("bytes")
-    for name in ("qwen3_5", "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
-    return folder
+    return with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxspec.arguments import (
     FEW,
     CommandParser,
+    add_color,
     add_engine_options,
     add_model,
     add_other_engine_options,
@@ -68,11 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--system-prompt", metavar="TEXT", help="what the model is to be (default: not said)"
     )
-    made.add_argument(
-        "--color",
-        action="store_true",
-        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
-    )
+    add_color(made)
     made.add_argument(
         "--max-tokens",
         type=int,

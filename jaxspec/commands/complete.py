@@ -12,6 +12,7 @@ from jaxspec import commands
 from jaxspec.arguments import (
     ENGINE_OPTIONS,
     CommandParser,
+    add_color,
     add_engine_options,
     add_speculation,
     engine_options,
@@ -73,11 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--verbose", action="store_true", help="first print what holds the memory (default: not)"
     )
-    made.add_argument(
-        "--color",
-        action="store_true",
-        help="colour each token by who gave it, the model itself or draft 1, 2, ... (default: not)",
-    )
+    add_color(made)
     made.add_argument(
         "--json", action="store_true", help="print one JSON object a prompt (default: text)"
     )

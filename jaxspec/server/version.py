@@ -1,11 +1,8 @@
 """Which jaxspec serves."""
 
-import importlib.metadata
+from jaxspec.flight.about import version_of
 
 
 def version() -> str:
     """The installed version; "unknown" where the sources run without being installed."""
-    try:
-        return importlib.metadata.version("jaxspec")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return version_of("jaxspec") or "unknown"

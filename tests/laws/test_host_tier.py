@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, continuations, prompts
+from harness import GREEDY, REPLAY, SNAPSHOT, prompts
+from kept_prefixes import ask, keeping
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
 
@@ -28,28 +29,10 @@ FP8 = np.dtype("float8_e4m3fn")
 MIB = 2**20
 
 
-def make(fixture="qwen3_5", drafts=3, depth=2, states=SNAPSHOT, mode="all", **options):
+def make(*args, **options):
     """An engine with a little room on the device and a lot on the host."""
-    known = [(prompt, params, 0) for prompt in (PROMPT, *OTHERS) for params in (GREEDY, SAMPLED)]
-    oracles = {"accuracy": (0.8, 0.5, 0.5)[:drafts], "continuations": continuations(fixture, known)}
-    options = {"num_pages": 40, "num_checkpoints": 4, "host_bytes": 64 * MIB} | options
-    engine = Harness(
-        fixture,
-        drafts=drafts,
-        max_in_flight=depth,
-        states=states,
-        prefixes=mode,
-        **(oracles if drafts and "method" not in options else {}),
-        **options,
-    )
-    engine.scheduler.prefixes.min_uncached = 6
-    return engine
-
-
-def ask(engine, prompt, params=GREEDY, **asked):
-    (request,) = engine.add(prompt, params, **asked)
-    engine.run()
-    return request
+    sizes = {"num_pages": 40, "num_checkpoints": 4, "host_bytes": 64 * MIB}
+    return keeping((PROMPT, *OTHERS), *args, **sizes | options)
 
 
 def push_out(engine):

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT, Harness, continuations, oracle, prompts
+from harness import GREEDY, REPLAY, SAMPLED, SNAPSHOT, oracle, prompts
+from kept_prefixes import ask, keeping
 from walk import PROMPTS as WALKED
 from walk import random_walk, walk_harness
 
@@ -28,33 +29,14 @@ from jaxspec.speculation.suffix import SuffixOptions
 
 (PROMPT,) = [tuple(np.random.default_rng(5).integers(0, 256, 22).tolist())]
 LONGER = (*PROMPT[:9], 7, 8, 9, 10, 11)
-RATES = 0.8, 0.5, 0.5
 ONE = dataclasses.replace(GREEDY, max_tokens=1)
 FP8 = np.dtype("float8_e4m3fn")
 
 
-def make(fixture="qwen3_5", drafts=3, depth=2, states=SNAPSHOT, mode="all", **options):
-    """An engine whose drafts are right now and then, that keeps what it can."""
-    known = [(prompt, params, 0) for prompt in (PROMPT, LONGER) for params in (GREEDY, SAMPLED)]
-    oracles = {"accuracy": RATES[:drafts], "continuations": continuations(fixture, known)}
-    options = {"num_pages": 120, "num_checkpoints": 40} | options
-    engine = Harness(
-        fixture,
-        drafts=drafts,
-        max_in_flight=depth,
-        states=states,
-        prefixes=mode,
-        **(oracles if drafts and "method" not in options else {}),
-        **options,
-    )
-    engine.scheduler.prefixes.min_uncached = 6
-    return engine
-
-
-def ask(engine, prompt, params=GREEDY, **asked):
-    (request,) = engine.add(prompt, params, **asked)
-    engine.run()
-    return request
+def make(*args, **options):
+    """An engine with room for all that it can keep."""
+    sizes = {"num_pages": 120, "num_checkpoints": 40}
+    return keeping((PROMPT, LONGER), *args, **sizes | options)
 
 
 def check_all_is_free(engine):

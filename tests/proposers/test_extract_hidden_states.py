@@ -7,8 +7,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from harness import FIXTURES, model, oracle
+from harness import model, oracle
 from safetensors import safe_open
+from tokenizer_folders import with_bytes
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.proposers import make_proposer
@@ -25,10 +26,7 @@ PROMPTS = ["def fibonacci(n):", "i", "class Stack:\n    def push(self)", "import
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A hybrid with the byte tokenizer."""
-    folder = tmp_path_factory.mktemp("bytes")
-    for name in ("qwen3_5", "tokenizer_bytes"):
-        shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
-    return folder
+    return with_bytes("qwen3_5", tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fake_device import make_group
-from loop import Loop, random_group
+from loop import Loop, wander
 
 from jaxspec.piece_plan import Read, Write
 from jaxspec.request import Finish
@@ -60,25 +60,7 @@ def test_a_random_walk_in_which_both_tiers_give_up_gives_every_request_what_it_g
             steps_per_dispatch=int(random.choice([1, 3])),
             piece_pages=int(random.choice([1, 2, 5])),
         )
-        next_seed = 1
-        for turn in range(150):
-            if random.random() < 0.3:
-                root, salt = int(random.choice([6, 12, 13, 20])), SALTS[random.integers(3)]
-                group = random_group(random, next_seed, max_samples=4, root=root, salt=salt)
-                next_seed += len(group)
-                loop.add(group)
-            if random.random() < 0.05 and loop.requests:
-                victim = loop.requests[int(random.choice(list(loop.requests)))]
-                loop.scheduler.end(victim, Finish.ABORT)
-            if random.random() < 0.03 and loop.scheduler.running:
-                loop.scheduler.preempt(loop.scheduler.running[-1])
-            if random.random() < 0.01:
-                loop.scheduler.prefixes.clear()
-            if turn % 10 == 0:
-                loop.depth = int(random.integers(0, 4))
-            if loop.scheduler.has_work:
-                loop.turn()
-        loop.run()
+        wander(loop, random, 150, SALTS)
         device, tier = loop.device, loop.scheduler.prefixes.tier
         counts += [device.num_reads, device.num_writes, loop.mover.num_waits, 0, 0]
         counts += [0, 0, 0, tier.num_evicted_pieces, tier.num_hits]

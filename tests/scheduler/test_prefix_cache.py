@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fake_device import make_group, next_token
-from loop import Loop, random_group
+from loop import Loop, wander
 
 from jaxspec.plan import Export
 from jaxspec.request import Finish
@@ -50,6 +50,12 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
     random = np.random.default_rng(num_drafts * 100 + page_size * 1000 + chunk)
     longest = -(-40 // page_size)
     counts = np.zeros(4, int)
+
+    def dress(group):
+        ends = random.integers(1, 1 + len(group[0].prompt), size=random.integers(3))
+        for request in group:
+            request.cache_boundaries = tuple(ends.tolist())
+
     for num_requests in (1, 2, 5):
         loop = loop_of(
             mode,
@@ -59,28 +65,7 @@ def test_a_random_walk_among_shared_prefixes_gives_every_request_what_it_gets_al
             num_pages=1 + longest * num_requests,
             steps_per_dispatch=int(random.choice([1, 3])),
         )
-        next_seed = 1
-        for turn in range(120):
-            if random.random() < 0.3:
-                root, salt = int(random.choice([6, 12, 13, 20])), SALTS[random.integers(3)]
-                group = random_group(random, next_seed, max_samples=4, root=root, salt=salt)
-                next_seed += len(group)
-                ends = random.integers(1, 1 + len(group[0].prompt), size=random.integers(3))
-                for request in group:
-                    request.cache_boundaries = tuple(ends.tolist())
-                loop.add(group)
-            if random.random() < 0.05 and loop.requests:
-                victim = loop.requests[int(random.choice(list(loop.requests)))]
-                loop.scheduler.end(victim, Finish.ABORT)
-            if random.random() < 0.03 and loop.scheduler.running:
-                loop.scheduler.preempt(loop.scheduler.running[-1])
-            if random.random() < 0.01:
-                loop.scheduler.prefixes.clear()
-            if turn % 10 == 0:
-                loop.depth = int(random.integers(0, 4))
-            if loop.scheduler.has_work:
-                loop.turn()
-        loop.run()
+        wander(loop, random, 120, SALTS, dress)
         stats = loop.scheduler.prefixes.stats
         evicted = stats.num_evicted_pages + stats.num_evicted_checkpoints
         device, preemptions = loop.device, loop.scheduler.num_preemptions

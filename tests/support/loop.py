@@ -120,3 +120,30 @@ def random_group(random, seed, max_samples, max_len=38, **shared):
         top_p=float(random.random() * 0.9 + 0.1),
         **shared,
     )
+
+
+def wander(loop, random, num_turns, salts, dress=lambda group: None):
+    """Requests that begin alike come, and some are aborted or preempted, until all have ended.
+
+    Now and then all that is kept is forgotten. `dress` changes a group before it comes.
+    """
+    next_seed = 1
+    for turn in range(num_turns):
+        if random.random() < 0.3:
+            root, salt = int(random.choice([6, 12, 13, 20])), salts[random.integers(len(salts))]
+            group = random_group(random, next_seed, max_samples=4, root=root, salt=salt)
+            next_seed += len(group)
+            dress(group)
+            loop.add(group)
+        if random.random() < 0.05 and loop.requests:
+            victim = loop.requests[int(random.choice(list(loop.requests)))]
+            loop.scheduler.end(victim, Finish.ABORT)
+        if random.random() < 0.03 and loop.scheduler.running:
+            loop.scheduler.preempt(loop.scheduler.running[-1])
+        if random.random() < 0.01:
+            loop.scheduler.prefixes.clear()
+        if turn % 10 == 0:
+            loop.depth = int(random.integers(0, 4))
+        if loop.scheduler.has_work:
+            loop.turn()
+    loop.run()

@@ -7,7 +7,15 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models
 
-BYTES = Path(__file__).parents[1] / "fixtures" / "tokenizer_bytes"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+BYTES = FIXTURES / "tokenizer_bytes"
+
+
+def with_bytes(fixture, folder):
+    """A copy of a fixture with the byte tokenizer: its weights are random, so any bytes come."""
+    for part in (FIXTURES / fixture, BYTES):
+        shutil.copytree(part, folder, dirs_exist_ok=True)
+    return folder
 
 
 def folder_with(tmp_path, **files):

@@ -4,7 +4,6 @@ python -m tools.docs.commands            writes it
 python -m tools.docs.commands --check    ends with status 1 if it is not what would be written
 """
 
-import argparse
 import contextlib
 import io
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from jaxspec.commands import COMMANDS, run_command
+from tools.docs.kept_page import keep
 
 PATH = Path(__file__).parents[2] / "docs" / "commands.md"
 COMMAND = "python -m tools.docs.commands"
@@ -104,15 +104,7 @@ def help_of(words: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    if not args.check:
-        PATH.write_text(page())
-    elif not PATH.exists() or PATH.read_text() != page():
-        print(f"{PATH} is not what {COMMAND} writes; run it.", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PATH, page, COMMAND, __doc__)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python -m tools.docs.options            writes it
 python -m tools.docs.options --check    ends with status 1 if it is not what would be written
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from jaxspec.options import OPTIONS, default_of, meaning
 from jaxspec.vllm_options import RENAMED, UNDERSTOOD
+from tools.docs.kept_page import keep
 
 PATH = Path(__file__).parents[2] / "docs" / "options.md"
 COMMAND = "python -m tools.docs.options"
@@ -67,15 +67,7 @@ def _default(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    if not args.check:
-        PATH.write_text(page())
-    elif not PATH.exists() or PATH.read_text() != page():
-        print(f"{PATH} is not what {COMMAND} writes; run it.", file=sys.stderr)
-        return 1
-    return 0
+    return keep(PATH, page, COMMAND, __doc__)
 
 
 if __name__ == "__main__":
