@@ -126,7 +126,10 @@ def _index_from_end(ids: Sequence[int], wanted: int, skipped: int) -> int:
 
 
 def _last_word(encoding: Encoding, length: int) -> int:
-    """How many tokens are in front of the last word with a character of the `length` behind it."""
+    """How many tokens belong to words that end before character `length - 1`.
+
+    The word at the end may still change.
+    """
     count = bisect.bisect_right(encoding.offsets, length - 1, key=itemgetter(1))
     while count > 0:
         word = encoding.token_to_word(count - 1)

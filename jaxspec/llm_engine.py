@@ -147,8 +147,8 @@ class LLMEngine(Diagnostics):
         self._compile({sample.request.sampler for group in groups for sample in group})
         return groups
 
-    def one_prompt(self, prompt: Any) -> Any:
-        """The prompt of a call that takes one alone; it may come as a list of one.
+    def one_prompt(self, prompt: Any, call: str = "stream") -> Any:
+        """The prompt of a `call` that takes one alone; it may come as a list of one.
 
         Raises:
             ValueError: these are several prompts, or none.
@@ -156,7 +156,7 @@ class LLMEngine(Diagnostics):
         """
         self.session.require_usable()
         batch = prompts_of(prompt)
-        check_is_one("prompt", batch)
+        check_is_one("prompt", batch, call)
         return batch[0]
 
     def prepare_one(

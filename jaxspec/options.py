@@ -228,11 +228,11 @@ class EngineConfig:
         for name in ("kv_offloading_size", "kv_offloading_folder_size"):
             if (size := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be at least 0 GiB, got {size}.")
-        if self.kv_offloading_folder is not None and not self.kv_offloading_size:
-            raise ValueError(
-                "kv_offloading_folder is for what kv_offloading_size has no room for, and that is "
-                "0. Give it some GiB, or leave the folder out."
-            )
+            if size == 0 and self.kv_offloading_folder is not None:
+                raise ValueError(
+                    "kv_offloading_folder is for what kv_offloading_size has no room for, and "
+                    f"{name} is 0. Give it some GiB, or leave the folder out."
+                )
         if self.revision is not None and self.model is None:
             raise ValueError(
                 "revision chooses among the versions of a hub id, and the embedded model has one. "

@@ -44,7 +44,8 @@ def _kept_on_device(config: EngineConfig, specs: Sequence[CacheSpec]) -> dict[st
         raise ValueError(
             f"Prefixes can be kept where every pool lies in pages or says how to keep a slot of it "
             f"(`jaxspec.cache.BySlot`), and {', '.join(strange)} does neither. Set "
-            "enable_prefix_caching=False, or `by_page = True` in a spec that copies pages alone."
+            "enable_prefix_caching=False; or, in a spec that copies pages alone, `by_page = True` "
+            "or a `page_axis`."
         )
     if strange or wanted is False:
         return {}
@@ -79,11 +80,12 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
         ValueError: the folder for the files of it is none.
     """
     shapes, pieces, disk = runner.shapes, runner.pieces, None
+    has_states = shapes.num_checkpoints > 0
     if not shapes.host_bytes:
         return None
     if config.kv_offloading_folder is not None:
         name, purpose = str(config.kv_offloading_folder), "Kept prefixes are written to"
-        kinds = (False, True) if shapes.num_checkpoints else (False,)
+        kinds = (False, True) if has_states else (False,)
         disk = DiskTier(
             writable_folder(name, purpose, mode=0o700),
             int(config.kv_offloading_folder_size * 2**30),
@@ -91,4 +93,4 @@ def host_tier(config: EngineConfig, runner: ModelRunner) -> HostTier | None:
             shapes.page_size,
             {kind: pieces.arrays(is_state=kind) for kind in kinds},
         )
-    return HostTier(shapes.host_bytes, shapes.page_size, pieces, disk)
+    return HostTier(shapes.host_bytes, shapes.page_size, pieces, disk, has_states=has_states)

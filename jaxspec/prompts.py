@@ -96,11 +96,11 @@ def check_num_samples(counts: Iterable[int]) -> None:
         )
 
 
-def check_is_one(what: str, batch: Sequence[Any]) -> None:
-    """Refuse a stream of several prompts, or of none, by a ValueError that calls one `what`."""
+def check_is_one(what: str, batch: Sequence[Any], call: str = "stream") -> None:
+    """Refuse a `call` for several prompts, or for none, by a ValueError that calls one `what`."""
     if len(batch) != 1:
         raise ValueError(
-            f"A stream is of one {what}, got {len(batch)}: {shown(batch)}. Make a stream of each, "
+            f"A {call} is of one {what}, got {len(batch)}: {shown(batch)}. Make a {call} of each, "
             "or use generate() or chat()."
         )
 

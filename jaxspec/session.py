@@ -72,11 +72,7 @@ class Session:
         self.scheduler.check(sample.request for sample in samples)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Let checked samples in with the next step.
-
-        Raises:
-            RuntimeError: as in `require_usable`.
-        """
+        """Let checked samples in with the next step. Raises as `require_usable`."""
         self.require_usable()
         self._added.append(tuple(samples))
 
@@ -150,8 +146,14 @@ class Session:
         return self.in_turn(lambda: self.guarded(lambda: self._withdraw(sample)))
 
     def bring(self, sample: Sample, copied: Copied) -> None:
-        """Keep what another engine computed of a sample's tokens. Raises as `in_turn`."""
-        self.in_turn(lambda: self.guarded(lambda: self.engine.copy_in(sample.request, copied)))
+        """Keep what another engine computed of a sample's tokens. Raises as `add` and `in_turn`."""
+        self.in_turn(lambda: self._bring(sample.request, copied))
+
+    def of_request(self, request_id: str) -> tuple[Sample, ...]:
+        """The samples of a request that are there, in any thread, those just added included."""
+        there = [sample for samples in tuple(self._added) for sample in samples]
+        there += tuple(self._samples.values())  # one that is being let in may be in both
+        return tuple(dict.fromkeys(each for each in there if each.request_id == request_id))
 
     def in_turn(self, act: Callable[[], _Result]) -> _Result:
         """What `act` returns, done while no other thread steps.
@@ -218,6 +220,10 @@ class Session:
         self._end_each([sample])
         return copied
 
+    def _bring(self, request: Request, copied: Copied) -> None:
+        self.require_usable()  # another thread may have closed it
+        self.guarded(lambda: self.engine.copy_in(request, copied))
+
     def _next_deltas(self, samples: Sequence[Sample]) -> list[TextDelta]:
         deltas = taken(samples)  # from a step of another caller
         if not deltas:
@@ -250,12 +256,6 @@ class Session:
             self._samples.pop(request, None)
             self.scheduler.cut(request, num_tokens)
         self.scheduler.drafter.settle(request)
-
-    def of_request(self, request_id: str) -> tuple[Sample, ...]:
-        """The samples of a request that are there, in any thread, those just added included."""
-        there = [sample for samples in tuple(self._added) for sample in samples]
-        there += tuple(self._samples.values())
-        return tuple(sample for sample in there if sample.request_id == request_id)
 
     def _end_each(self, samples: Iterable[Sample] | None) -> None:
         """End those that still run; None stands for all."""

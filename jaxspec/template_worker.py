@@ -99,7 +99,7 @@ def render(source: str, variables: Mapping[str, Any], characters: int) -> tuple[
 
 
 def num_kept(source: str, variables: Mapping[str, Any], text: str) -> int:
-    """With how many characters of `text` the template `source` begins what it writes here.
+    """How many leading characters of `text` the template writes again with these variables.
 
     0 if it fails. It is stopped where the two texts part.
     """

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any, Protocol
 
-from jaxspec.checks import INT64_MAX, integer, shown
+from jaxspec.checks import integer, shown
 from jaxspec.handover import RequestState
-from jaxspec.inputs import InputProcessor, params_of
+from jaxspec.inputs import InputProcessor
 from jaxspec.outputs import Sample, Stream, TextDelta
 from jaxspec.piece_plan import Copied
-from jaxspec.prompts import Prompt, prompts_of
+from jaxspec.prompts import Prompt
 from jaxspec.request import INT32_MAX, Request
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.portable_pieces import arrays_of, copied_of
@@ -27,9 +27,12 @@ class Travels(Protocol):
     session: Session
     _inputs: InputProcessor
     _runner: ModelRunner
-    _default_params: SamplingParams
 
-    def prepare(self, prompts: Any, params: Any, request_ids: Any, priority: Any, /) -> Any:
+    def one_prompt(self, prompt: Any, call: str, /) -> Any:
+        """See `LLMEngine`."""
+        ...
+
+    def prepare_one(self, prompt: Any, params: Any, request_id: Any, priority: Any, /) -> Any:
         """See `LLMEngine`."""
         ...
 
@@ -79,20 +82,20 @@ def prefill(
     That engine computes the last token itself: scores, noise and drafts are its own. Arguments are
     as in `stream`.
 
+    `num_computed` of the state tells how many tokens came along. They may be fewer than all but the
+    last, even none: with `mamba_cache_mode="align"`, where no slot was free for a state at the end,
+    or where others have taken what was kept meanwhile.
+
     Raises:
         ValueError: as in `stream`; n above 1; the engine keeps no prefixes; or parameters whose
             requests use none (penalties, `prompt_logprobs`).
         RuntimeError: as in `generate`, or `abort` came first.
     """
-    llm.session.require_usable()
-    batch, ids = prompts_of(prompt), None if request_id is None else [request_id]
-    if len(batch) != 1:
-        raise ValueError(f"prefill takes one prompt, got {len(batch)}. Call it for each.")
-    params = params_of(sampling_params, 1, llm._default_params)
-    if params[0].n > 1:
-        raise ValueError(f"prefill takes a request of one sample, got n={params[0].n}. Set n=1.")
-    priority = integer("priority", priority, -INT64_MAX)
-    ((sample,),) = llm.prepare(batch, params, ids, priority)
+    only = llm.one_prompt(prompt, "prefill")
+    sample, *others = llm.prepare_one(only, sampling_params, request_id, priority)
+    if others:
+        count = 1 + len(others)
+        raise ValueError(f"prefill takes a request of one sample, got n={count}. Set n=1.")
     request, session = sample.request, llm.session
     _check_prefill(llm, request)
     if len(request.prompt) == 1:  # and so its last one

@@ -122,5 +122,7 @@ def test_a_folder_in_which_no_file_can_be_written_is_refused(tmp_path):
 def test_a_folder_without_memory_in_front_of_it_is_refused():
     with pytest.raises(ValueError, match="kv_offloading_folder is for what kv_offloading_size"):
         EngineConfig(kv_offloading_folder="kept")
+    with pytest.raises(ValueError, match="no room for, and kv_offloading_folder_size is 0"):
+        EngineConfig(kv_offloading_size=1, kv_offloading_folder="kept", kv_offloading_folder_size=0)
     with pytest.raises(ValueError, match="kv_offloading_folder_size must be at least 0 GiB"):
         EngineConfig(kv_offloading_folder_size=-1)

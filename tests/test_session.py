@@ -12,6 +12,7 @@ from threads import in_threads
 
 from jaxspec.config import StepShapes
 from jaxspec.outputs import Sample
+from jaxspec.piece_plan import Copied
 from jaxspec.plan import RowOutput
 from jaxspec.request import Finish, Request
 from jaxspec.sampling_params import SamplingParams
@@ -518,3 +519,18 @@ def test_samples_that_could_never_run_are_refused():
     session = make_session()
     with pytest.raises(ValueError, match="must fit the page pool alone"):
         session.check([make_sample(max_tokens=4000)])
+
+
+def test_a_sample_that_is_being_let_in_is_found_once():
+    session, sample = make_session(), make_sample()
+    session._added.append((sample,))
+    session._samples[sample.request] = sample  # as another thread may see it
+    assert session.of_request(sample.request_id) == (sample,)
+
+
+def test_a_closed_session_takes_nothing_of_another_engine_and_stays_whole():
+    session = make_session()
+    session.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        session.bring(make_sample(), Copied(0))
+    assert session.num_failures == session.engine.num_resets == 0

@@ -193,7 +193,7 @@ def test_only_a_request_that_is_there_can_leave(here):
 def test_a_prefill_that_would_be_in_vain_is_refused(here, changes, words):
     with pytest.raises(ValueError, match=words):
         here.prefill(PROMPT, dataclasses.replace(SEEDED, **changes))
-    with pytest.raises(ValueError, match="prompt"):
+    with pytest.raises(ValueError, match="A prefill is of one prompt, got 2"):
         here.prefill([PROMPT, PROMPT])
 
 

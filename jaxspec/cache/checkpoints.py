@@ -63,7 +63,12 @@ def by_slot(specs: Iterable[CacheSpec]) -> list[Any]:
 
 def unknown(specs: Iterable[CacheSpec]) -> list[str]:
     """The names of specs that neither lie in pages nor say how a state of theirs is kept."""
-    return [s.name for s in specs if not (isinstance(s, BySlot) or getattr(s, "by_page", False))]
+    return [spec.name for spec in specs if not (isinstance(spec, BySlot) or _lies_in_pages(spec))]
+
+
+def _lies_in_pages(spec: CacheSpec) -> bool:
+    """Whether it says so, or where its pages are (`cache.copies`)."""
+    return getattr(spec, "by_page", False) or getattr(spec, "page_axis", None) is not None
 
 
 def allocate_checkpoints(specs: Iterable[CacheSpec], sizes: PoolSizes, count: int) -> Pools:

@@ -21,7 +21,7 @@ def page_axis(spec: CacheSpec) -> int | None:
     return getattr(spec, "page_axis", None)
 
 
-def by_page(specs: Iterable[CacheSpec]) -> list[Any]:
+def paged(specs: Iterable[CacheSpec]) -> list[Any]:
     """Those of the specs whose pages can be copied out."""
     return [spec for spec in specs if page_axis(spec) is not None]
 
@@ -39,7 +39,7 @@ def read_pages(specs: Iterable[CacheSpec], pools: Pools, pages: Int[Array, " n"]
 
     return {
         spec.name: jax.tree.map(lambda x, axis=spec.page_axis: read(x, axis), pools[spec.name])
-        for spec in by_page(specs)
+        for spec in paged(specs)
     }
 
 
@@ -64,7 +64,7 @@ def write_pages(
         spec.name: jax.tree.map(
             lambda x, y, axis=spec.page_axis: write(x, y, axis), pools[spec.name], copies[spec.name]
         )
-        for spec in by_page(specs)
+        for spec in paged(specs)
     }
 
 

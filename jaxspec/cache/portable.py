@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache.checkpoints import by_slot
-from jaxspec.cache.copies import by_page
+from jaxspec.cache.copies import paged
 from jaxspec.cache.specs import CacheSpec, Pools, PoolSizes
 
 Arrays = Mapping[str, np.ndarray]
@@ -31,7 +31,7 @@ def token_arrays(
 ) -> dict[str, np.ndarray]:
     """The first `num_tokens` tokens of a request, whose `pages` (`read_pages`) are in order."""
     arrays = {}
-    for spec in by_page(specs):
+    for spec in paged(specs):
         for name, leaf in _named(spec.name, pages[spec.name]):
             tokens = np.moveaxis(np.asarray(leaf), 1 + spec.page_axis, 1)
             arrays[name] = tokens.reshape(-1, *tokens.shape[2:])[:num_tokens]
@@ -49,10 +49,10 @@ def pages_of(
         ValueError: an array is missing, or is not what an engine of these specs keeps of a token.
     """
     pools = {}
-    for spec in by_page(specs):
+    for spec in paged(specs):
         like = jax.eval_shape(lambda spec=spec: spec.allocate(sizes))
 
-        def paged(name: str, leaf: Any, axis: int = spec.page_axis) -> np.ndarray:
+        def in_pages(name: str, leaf: Any, axis: int = spec.page_axis) -> np.ndarray:
             shape = leaf.shape[:axis] + leaf.shape[axis + 2 :]
             tokens = _checked(arrays, name, (num_tokens, *shape), leaf.dtype)
             count = -(-len(tokens) // sizes.page_size)
@@ -61,7 +61,7 @@ def pages_of(
             pages = padded.reshape(count, sizes.page_size, *shape)
             return np.ascontiguousarray(np.moveaxis(pages, 1, 1 + axis))
 
-        leaves = [paged(name, leaf) for name, leaf in _named(spec.name, like)]
+        leaves = [in_pages(name, leaf) for name, leaf in _named(spec.name, like)]
         pools[spec.name] = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return pools
 
@@ -111,9 +111,9 @@ def _rows(position: int, taps: int, ring: int) -> np.ndarray:
 
 
 def names(specs: Iterable[CacheSpec]) -> set[str]:
-    """What the arrays are called of engines that have these specs."""
+    """The names of the arrays that these specs give."""
     specs, sizes = tuple(specs), PoolSizes(num_pages=1, page_size=1, num_slots=1, width=1)
-    pools = jax.eval_shape(lambda: {s.name: s.allocate(sizes) for s in by_page(specs)})
+    pools = jax.eval_shape(lambda: {s.name: s.allocate(sizes) for s in paged(specs)})
     pools |= jax.eval_shape(lambda: {s.name: s.allocate_checkpoints(sizes) for s in by_slot(specs)})
     return {name for pool, tree in pools.items() for name, _ in _named(pool, tree)}
 

@@ -89,7 +89,8 @@ class Container:
         Raises:
             OSError: it can't be written, as where the disk is full. Nothing is left then.
         """
-        handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)  # mode 0600
+        suffix = f"{path.suffix:.16}.part"  # tells whose part it is, should the process be killed
+        handle, name = tempfile.mkstemp(prefix=".", suffix=suffix, dir=path.parent)  # mode 0600
         new = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -10,10 +10,11 @@ from flax import nnx
 
 from jaxspec.cache import CacheSpec, PoolSizes, allocate
 from jaxspec.config import StepShapes
-from jaxspec.loading import Settled, prefix_sizes, shapes_of
+from jaxspec.loading import Settled, shapes_of
 from jaxspec.models.base import Model
 from jaxspec.models.layers.parameters import Placement
 from jaxspec.options import EngineConfig
+from jaxspec.prefixes import prefix_sizes
 from jaxspec.runner.memory import MemoryBudget, fit
 
 _LENGTHS = (2048, 8192, 32768, 131072)

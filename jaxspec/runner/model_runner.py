@@ -117,7 +117,10 @@ class ModelRunner:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """That of the model and its weights (`handover.fingerprint`). Not once it is closed."""
+        """That of the model and its weights (`handover.fingerprint`).
+
+        It can't be computed after `close`.
+        """
         return fingerprint(self._recipe.config, self._weights)
 
     def reset(self) -> None:
@@ -191,7 +194,7 @@ class ModelRunner:
         JAX keeps what it compiled with what it lowered, so what another thread made of
         `lower(program)` is found here.
 
-        Returns the seconds of the third run.
+        Returns the seconds of the last run.
         """
         if program in PIECES:
             self._state, seconds = self.pieces.warm_up(program, self.state)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.cache import CacheSpec, Pools, PoolSizes, allocate, allocate_checkpoints
 from jaxspec.cache.copies import (
-    by_page,
+    paged,
     read_checkpoint,
     read_pages,
     write_checkpoint,
@@ -53,7 +53,7 @@ def check_host_bytes(specs: Iterable[CacheSpec], shapes: StepShapes) -> None:
     """Refuse a size of the host's memory in which no prefix could lie, or that it has not.
 
     Raises:
-        ValueError: so it is.
+        ValueError: one piece does not fit, or the machine has less.
     """
     if not shapes.host_bytes:
         return
@@ -218,7 +218,7 @@ class Pieces:
 
     def _kept(self, program: Program, state: EngineState) -> _Kept:
         """What the program reads or replaces of the state."""
-        pools = {spec.name: state.pools[spec.name] for spec in by_page(self.specs)}
+        pools = {spec.name: state.pools[spec.name] for spec in paged(self.specs)}
         return _Kept(pools, (state.checkpoints or {}) if program.is_of_state else {})
 
     def _contents(
@@ -234,7 +234,7 @@ class Pieces:
             return self._likes[is_state]
 
         def make() -> Contents:
-            pools = allocate(by_page(self.specs), self.sizes)
+            pools = allocate(paged(self.specs), self.sizes)
             count = self._shapes.num_checkpoints if is_state else 0
             checkpoints = allocate_checkpoints(self.specs, self.sizes, count)
             pages = jnp.zeros(1 if is_state else self._shapes.piece_pages, jnp.int32)

@@ -8,39 +8,27 @@ its file deleted. The files outlive the engine, and the next one of the same mod
 
 import hashlib
 import logging
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxspec.handover.container import Container
 from jaxspec.piece_plan import Piece
+from jaxspec.scheduler import piece_files
+from jaxspec.scheduler.piece_files import Like, PieceFile
 from jaxspec.scheduler.piece_index import Key, PieceIndex
 
-KIND = "piece of kept prefixes"
 MAX_WAITING = 8  # pieces that wait to be written; beyond that they are dropped
-_NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.piece")
-_MAX_KEYS = 2**12
+MAX_AHEAD_BYTES = 2**29  # of files that are read for requests behind the next one
 _log = logging.getLogger(__name__)
-
-
-class _File(NamedTuple):
-    """A file as the thread found or wrote it."""
-
-    name: str
-    num_bytes: int
-    is_state: bool
-    keys: tuple[Key, ...]
 
 
 class DiskTier:
     """Files by their last use, in at most `max_bytes`; others' files in the folder are deleted.
 
-    `arrays`: shape and dtype of each array of a piece, by whether it is one of a state.
+    `arrays`: shapes and dtypes of a piece of pages (False) and of a piece of a state (True).
     """
 
     def __init__(
@@ -49,9 +37,9 @@ class DiskTier:
         max_bytes: int,
         fingerprint: str,
         page_size: int,
-        arrays: Mapping[bool, Sequence[tuple[tuple[int, ...], np.dtype]]],
+        arrays: Mapping[bool, Like],
     ):
-        """Look for what is in `folder`; it is found once that is done.
+        """Have the thread list `folder`. Its files can be found from the first `poll` after that.
 
         `fingerprint`: of the model and its weights. Files are told by it, the page size and the
         `arrays`, so that none of another model, dtype or size of pieces is used.
@@ -66,11 +54,12 @@ class DiskTier:
         self.num_written = self.num_read = self.num_skipped = self.num_failed = 0
         self.num_evicted_files = 0
         self._forget()
-        self._do(lambda: _scan(folder, self._own, page_size), self._found)
+        self._do(lambda: piece_files.scan(folder, self._own, page_size), self._found)
 
     def _forget(self) -> None:
         self.index = PieceIndex()
-        self._files: dict[Piece, _File] = {}
+        self._files: dict[Piece, PieceFile] = {}
+        self._pieces: dict[str, Piece] = {}  # by the names of their files
         self._loading: dict[Piece, Future[Any]] = {}
         self._writing: set[str] = set()
         self._unread: list[tuple[str, Piece, tuple[Key, ...]]] = []  # of those: not filled yet
@@ -78,14 +67,19 @@ class DiskTier:
 
     def clear(self) -> None:
         """Forget everything, and delete the files."""
+        self.want(())
         self._jobs = [(job, lambda _: None) for job, _ in self._jobs]
         self._forget()
-        self._do(lambda: _delete_all(self._folder, self._own))
+        self._do(lambda: piece_files.delete_all(self._folder, self._own))
 
     def close(self) -> None:
         """Wait until all is written; nothing may be asked any more."""
-        self._thread.shutdown()
+        self.want(())
         self.poll()
+        while self._jobs:  # what is noted of one may ask for more, as where a file has to go
+            wait([self._jobs[-1][0]])
+            self.poll()
+        self._thread.shutdown()
 
     def figures(self) -> dict[str, int]:
         """Its counts, for people."""
@@ -123,37 +117,49 @@ class DiskTier:
     def _write(self, name: str, piece: Piece, keys: tuple[Key, ...]) -> None:
         def written(num_bytes: int) -> None:
             self.num_written += 1
-            self._add(_File(name, num_bytes, piece.is_state, keys))
+            self._add(PieceFile(name, num_bytes, piece.is_state, keys))
 
-        self._do(lambda: _write(self._folder / name, piece, keys), written, name)
+        self._do(lambda: piece_files.write(self._folder / name, piece, keys), written, name)
 
-    def want(self, pieces: Iterable[Piece]) -> None:
-        """Read those of the pieces that are on disk alone; what was wanted before goes again."""
-        wanted = [piece for piece in pieces if piece in self._files]
+    def want(self, pieces: Iterable[Piece], ahead: Iterable[Piece] = ()) -> None:
+        """Begin to read these pieces. Others that were read are let go.
+
+        `ahead`: those of use later, which are read up to `MAX_AHEAD_BYTES`.
+        """
+        wanted = dict.fromkeys(piece for piece in pieces if piece in self._files)
+        size = 0
+        for piece in ahead:
+            if piece in self._files and piece not in wanted:
+                size += self._files[piece].num_bytes
+                if size > MAX_AHEAD_BYTES:
+                    break
+                wanted[piece] = None
         for piece in [each for each in self._loading if each not in wanted]:
-            del self._loading[piece]
-            self._renew(piece)
+            if not self._loading.pop(piece).cancel():
+                self._renew(piece)
         for piece in wanted:
-            if piece not in self._loading:
-                self.index.touch([piece])
-                file = self._files[piece]
-                self._loading[piece] = self._do(
-                    lambda file=file: _read(self._folder / file.name, self._arrays[file.is_state]),
-                    lambda arrays, piece=piece: self._loaded(piece, arrays),
-                    piece=piece,
-                )
+            self._read(piece)
 
     def is_loading(self, piece: Piece) -> bool:
-        """Whether a piece that is wanted is not there yet."""
-        return piece in self._loading and piece.arrays is None
+        """Whether a piece is on disk alone, and has to be read first."""
+        return piece in self._files and piece.arrays is None
 
-    def wait(self, seconds: float) -> None:
-        """Wait for all that is wanted, but no longer: what is not there by then is forgotten."""
-        wait(self._loading.values(), seconds)
+    def wait(self, pieces: Iterable[Piece], seconds: float) -> bool:
+        """Wait for these pieces, but no longer; whether all are there, or can't be read.
+
+        A file that is being read at the end is given up. One whose turn has not come stays.
+        """
+        awaited = [piece for piece in pieces if self.is_loading(piece)]
+        for piece in awaited:
+            self._read(piece)
+        wait([self._loading[piece] for piece in awaited], seconds)
         self.poll()
-        for piece in [each for each in self._loading if each.arrays is None]:
-            self._fail(TimeoutError(f"a file took more than {seconds:.0f} s"))
-            self._drop(piece)
+        late = [piece for piece in awaited if self.is_loading(piece)]
+        for piece in late:
+            if not self._loading.pop(piece).cancel():
+                self._fail(TimeoutError(f"a file took more than {seconds:.0f} s"))
+                self._drop(piece)
+        return not late
 
     def poll(self) -> None:
         """Take note of what the thread has done. What was found before may be gone then."""
@@ -177,6 +183,8 @@ class DiskTier:
 
         def done(job: Future[Any]) -> None:
             self._writing.discard(name)
+            if job.cancelled():
+                return
             error = job.exception()
             if error is None:
                 note(job.result())
@@ -200,27 +208,50 @@ class DiskTier:
                 error,
             )
 
-    def _found(self, files: list[_File]) -> None:
+    def _found(self, files: list[PieceFile]) -> None:
         for file in files:
             if not self._has(Piece(is_state=file.is_state), file.keys):
                 self._add(file)
 
-    def _add(self, file: _File) -> None:
+    def _read(self, piece: Piece) -> None:
+        """Begin to read a piece that is on disk, unless that is done."""
+        if piece not in self._loading:
+            self.index.touch([piece])
+            file = self._files[piece]
+            self._loading[piece] = self._do(
+                lambda: piece_files.read(self._folder / file.name, self._arrays[file.is_state]),
+                lambda arrays: self._loaded(piece, arrays),
+                piece=piece,
+            )
+
+    def _add(self, file: PieceFile) -> None:
+        if file.name in self._pieces:  # this one was written in its place
+            self._forget_piece(self._pieces[file.name])
         piece = Piece(is_state=file.is_state)
         self.index.add(piece, file.keys)
-        self._files[piece] = file
+        self._files[piece], self._pieces[file.name] = file, piece
         self.num_bytes += file.num_bytes
         while self.num_bytes > self.max_bytes:
             self.num_evicted_files += 1
             self._drop(next(iter(self.index)))
 
+    def _forget_piece(self, piece: Piece) -> str:
+        """Forget a piece, but not its file, whose name it returns."""
+        if (job := self._loading.pop(piece, None)) is not None:
+            job.cancel()
+        self.index.forget(piece)
+        file = self._files.pop(piece)
+        self.num_bytes -= file.num_bytes
+        del self._pieces[file.name]
+        return file.name
+
     def _drop(self, piece: Piece) -> None:
-        self._loading.pop(piece, None)
-        if piece in self._files:
-            self.index.forget(piece)
-            file = self._files.pop(piece)
-            self.num_bytes -= file.num_bytes
-            self._do(lambda: (self._folder / file.name).unlink(missing_ok=True))
+        if piece not in self._files:
+            return
+        name = self._forget_piece(piece)
+        is_written_anew = name in self._writing - {name for name, *_ in self._unread}
+        if not is_written_anew:  # else the thread would delete it behind that
+            self._do(lambda: (self._folder / name).unlink(missing_ok=True))
 
     def _loaded(self, piece: Piece, arrays: tuple[np.ndarray, ...]) -> None:
         self.num_read += 1
@@ -232,7 +263,8 @@ class DiskTier:
         if piece in self._files:
             fresh = Piece(is_state=piece.is_state)
             self.index.add(fresh, self.index.forget(piece))
-            self._files[fresh] = self._files.pop(piece)
+            file = self._files[fresh] = self._files.pop(piece)
+            self._pieces[file.name] = fresh
 
     def _has(self, piece: Piece, keys: Sequence[Key]) -> bool:
         look = self.index.state if piece.is_state else self.index.page
@@ -245,55 +277,3 @@ class DiskTier:
         for before, tokens in keys:
             digest.update(before + np.asarray(tokens, "<i4").tobytes())
         return f"{self._own}-{digest.hexdigest()}.piece"
-
-
-# These run in the thread.
-
-
-def _write(path: Path, piece: Piece, keys: Sequence[Key]) -> int:
-    """Write a piece; the bytes of its file."""
-    arrays = {str(index): np.asarray(array) for index, array in enumerate(piece.arrays or ())}
-    told = [[before.hex(), list(tokens)] for before, tokens in keys]
-    Container(KIND, {"is_state": piece.is_state, "keys": told}, arrays).save(path)
-    return path.stat().st_size
-
-
-def _read(path: Path, like: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tuple[np.ndarray, ...]:
-    """The arrays of a piece.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such file, or it holds something else.
-    """
-    arrays = Container.load(path, KIND).arrays
-    found = tuple(arrays[str(index)] for index in range(len(arrays)))
-    if [(array.shape, array.dtype) for array in found] != list(like):
-        raise ValueError(f"{path} must hold the arrays of a piece of this engine, and has others.")
-    os.utime(path)  # it was used now, also for the next engine
-    return found
-
-
-def _scan(folder: Path, own: str, page_size: int) -> list[_File]:
-    """The files of pieces, those first that were used longest ago; others are deleted."""
-    found = []
-    for entry in os.scandir(folder):
-        name = _NAME.fullmatch(entry.name)
-        if name is None:
-            continue  # no file of ours
-        path = Path(entry.path)
-        try:
-            if name[1] != own:
-                raise ValueError("it is of another model, or of other sizes")
-            status, about = path.stat(), Container.about_of(path, KIND)
-            keys = tuple(Key(bytes.fromhex(b), tuple(map(int, t))) for b, t in about["keys"])
-            if not 0 < len(keys) <= _MAX_KEYS or max(len(k.tokens) for k in keys) > page_size:
-                raise ValueError("it has no such pages")
-            file = _File(entry.name, status.st_size, about["is_state"] is True, keys)
-            found.append((status.st_mtime_ns, file))
-        except (OSError, ValueError, TypeError, KeyError):
-            path.unlink(missing_ok=True)
-    return [file for _, file in sorted(found, key=lambda each: each[0])]
-
-
-def _delete_all(folder: Path, own: str) -> None:
-    for path in folder.glob(f"{own}-*.piece"):
-        path.unlink(missing_ok=True)

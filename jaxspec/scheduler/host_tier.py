@@ -54,10 +54,19 @@ class HostTier:
     """Pieces by their last use, in at most `max_bytes` of the host's memory, and on `disk`."""
 
     def __init__(
-        self, max_bytes: int, page_size: int, mover: PieceMover, disk: DiskTier | None = None
+        self,
+        max_bytes: int,
+        page_size: int,
+        mover: PieceMover,
+        disk: DiskTier | None = None,
+        *,
+        has_states: bool,
     ):
-        """Start empty; `mover` knows the size of pieces, and copies them to the device."""
-        self.max_bytes, self._page_size = max_bytes, page_size
+        """Start empty; `mover` knows the size of pieces, and copies them to the device.
+
+        `has_states`: whether a request needs a state as well as pages.
+        """
+        self.max_bytes, self._page_size, self._has_states = max_bytes, page_size, has_states
         self.mover, self.disk = mover, disk
         self.num_read_pages = self.num_read_states = 0  # in its whole life
         self.num_evicted_pieces = self.num_hits = 0
@@ -116,16 +125,20 @@ class HostTier:
 
     # What requests find.
 
-    def find(
-        self, match: Match, root: Node, tokens: Sequence[int], limit: int, *, has_states: bool
-    ) -> Way:
-        """The deepest place in `tokens`, of which `limit` count, that the host leads to.
-
-        `match`: what the device has of them, below `root`. There may be no place that is deeper.
-        """
+    def versions(self) -> tuple[int, ...]:
+        """Others whenever `find` may lead elsewhere. What the disk has done is noted first."""
         if self.disk is not None:
             self.disk.poll()
-        size, digest, depth = self._page_size, digest_of(root), 0
+        return tuple(index.version for index in self._indices())
+
+    def find(self, match: Match, root: Node, tokens: Sequence[int], limit: int) -> Way:
+        """How far into the first `limit` tokens a request could begin if the host's pieces came
+        back.
+
+        `match`: what the device has of `tokens`, below `root`. `num_tokens` is 0 if the device
+        alone leads as far.
+        """
+        size, digest, depth, has_states = self._page_size, digest_of(root), 0, self._has_states
         pages, found = list[Found](), (0, None)
         while True:
             rest = tuple(tokens[depth * size : min((depth + 1) * size, limit)])
@@ -149,32 +162,39 @@ class HostTier:
         num_matched = depth * size
         depth, state = found
         num_tokens = depth * size + (len(state.tokens) if state is not None else 0)
-        if num_tokens <= self._known(match, has_states=has_states):
+        if num_tokens <= match.start(size, has_states=has_states)[0]:
             return Way(0, (), (), None, num_matched)
         nodes = match.nodes[:depth]
         return Way(num_tokens, nodes, tuple(pages[: depth - len(nodes)]), state, num_matched)
 
-    def stage(self, pieces: Iterable[Piece]) -> None:
-        """These pieces are of use soon, and no others: they begin to come to the device."""
-        wanted = list(pieces)
+    def stage(self, pieces: Iterable[Piece], ahead: Iterable[Piece] = ()) -> None:
+        """These pieces are of use soon, and no others: they begin to come to the device.
+
+        `ahead`: those of use later. Requests may share pieces, each of which comes once.
+        """
+        first = list(dict.fromkeys(pieces))
+        wanted = list(dict.fromkeys((*first, *ahead)))
         self.index.touch(wanted)
         if self.disk is not None:
-            self.disk.want(wanted)
+            self.disk.want(first, wanted)
         self.mover.stage(wanted)
 
     def is_loading(self, piece: Piece) -> bool:
-        """Whether a piece is still on its way from the disk to the host's memory."""
+        """Whether a piece is on disk alone, and has to come to the host's memory first."""
         return self.disk is not None and self.disk.is_loading(piece)
 
-    def load(self) -> None:
-        """Wait for what is on its way from the disk, for nothing else runs."""
-        if self.disk is not None:
-            self.disk.wait(MAX_SECONDS)
+    def load(self, pieces: Iterable[Piece]) -> bool:
+        """Wait for those of the pieces that are on disk, for nothing else runs.
+
+        False: it took too long, and some are not there yet.
+        """
+        return self.disk is None or self.disk.wait(pieces, MAX_SECONDS)
 
     def close(self) -> None:
-        """Wait until what left the memory is written."""
+        """Wait until what left the memory is written, and give the memory back."""
         if self.disk is not None:
             self.disk.close()
+        self.clear()
 
     # How.
 
@@ -189,15 +209,6 @@ class HostTier:
         tails = [index.tail(before, rest, self._page_size) for index in self._indices()]
         fitting = [each for each in tails if each is not None]
         return max(fitting, key=lambda found: len(found.tokens), default=None)
-
-    def _known(self, match: Match, *, has_states: bool) -> int:
-        """Tokens behind which a request can begin with what the device has."""
-        if not has_states:
-            return len(match.nodes) * self._page_size
-        node = match.at_checkpoint
-        if node is None or node.parent is None:
-            return 0
-        return (node.depth - 1) * self._page_size + len(node.tokens)
 
     def _lacks(self, found: Found | None) -> bool:
         if found is not None:

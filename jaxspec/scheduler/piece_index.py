@@ -10,11 +10,14 @@ A tree would not do: whole pieces are forgotten, whatever hangs on their pages. 
 missing one are of no use until it is there again.
 """
 
-from collections import OrderedDict
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxspec.piece_plan import Piece
+
+_versions = itertools.count(1)
 
 
 class Key(NamedTuple):
@@ -47,6 +50,9 @@ class PieceIndex:
         """Start empty."""
         self._below: dict[bytes, dict[tuple[int, ...], _Entry]] = {}
         self._keys: OrderedDict[Piece, tuple[Key, ...]] = OrderedDict()
+        # How many states stand behind so many tokens of the page that follows a text.
+        self._lengths: dict[bytes, Counter[int]] = {}
+        self.version = next(_versions)  # another one, of all indices, whenever something changes
 
     def __len__(self) -> int:
         """Pieces."""
@@ -62,19 +68,22 @@ class PieceIndex:
 
     def add(self, piece: Piece, keys: Iterable[Key]) -> None:
         """A piece has these pages, in its order; or the state behind the one that there is."""
-        self._keys[piece] = tuple(keys)
+        self._keys[piece], self.version = tuple(keys), next(_versions)
         for place, key in enumerate(self._keys[piece]):
             entry = self._below.setdefault(key.before, {}).setdefault(key.tokens, _Entry())
             found = Found(key.tokens, piece, place)
             if piece.is_state:
                 entry.state = found
+                self._lengths.setdefault(key.before, Counter())[len(key.tokens)] += 1
             else:
                 entry.page = found
 
     def forget(self, piece: Piece) -> tuple[Key, ...]:
         """Drop a piece; what it had."""
-        keys = self._keys.pop(piece)
+        keys, self.version = self._keys.pop(piece), next(_versions)
         for before, tokens in keys:
+            if piece.is_state:
+                self._uncount(before, len(tokens))
             family = self._below.get(before, {})
             entry = family.get(tokens)
             if entry is None:
@@ -93,10 +102,6 @@ class PieceIndex:
             if piece in self._keys:
                 self._keys.move_to_end(piece)
 
-    def keys(self, piece: Piece) -> tuple[Key, ...]:
-        """What a piece has."""
-        return self._keys[piece]
-
     def page(self, key: Key) -> Found | None:
         """The whole page of a key."""
         entry = self._below.get(key.before, {}).get(key.tokens)
@@ -109,9 +114,16 @@ class PieceIndex:
 
     def tail(self, before: bytes, rest: tuple[int, ...], page_size: int) -> Found | None:
         """The state behind the longest part of a page that `rest` begins with."""
-        fitting = [
-            entry.state
-            for tokens, entry in self._below.get(before, {}).items()
-            if entry.state and len(tokens) < page_size and tokens == rest[: len(tokens)]
-        ]
-        return max(fitting, key=lambda found: len(found.tokens), default=None)
+        longest = min(len(rest), page_size - 1)
+        for length in sorted(self._lengths.get(before, ()), reverse=True):
+            if length <= longest and (found := self.state(Key(before, rest[:length]))) is not None:
+                return found
+        return None
+
+    def _uncount(self, before: bytes, length: int) -> None:
+        lengths = self._lengths[before]
+        lengths[length] -= 1
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._lengths[before]

@@ -7,27 +7,36 @@ they had always been there. Then the request enters as it would anyway.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxspec.piece_plan import Piece, Write
 from jaxspec.request import Request
 from jaxspec.scheduler.host_tier import HostTier, Way
 from jaxspec.scheduler.piece_index import Found
 from jaxspec.scheduler.prefix_store import PrefixStore
-from jaxspec.scheduler.prefix_tree import Node
+from jaxspec.scheduler.prefix_tree import Match, Node
+from jaxspec.scheduler.waiting_queue import urgency
+
+
+class _Look(NamedTuple):
+    """What there was of a request's text when it was last looked up."""
+
+    version: tuple[int, ...]  # of what was looked at
+    match: Match
+    way: Way
 
 
 class PrefixArrivals:
-    """Puts what `tier` has of a request's text into `store`, whose requests have states or not."""
+    """Puts what `tier` has of a request's text into `store`."""
 
-    def __init__(self, store: PrefixStore, tier: HostTier, *, has_states: bool):
+    def __init__(self, store: PrefixStore, tier: HostTier):
         """Start with nothing on its way."""
         self._store, self._tier = store, tier
-        self._has_states = has_states
-        self._coming: dict[Request, Way] = {}
+        self.clear()
 
     def clear(self) -> None:
         """Nothing is on its way any more."""
-        self._coming.clear()
+        self._coming: dict[Request, _Look] = {}
         self._stage()
 
     def expect(self, request: Request) -> None:
@@ -36,16 +45,19 @@ class PrefixArrivals:
             self._look(request)
 
     def is_coming(self, request: Request, num_pages: int, *, can_wait: bool) -> bool:
-        """Whether a request that could enter on `num_pages` pages waits for what is on its way.
+        """Whether a request must wait for pieces on their way.
 
-        If it does not, what was on its way is there from the next plan on. A request does not wait
-        where it `can_wait` no longer, for nothing else runs: its device would idle as well.
+        If False, they are put into the pools in front of the next plan, on whose `num_pages` pages
+        it enters. With `can_wait=False` (nothing else runs) it loads them at once instead, or goes
+        without those that take too long.
         """
         way = self._look(request)
         while any(map(self._tier.is_loading, way.pieces)):
             if can_wait:
                 return True
-            self._tier.load()
+            if not self._tier.load(way.pieces):
+                self.drop(request)
+                return False
             way = self._look(request)  # what could not be read is there no more
         if not way.num_tokens:
             return False
@@ -64,20 +76,40 @@ class PrefixArrivals:
 
     def num_matched(self, request: Request) -> int:
         """Tokens of a request that device and host knew when it was last looked up."""
-        return self._coming[request].num_matched if request in self._coming else 0
+        return self._coming[request].way.num_matched if request in self._coming else 0
+
+    def match(self, request: Request) -> Match:
+        """What the device has of a request's text now, but for its last token."""
+        look, tree = self._coming.get(request), self._store.tree
+        limit = len(request.tokens) - 1
+        if look is not None and look.version[:2] == (limit, tree.version):
+            return look.match
+        return tree.match(request.cache_salt, request.tokens, limit)
 
     def _look(self, request: Request) -> Way:
-        limit = len(request.tokens) - 1
+        """What both have now; nothing is looked up again while neither has changed."""
         tree, salt = self._store.tree, request.cache_salt
-        match, root = tree.match(salt, request.tokens, limit), tree.root(salt)
-        way = self._tier.find(match, root, request.tokens, limit, has_states=self._has_states)
-        tree.prune(salt)
-        self._coming[request] = way
-        self._stage()
-        return way
+        limit = len(request.tokens) - 1
+        version = limit, tree.version, *self._tier.versions()
+        look = self._coming.get(request)
+        if look is None or look.version != version:
+            match = self.match(request)
+            way = self._tier.find(match, tree.root(salt), request.tokens, limit)
+            tree.prune(salt)
+            self._coming[request] = look = _Look(version, match, way)
+            self._stage()
+        elif any(piece.arrays is not None for piece in self._unfilled):
+            self._stage()
+        return look.way
 
     def _stage(self) -> None:
-        self._tier.stage(piece for way in self._coming.values() for piece in way.pieces)
+        """What waiting requests need begins to come, that of the most urgent one first."""
+        # Of equals those first that had entered before, as in the queue.
+        waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
+        first, *others = [self._coming[each].way.pieces for each in waiting] or [[]]
+        ahead = [piece for pieces in others for piece in pieces]
+        self._tier.stage(first, ahead)
+        self._unfilled = [piece for piece in (*first, *ahead) if piece.arrays is None]
 
     def _bring(self, request: Request, way: Way) -> None:
         if bring(self._store, request, way):
@@ -88,7 +120,7 @@ class PrefixArrivals:
 def bring(store: PrefixStore, request: Request, way: Way) -> bool:
     """Plan to give all on the way that the device lacks a page, and the state a slot.
 
-    Nothing, if pages are short. Returns whether they were not.
+    It does nothing and returns False if pages are short.
     """
     there = [node.page for node in way.nodes]
     store.pool.share(there)  # so that nothing takes them to make room

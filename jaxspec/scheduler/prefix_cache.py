@@ -70,7 +70,7 @@ class PrefixCache:
         self.store = PrefixStore(self.shapes, self.stats, self.tier)
         self._arrivals = None
         if self.tier is not None:
-            self._arrivals = PrefixArrivals(self.store, self.tier, has_states=self._has_states)
+            self._arrivals = PrefixArrivals(self.store, self.tier)
         self._forget()
         return self.store.pool
 
@@ -126,19 +126,18 @@ class PrefixCache:
         key = request, limit, tree.version
         if self._found[0] == key:
             return self._found[1]
-        nodes, node = tree.match(request.cache_salt, request.tokens, limit)
-        if not self._has_states:
-            node = nodes[-1] if nodes else None
-        size = self.shapes.page_size
-        num_matched = self._arrivals.num_matched(request) if self._arrivals is not None else 0
-        hit = Hit(num_matched=max(num_matched, len(nodes) * size))
+        size, num_matched = self.shapes.page_size, 0
+        if self._arrivals is not None:
+            match, num_matched = self._arrivals.match(request), self._arrivals.num_matched(request)
+        else:
+            match = tree.match(request.cache_salt, request.tokens, limit)
+        num_cached, node = match.start(size, has_states=self._has_states)
+        hit = Hit(num_matched=max(num_matched, len(match.nodes) * size))
         if node is not None:
-            rest = len(node.tokens) % size
-            num_full = node.depth - (rest > 0)
             hit = hit._replace(
-                num_cached=num_full * size + rest,
-                pages=tuple(each.page for each in nodes[:num_full]),
-                tail_page=node.page if rest else 0,
+                num_cached=num_cached,
+                pages=tuple(each.page for each in match.nodes[: num_cached // size]),
+                tail_page=node.page if num_cached % size else 0,
                 checkpoint=node.checkpoint,
                 node=node,
             )

@@ -209,10 +209,8 @@ class PrefixStore:
         """Have read what the host lacks of nodes that leave the tree."""
         if self._tier is None:
             return
-        pages, size = (
-            [node for node in gone if self._tier.lacks_page(node)],
-            self._shapes.piece_pages,
-        )
+        pages = [node for node in gone if self._tier.lacks_page(node)]
+        size = self._shapes.piece_pages
         for first in range(0, len(pages), size):
             self.copies.append(self._tier.add_pages(pages[first : first + size]))
         for node in gone:

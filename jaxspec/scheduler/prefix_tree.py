@@ -87,6 +87,16 @@ class Match(NamedTuple):
     nodes: list[Node]  # whole pages from the root on
     at_checkpoint: Node | None  # the deepest node on the way, or beside it, with a checkpoint
 
+    def start(self, page_size: int, *, has_states: bool) -> tuple[int, Node | None]:
+        """Where a request may begin: behind how many tokens, and behind which node.
+
+        0 and None: nothing that is there is of use.
+        """
+        node = self.at_checkpoint if has_states else next(reversed(self.nodes), None)
+        if node is None or node.parent is None:
+            return 0, None
+        return (node.depth - 1) * page_size + len(node.tokens), node
+
 
 class PrefixTree:
     """Nodes by salt and tokens; pages are held by counting (`PagePool`), which asks it for more."""
@@ -94,7 +104,6 @@ class PrefixTree:
     def __init__(self, page_size: int):
         """Start without nodes."""
         self.page_size = page_size
-        self.num_evicted = 0  # pages, in its whole life
         self._count = itertools.count(1)
         self.clear()
 

@@ -272,7 +272,6 @@ class Scheduler:
         self._leave(request)
         self.waiting.put_back(request)
         request.num_computed = request.prefill_len = 0
-        self.num_preemptions += 1
 
     def _reserve(self, request: Request, length: int, step: NextStep) -> bool:
         """Hold pages for `length` positions, preempting the last admitted while pages are short.
@@ -285,6 +284,7 @@ class Scheduler:
         while missing > self.pages.num_free:
             victim = self.running[-1]
             self.preempt(victim)
+            self.num_preemptions += 1
             if victim is request:
                 return False
         request.pages += self.pages.allocate(missing)

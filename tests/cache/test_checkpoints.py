@@ -35,6 +35,10 @@ def test_a_pool_of_an_unknown_kind_is_named():
     class Strange:
         name = "strange"
 
+    class Paged(Strange):
+        page_axis = 0
+
+    assert unknown([Paged(), *owned("draft", [Paged()])]) == []
     assert unknown([KV, Strange(), recurrent(), CONVS, *owned("draft", [Strange()])]) == [
         "strange",
         "draft/strange",

@@ -7,7 +7,7 @@ from pools import CONVS, HIDDEN, HISTORY, KV, SIZES, random_like, recurrent
 
 from jaxspec.cache import allocate, allocate_checkpoints, owned
 from jaxspec.cache.copies import (
-    by_page,
+    paged,
     read_checkpoint,
     read_pages,
     uncopied,
@@ -31,7 +31,7 @@ def test_every_kind_of_pool_can_be_copied_out():
         "strange",
         "draft/strange",
     ]
-    assert [spec.name for spec in by_page(SPECS)] == ["kv", "tokens", "hidden_states", "draft/kv"]
+    assert [spec.name for spec in paged(SPECS)] == ["kv", "tokens", "hidden_states", "draft/kv"]
 
 
 def test_pages_come_in_the_order_asked_for_and_go_where_they_are_told():

@@ -1,12 +1,16 @@
 """Files of pieces: what is written is found again, and whatever fails costs no request."""
 
+import contextlib
 import logging
+import threading
+import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
 
 from jaxspec.piece_plan import Piece
-from jaxspec.scheduler import disk_tier
+from jaxspec.scheduler import disk_tier, piece_files
 from jaxspec.scheduler.disk_tier import DiskTier
 from jaxspec.scheduler.piece_index import Key
 
@@ -45,7 +49,7 @@ def put(tier, piece, *keys):
 def load(tier, found):
     tier.want([found.piece])
     assert tier.is_loading(found.piece)
-    tier.wait(10)
+    assert tier.wait([found.piece], 10)
     assert not tier.is_loading(found.piece)
     return found.piece.arrays
 
@@ -165,7 +169,7 @@ def test_a_disk_that_is_full_is_told_once_and_counted(tmp_path, caplog, monkeypa
         raise OSError(28, "No space left on device")
 
     tier = tier_of(tmp_path)
-    monkeypatch.setattr(disk_tier.Container, "save", full)
+    monkeypatch.setattr(piece_files.Container, "save", full)
     with caplog.at_level(logging.WARNING):
         for seed, key in enumerate((A, B, C)):
             put(tier, piece_of(seed), key)
@@ -207,17 +211,121 @@ class Waiting:
         return False
 
 
-def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def busy(tier):
+    """The tier's thread has something to do, until the block ends."""
+    over = threading.Event()
+    job = tier._thread.submit(over.wait)
+    while not job.running():
+        time.sleep(1e-3)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def paths_of(tmp_path):
+    return sorted(file.name for file in tmp_path.iterdir())
+
+
+def test_who_waits_too_long_goes_on_without_the_file_that_is_read_and_keeps_the_others(
+    tmp_path, monkeypatch
+):
+    tier, over = tier_of(tmp_path), threading.Event()
+    for seed, key in enumerate((A, B, C)):
+        put(tier, piece_of(seed), key)
+    pieces = [tier.index.page(key).piece for key in (A, B, C)]
+    monkeypatch.setattr(piece_files, "read", lambda path, like: over.wait(20) and ())
+    tier.want(pieces[:2], pieces)
+    while not tier._loading[pieces[0]].running():
+        time.sleep(1e-3)
+    assert not tier.wait(pieces[:2], 0.0)
+    over.set()
+    monkeypatch.undo()
+    assert tier.index.page(A) is None and len(paths_of(tmp_path)) >= 2
+    assert tier.figures()["num_failed"] == 1
+    tier.want([])
+    settle(tier)
+    assert len(paths_of(tmp_path)) == 2
+    for key, seed in ((B, 1), (C, 2)):
+        check_equal(piece_of(seed), load(tier, tier.index.page(key)))
+
+
+def test_who_waits_waits_for_its_own_pieces_alone(tmp_path):
+    tier = tier_of(tmp_path)
+    for seed, key in enumerate((A, B)):
+        put(tier, piece_of(seed), key)
+    first, later = (tier.index.page(key).piece for key in (A, B))
+    with busy(tier):
+        tier.want([first])
+    wait([tier._loading[first]])
+    with busy(tier):
+        tier.want([first, later])
+        assert tier.wait([first], 60)  # though the thread is not free for the other one
+        assert first.arrays is not None and tier.is_loading(later)
+
+
+def test_what_nobody_wants_any_more_is_not_read(tmp_path):
     tier = tier_of(tmp_path)
     put(tier, piece_of(1), A)
-    found = tier.index.page(A)
-    monkeypatch.setattr(disk_tier, "wait", lambda jobs, seconds: None)
-    monkeypatch.setattr(tier, "poll", lambda: None)
-    tier.want([found.piece])
-    tier.wait(0.0)
-    monkeypatch.undo()
-    assert not tier.is_loading(found.piece) and tier.index.page(A) is None
+    piece = tier.index.page(A).piece
+    with busy(tier):
+        tier.want([piece])
+        tier.want([])
     settle(tier)
+    assert tier.figures()["num_read"] == 0 == tier.figures()["num_failed"]
+    assert tier.index.page(A).piece is piece
+
+
+def test_no_more_is_read_ahead_than_its_bound(tmp_path, monkeypatch):
+    """What the next request needs is read whatever its size."""
+    tier = tier_of(tmp_path)
+    keys = [Key(bytes([number] * 32), (number, 1, 2, 3)) for number in range(6)]
+    for seed, key in enumerate(keys):
+        put(tier, piece_of(seed), key)
+    monkeypatch.setattr(disk_tier, "MAX_AHEAD_BYTES", 2 * tier.num_bytes // 6)
+    pieces = [tier.index.page(key).piece for key in keys]
+    for _ in range(2):
+        tier.want(pieces[:3], pieces)
+        settle(tier)
+        assert [piece.arrays is not None for piece in pieces] == [True] * 5 + [False]
+    assert tier.figures()["num_read"] == 5 and tier.is_loading(pieces[5])
+    assert tier.wait([pieces[5]], 10) and pieces[5].arrays is not None
+
+
+def test_what_is_written_in_place_of_a_file_of_that_name_stays_when_the_older_one_goes(tmp_path):
+    """A file of which the index has lost a page is written anew, under its name."""
+    tier = tier_of(tmp_path)
+    put(tier, piece_of(1), A, B)
+    old = tier.index.page(A).piece
+    put(tier, piece_of(2), B, C)
+    tier._drop(tier.index.page(C).piece)
+    assert tier.index.page(B) is None  # with the newer piece, though the older one has it as well
+    put(tier, piece_of(1), A, B)
+    assert tier.figures()["num_files"] == 1 and old not in tier.index
+    assert tier.figures()["num_bytes"] == sum(f.stat().st_size for f in tmp_path.iterdir())
+    tier._drop(old)
+    settle(tier)
+    check_equal(piece_of(1), load(tier, tier.index.page(A)))
+    with busy(tier):  # and if it goes while that is written
+        piece = tier.index.page(A).piece
+        tier.index.forget(piece)
+        tier.put(piece_of(1), [A, B])
+        tier.index.add(piece, [A, B])
+        assert tier._files[piece].name in tier._writing
+        tier._drop(piece)
+    settle(tier)
+    check_equal(piece_of(1), load(tier, tier.index.page(A)))
+
+
+def test_a_full_folder_is_closed_like_any_other(tmp_path):
+    """What is written last makes others go, which is asked of the thread as well."""
+    tier = tier_of(tmp_path)
+    put(tier, piece_of(1), A)
+    tier.max_bytes = tier.num_bytes * 3 // 2
+    tier.put(piece_of(2), [B])
+    tier.close()
+    assert len(paths_of(tmp_path)) == 1 and tier.figures()["num_evicted_files"] == 1
 
 
 def test_clear_deletes_what_is_there_and_what_is_on_its_way(tmp_path):
@@ -244,7 +352,7 @@ def test_a_stranger_s_header_is_believed_nothing(tmp_path):
         {"keys": [["00", [[1]]]], "is_state": False},
         {"keys": [], "is_state": False},
     ):
-        disk_tier.Container(disk_tier.KIND, about, arrays).save(path)
+        piece_files.Container(piece_files.KIND, about, arrays).save(path)
         assert len(tier_of(tmp_path).index) == 0 and not path.exists()
 
 

@@ -5,7 +5,7 @@ import pytest
 from fake_device import make_group
 from loop import Loop, wander
 
-from jaxspec.piece_plan import Read, Write
+from jaxspec.piece_plan import Piece, Read, Write
 from jaxspec.request import Finish
 from jaxspec.scheduler import host_tier, prefix_arrivals, prefix_store, prefix_tree
 from jaxspec.scheduler.prefix_tree import PrefixTree, chained, digest_of
@@ -102,7 +102,7 @@ def test_what_the_host_has_is_not_read_again_and_never_changes():
         loop.requests.clear()
     tier = loop.scheduler.prefixes.tier
     assert loop.device.num_writes >= 4
-    keys = [key for piece in tier.index for key in tier.index.keys(piece)]
+    keys = [key for piece in tier.index for key in tier.index._keys[piece]]
     assert tier.num_read_pages == len(keys) == len(set(keys))
 
 
@@ -147,12 +147,15 @@ def nodes_of(*texts, size=4):
 class Mover:
     seconds = 0.0
 
+    def stage(self, pieces):
+        self.staged = list(pieces)
+
     def num_bytes(self, *, is_state):
         return 30 if is_state else 10
 
 
 def test_whole_pieces_go_first_that_were_used_longest_ago():
-    tier = host_tier.HostTier(30, 4, Mover())
+    tier = host_tier.HostTier(30, 4, Mover(), has_states=True)
     tree, (a, b, c, d) = nodes_of((1, 2, 3, 4, 5, 6, 7, 8), (9, 9, 9, 9), (7, 7, 7, 7))
     for nodes in ([a, b], [c], [d]):
         tier.add_pages(nodes)
@@ -163,17 +166,19 @@ def test_whole_pieces_go_first_that_were_used_longest_ago():
 
 
 def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():
-    tier = host_tier.HostTier(1000, 4, Mover())
+    tiers = [host_tier.HostTier(1000, 4, Mover(), has_states=flag) for flag in (False, True)]
     tree, (a, b, c, tail) = nodes_of(tuple(range(14)))
     texts = list(range(20))
 
     def find(*nodes, has_states=True, limit=19):
         match = prefix_tree.Match(list(nodes), None)
-        return tier.find(match, tree.root(None), texts, limit, has_states=has_states)
+        return tiers[has_states].find(match, tree.root(None), texts, limit)
 
     assert find() == (0, (), (), None, 0)
+    tier = tiers[True]
     read = tier.add_pages([c, a])
     assert read == Read(read.piece, (c.page, a.page))
+    tiers[False].add_pages([c, a])
     assert (
         find().num_tokens == 0
         and find().num_matched == 4
@@ -190,6 +195,20 @@ def test_a_way_ends_where_a_page_is_missing_and_at_the_last_state_before():
     whole = tier.add_state(b, 3)
     assert whole.pages == () and find(a, b, limit=13).num_tokens == 8
     assert find(a, b, limit=13).pages == ()
+
+
+def test_a_piece_that_requests_share_comes_once():
+    tier = host_tier.HostTier(1000, 4, Mover(), has_states=False)
+    one, other, third = (Piece(is_state=False) for _ in range(3))
+    tier.stage([one, other], [other, third, one])
+    assert tier.mover.staged == [one, other, third]
+
+
+def test_a_tier_that_is_closed_gives_its_memory_back():
+    tier = host_tier.HostTier(1000, 4, Mover(), has_states=False)
+    tier.add_pages(nodes_of(tuple(range(8)))[1])
+    tier.close()
+    assert (len(tier.index), tier.num_bytes) == (0, 0)
 
 
 def test_a_digest_is_of_a_text_and_its_salt_and_the_same_in_every_process():

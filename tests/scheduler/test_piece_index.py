@@ -14,7 +14,7 @@ def test_pages_and_states_are_found_by_the_text_before_them_and_their_own():
     assert index.forget(pages) == (Key(A, (1, 2)), Key(B, (1, 2)))
     assert index.page(Key(A, (1, 2))) is None and index.state(Key(A, (1, 2))) is not None
     index.forget(state)
-    assert len(index) == 0 and not index._below
+    assert len(index) == 0 and not index._below and not index._lengths
 
 
 def test_what_a_newer_piece_has_stays_when_the_older_one_goes():
@@ -33,6 +33,36 @@ def test_the_longest_part_of_a_page_counts():
     assert index.tail(A, (5,), 4).piece is pieces[0]
     assert index.tail(A, (7, 8), 4) is index.tail(B, (5, 6), 4) is None
     assert index.tail(A, (7, 8, 9), 3) is None  # a whole page is none
+    index.forget(pieces[1])
+    assert index.tail(A, (5, 6, 7), 4).piece is pieces[0]
+
+
+def test_a_tail_is_looked_up_and_no_sibling_is_walked():
+    class Part(tuple):
+        """A part of a page, which nobody compares."""
+
+        __slots__ = ()
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other):
+            raise AssertionError("compared")
+
+    index, state = PieceIndex(), Piece(is_state=True)
+    index.add(state, [Key(A, (5,))])
+    for first in range(10, 30):
+        index.add(Piece(is_state=True), [Key(A, Part((first, 0)))])
+    assert index.tail(A, (5, 6, 7), 4).piece is state
+
+
+def test_a_version_is_another_one_whenever_something_changes():
+    index, piece = PieceIndex(), Piece(is_state=False)
+    seen = [PieceIndex().version, index.version]
+    index.add(piece, [Key(A, (1, 2))])
+    seen.append(index.version)
+    index.touch([piece])
+    assert index.page(Key(A, (1, 2))) and index.version == seen[-1]
+    index.forget(piece)
+    assert len({*seen, index.version}) == 4
 
 
 def test_the_first_piece_is_the_one_used_longest_ago():

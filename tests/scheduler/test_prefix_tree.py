@@ -28,6 +28,19 @@ def test_a_text_is_found_page_by_page_as_far_as_it_goes():
     assert found(tree, [5, 6, 7, 8]) == [] and len(tree) == 2
 
 
+def test_a_request_begins_behind_pages_or_where_it_needs_a_state_behind_one():
+    tree, text = PrefixTree(4), list(range(10))
+    for has_states in (False, True):
+        assert tree.match(None, text, 10).start(4, has_states=has_states) == (0, None)
+    node = with_text(tree, text[:8])
+    match = tree.match(None, text, 10)
+    assert match.start(4, has_states=False) == (8, node)
+    assert match.start(4, has_states=True) == (0, None)
+    tail = tree.add(node.parent, [4, 5], 7)
+    tree.set_checkpoint(tail, 2)
+    assert tree.match(None, text, 10).start(4, has_states=True) == (6, tail)
+
+
 def test_equal_tokens_behind_others_are_another_text():
     tree = PrefixTree(2)
     with_text(tree, [1, 2, 7, 7])

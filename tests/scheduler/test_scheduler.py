@@ -527,3 +527,13 @@ def test_tables_come_before_the_step_in_which_their_request_enters():
         entered += new
         loop.collect()
     assert loop.scheduler.num_preemptions > 0 and len(entered) > 3
+
+
+def test_a_request_that_is_taken_out_counts_as_no_preemption():
+    """As by an export, for which no pages were short."""
+    loop = Loop()
+    loop.add(make_group(1, 6, 8))
+    loop.turn()
+    loop.scheduler.preempt(loop.requests[1])
+    loop.run()
+    assert loop.scheduler.num_preemptions == 0

@@ -280,7 +280,7 @@ class FakeDevice:
         assert tier.num_bytes <= tier.max_bytes
         for piece in tier.index:
             pages, state = piece.arrays or ((), None)
-            for place, (_, tokens) in enumerate(tier.index.keys(piece) if pages else ()):
+            for place, (_, tokens) in enumerate(tier.index._keys[piece] if pages else ()):
                 count = len(tokens)
                 if piece.is_state:
                     assert state[len(state) - count :] == tokens, "another state"

@@ -37,7 +37,9 @@ class Loop:
         self.mover = FakeMover(self.random)
         shapes = make_buckets(**sizes)
         sizes_on_host = shapes.host_bytes, shapes.page_size
-        tier = HostTier(*sizes_on_host, self.mover) if shapes.host_bytes else None
+        tier = None
+        if shapes.host_bytes:
+            tier = HostTier(*sizes_on_host, self.mover, has_states=shapes.num_checkpoints > 0)
         self.scheduler = Scheduler(shapes, tier=tier)
         self.requests = {}
         self.device = FakeDevice(self.scheduler.shapes, self.requests, self.random, accuracy)
@@ -140,6 +142,7 @@ def wander(loop, random, num_turns, salts, dress=lambda group: None):
             loop.scheduler.end(victim, Finish.ABORT)
         if random.random() < 0.03 and loop.scheduler.running:
             loop.scheduler.preempt(loop.scheduler.running[-1])
+            loop.scheduler.num_preemptions += 1  # as if pages were short
         if random.random() < 0.01:
             loop.scheduler.prefixes.clear()
         if turn % 10 == 0:

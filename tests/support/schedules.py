@@ -173,6 +173,7 @@ class Schedule:
         """A running row has to go for a while."""
         running = self.scheduler.running
         self.scheduler.preempt(running[index % len(running)])
+        self.scheduler.num_preemptions += 1  # as if pages were short
 
     def permute(self, by: int):
         """The rows move."""

@@ -50,6 +50,7 @@ def random_walk(
             engine.scheduler.end(victims[rng.integers(len(victims))], Finish.ABORT)
         elif event == "preempt" and running:
             engine.scheduler.preempt(running[rng.integers(len(running))])
+            engine.scheduler.num_preemptions += 1  # as if pages were short
         elif event == "permute":
             rng.shuffle(running)
         else:
