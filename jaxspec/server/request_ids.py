@@ -2,6 +2,7 @@
 
 import logging
 import re
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +13,7 @@ LOG = logging.getLogger("uvicorn.error")
 """Where all of the server tells of itself: uvicorn's configuration drops what others say."""
 _SOUND = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = "jaxspec.request_id"  # of a scope
+_MAX_PATH = 200  # characters that the log tells
 
 
 class RequestIds:
@@ -44,4 +46,5 @@ class RequestIds:
 
 def named(scope: Scope) -> str:
     """A request in a line of the log: its method, path and id."""
-    return f"{scope['method']} {scope['path']} (request {scope.get(_KEY, 'without an id')})"
+    path = quote(scope["path"])[:_MAX_PATH]  # a line break in it would forge lines
+    return f"{scope['method']} {path} (request {scope.get(_KEY, 'without an id')})"

@@ -29,5 +29,5 @@ def test_the_log_names_a_request_that_failed(caplog):
         raise KeyError("a bug")
 
     with caplog.at_level("INFO", "uvicorn.error"), pytest.raises(KeyError):
-        TestClient(RequestIds(broken)).get("/x", headers={"x-request-id": "mine"})
-    assert caplog.messages == ["GET /x (request mine): 500, and what follows says why."]
+        TestClient(RequestIds(broken)).get("/x%0Ay", headers={"x-request-id": "mine"})
+    assert caplog.messages == ["GET /x%0Ay (request mine): 500, and what follows says why."]
