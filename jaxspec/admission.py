@@ -83,7 +83,7 @@ class Admission:
                 raise QueueFullError("max_num_queued_tokens", self._max_tokens, count)
             self._queued[inbox] = num_tokens
             self._unfinished[inbox] = None
-            hand_on()  # at once: who closes the door after this finds it behind
+            hand_on()  # Under the lock: `close` then lists every request whose mail was sent.
 
     def check_open(self) -> None:
         """Refuse to go on once nothing may be admitted any more.

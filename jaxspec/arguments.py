@@ -32,7 +32,7 @@ ENGINE_OPTIONS = (
     *("revision", "dtype", "kv_dtype", "state_policy", "state_dtype"),
     *("max_model_len", "gpu_memory_utilization"),
 )
-"""The options of `LLM`, beside the model, that say what it takes."""
+"""The options of `LLM`, beside the model, that decide how much memory it takes."""
 FEW = "revision", "dtype", "kv_dtype", "max_model_len", "gpu_memory_utilization"
 """The options of `LLM` that most commands have by name; others go into `--engine-options`."""
 

@@ -43,8 +43,11 @@ class Tap(Sample):
         super().__init__(reader.request, None, None)
         self.reader, self._hand_on = reader, hand_on
         self.has_stops = bool(self.request.params.stop)
-        kind = self.request.params.output_kind
-        self.request.is_streamed = kind is not RequestOutputKind.FINAL_ONLY
+        params = self.request.params
+        self.request.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        # All samples of a prompt tell its logprobs, and one may end before the one that has them.
+        is_wanted_early = self.has_stops or params.prompt_logprobs is not None
+        self._only_at_the_end = not (self.request.is_streamed or is_wanted_early)
         self.is_over = False  # the end was handed on, or nobody wants it
         self._num_given = 0
         reader.request = own = copy.copy(self.request)
@@ -54,8 +57,9 @@ class Tap(Sample):
         own.metrics = copy.copy(own.metrics)
 
     def read(self) -> None:
-        """Hand on what came since the last call."""
-        self._give(self.request.finish)
+        """Hand on what came since the last call; nothing before the end if nobody reads it."""
+        if self.request.finish or not self._only_at_the_end:
+            self._give(self.request.finish)
 
     def end(self) -> None:
         """Hand the end on, if that was not done; a request that was never let in is aborted."""
@@ -64,7 +68,7 @@ class Tap(Sample):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no stop string can be in its text, for which the reader looks."""
+        """True without stop strings; with them only the reader, which makes the text, can tell."""
         return not self.has_stops
 
     def _give(self, finish: Finish) -> None:

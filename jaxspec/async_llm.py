@@ -117,9 +117,12 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
         **template: Unpack[TemplateOptions],
     ) -> AsyncStream:
         """`submit` for the next message of a conversation; `template` as in `LLM.chat`.
+
+        `cache_salt`: as `TextPrompt`'s; None: anybody may share what is computed of it.
 
         Raises:
             TypeError: there is no such argument.
@@ -128,6 +131,8 @@ class AsyncLLM:
 
         def prepare() -> _Prepared:
             prompt = self._engine.chat_prompt(messages, template)
+            if cache_salt is not None:
+                prompt["cache_salt"] = cache_salt
             return self._prepared(prompt, sampling_params, request_id, priority)
 
         return await self._submit(prepare)
@@ -176,9 +181,8 @@ class AsyncLLM:
                 prompt, samples = await loop.run_in_executor(self._pool, prepare)
             except (TypeError, ValueError):
                 raise
-            except Exception as error:
+            except Exception:
                 self._admission.check_open()  # or this is why it failed
-                self._thread.report(error)  # it may have come while programs ran on the state
                 raise
             inbox = self._thread.submit(loop, samples)
         if self._queue_timeout is not None:

@@ -7,6 +7,7 @@ from typing import Self
 
 from jaxspec import arrivals
 from jaxspec.arrivals import Arrival, Tap
+from jaxspec.logprobs import Logprob
 from jaxspec.outputs import Sample, TextDelta
 from jaxspec.process import check_process
 from jaxspec.request import Finish, RequestMetrics
@@ -172,6 +173,12 @@ class AsyncStream(AsyncIterator[TextDelta]):
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found computed; known with the first delta."""
         return self._inbox.taps[0].reader.request.num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As `RequestOutput.prompt_logprobs`; known with the first delta of any sample."""
+        found = (tap.reader.prompt_logprobs() for tap in self._inbox.taps)
+        return next((each for each in found if each is not None), None)
 
     @property
     def metrics(self) -> RequestMetrics | None:

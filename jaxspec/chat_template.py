@@ -91,7 +91,7 @@ class ChatTemplate:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ValueError(
-                f"A chat needs a chat template, but {self._folder} has none ({OWN_FILE}, or "
+                f"A chat needs a chat template, but {self._folder.name} has none ({OWN_FILE}, or "
                 "chat_template in tokenizer_config.json or a GGUF file's metadata). Pass "
                 "chat_template, or use generate() with the text itself."
             )

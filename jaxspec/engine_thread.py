@@ -18,6 +18,7 @@ from jaxspec.outputs import Sample
 from jaxspec.session import Session
 
 _Batch = list[tuple[Inbox, Tap, Arrival]]
+_Mail = queue.SimpleQueue[Callable[[], object] | None]
 _SECONDS_AT_EXIT = 10.0  # that the end of Python waits for a step
 
 
@@ -42,10 +43,11 @@ class EngineThread:
         self.error: BaseException | None = None  # what a step failed with
         self.ended = concurrent.futures.Future[None]()  # done when the session is closed
         self.ended.set_running_or_notify_cancel()  # so nobody cancels it
-        self._mail = queue.SimpleQueue[Callable[[], object] | None]()
-        # End what runs with "abort", close the session, and end the thread. It holds the mailbox
-        # alone, and so may outlive all else.
+        self._mail = _Mail()
+        # End what runs with "abort", close the session, and end the thread. It refers to the
+        # mailbox only, so keeping it keeps nothing else alive.
         self.stop = functools.partial(self._mail.put, None)
+        session.listener = functools.partial(_report, self._mail)  # other threads compile, trace
         # These are the thread's own.
         self._live: dict[Tap, Inbox] = {}  # samples whose end was not handed on
         self._waiting: dict[Inbox, None] = {}  # requests that had no row yet
@@ -80,10 +82,6 @@ class EngineThread:
     def abort_by_id(self, request_id: str) -> None:
         """End all requests of this id that were submitted before."""
         self._mail.put(functools.partial(self._end_by_id, request_id))
-
-    def report(self, error: Exception) -> None:
-        """Tell of an error outside the thread, which may have made the session start afresh."""
-        self._mail.put(functools.partial(self._hear, error))
 
     # The thread's own.
 
@@ -137,10 +135,6 @@ class EngineThread:
         self._session.settle(tap, num_tokens)
         if tap in self._live:
             self._forget(tap)
-
-    def _hear(self, error: Exception) -> None:
-        if self._session.num_failures:
-            raise error
 
     def _hand_on(self, tap: Tap, arrival: Arrival) -> None:
         if (inbox := self._live.get(tap)) is not None:
@@ -207,6 +201,15 @@ class EngineThread:
         if os.getpid() == self._process:
             self.stop()
             self._thread.join(_SECONDS_AT_EXIT)
+
+
+def _report(mail: _Mail, error: Exception) -> None:
+    """Have the engine's thread raise what failed in any thread."""
+
+    def fail() -> None:
+        raise error
+
+    mail.put(fail)
 
 
 def _receive(batch: _Batch) -> None:

@@ -31,7 +31,8 @@ class Session:
     def __init__(self, engine: Engine, on_failure: Callable[[Exception], None] | None = None):
         """Run samples on `engine`, which nobody else may step meanwhile.
 
-        `on_failure` hears of an error in a step, before the engine starts afresh.
+        `on_failure` hears of an error in a step, before the engine starts afresh, and so does
+        `listener`, whichever thread the step was in.
         """
         self.engine, self.scheduler = engine, engine.scheduler
         self.is_closed = False
@@ -40,7 +41,7 @@ class Session:
         self._added: deque[tuple[Sample, ...]] = deque()
         self._notes: deque[Callable[[], None]] = deque()  # what to do when a turn ends
         self._turns = Turns()
-        self.num_failures = 0  # how often it started afresh
+        self.listener: Callable[[Exception], None] | None = None
         self._is_whole = True  # False: a step began and did not end well
         self._process = os.getpid()
 
@@ -186,8 +187,9 @@ class Session:
             result = act()
         except BaseException as error:
             try:
-                if self._on_failure is not None and isinstance(error, Exception):
-                    self._on_failure(error)
+                for hear in (self.listener, self._on_failure):
+                    if hear is not None and isinstance(error, Exception):
+                        hear(error)
             finally:
                 self._recover()
             raise
@@ -291,7 +293,6 @@ class Session:
 
     def _recover(self) -> None:
         """Start afresh; every sample ends with "error". It may be run again from any point."""
-        self.num_failures += 1
         self.scheduler.reset(self._samples)
         self.engine.reset()
         self._samples.clear()

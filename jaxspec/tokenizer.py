@@ -91,7 +91,7 @@ class Tokenizer:
                 raise ValueError(
                     f"Token ids must be integers from 0 to {2**32 - 1}, got {shown(ids)}."
                 ) from error
-            raise_for(error, f"The tokenizer of {self._folder} fails on {shown(ids)}")
+            raise_for(error, f"The tokenizer of {self._folder.name} fails on {shown(ids)}")
 
     def chat(
         self,
@@ -236,7 +236,7 @@ class Tokenizer:
             (found,) = _in_thread(lambda: encode([text], add_special_tokens=special))
             return found
         except BaseException as error:
-            raise_for(error, f"The tokenizer of {self._folder} fails on this text")
+            raise_for(error, f"The tokenizer of {self._folder.name} fails on this text")
 
     @functools.cached_property
     def _added(self) -> AddedTokens:

@@ -95,3 +95,19 @@ def test_who_reads_pieces_bounds_the_steps_of_a_dispatch(kind):
     tap, _ = make([], output_kind=kind)
     assert tap.request.is_streamed == (kind is not RequestOutputKind.FINAL_ONLY)
     assert isinstance(tap.request, Request)
+
+
+@pytest.mark.parametrize(
+    "asked, num_given", [({}, 1), ({"stop": "z"}, 3), ({"prompt_logprobs": 0}, 3)]
+)
+def test_nothing_comes_before_the_end_if_nobody_reads_it(asked, num_given):
+    given = []
+    tap, reader = make(given, output_kind=RequestOutputKind.FINAL_ONLY, **asked)
+    for token, finish in ((3, Finish.RUNNING), (4, Finish.RUNNING), (5, Finish.LENGTH)):
+        tap.request.tokens.append(token)
+        tap.request.finish = finish
+        tap.read()
+    assert len(given) == num_given
+    for arrival in given:
+        arrivals.receive(reader.request, arrival)
+    assert reader.request.output == [3, 4, 5] and tap.is_over

@@ -11,6 +11,7 @@ from jaxspec.admission import Admission
 from jaxspec.async_errors import DrainingError, EngineDeadError
 from jaxspec.engine_thread import EngineThread
 from jaxspec.request import Finish
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
 LONG = Ask(prompt=0, max_tokens=12)
 
@@ -200,11 +201,24 @@ def test_an_error_is_told_to_all_and_what_comes_later_is_refused(harness):
     harness.thread.abort(inbox)  # too late, and harmless
 
 
-def test_an_error_elsewhere_is_none_of_its_own_unless_the_session_failed(harness):
-    harness.thread.report(OSError("of a compiler"))
-    harness.submit(LONG, Loop())
+@pytest.mark.parametrize("kind", [OSError, TypeError, ValueError])
+def test_a_failure_of_the_session_in_another_thread_is_one_of_its_own(harness, kind):
+    """As where programs are compiled, or a trace begins."""
+    loop, error = Loop(), kind("gone")
+    inbox = harness.submit(LONG, loop)
     harness.wait_until_idle()
-    assert harness.thread.is_running
+    assert harness.thread.is_running and inbox.error is None
+
+    def fail():
+        raise error
+
+    session = harness.engine.session
+    with pytest.raises(kind, match="gone"):
+        session.in_turn(lambda: session.guarded(fail))
+    harness.wait(lambda: not harness.thread.is_running)
+    assert harness.thread.error is error
+    with pytest.raises(EngineDeadError):
+        harness.submit(LONG, loop)
 
 
 def test_a_stop_ends_what_runs_and_refuses_what_comes():
@@ -236,3 +250,16 @@ def test_a_session_that_can_t_be_closed_says_so(monkeypatch):
         harness.end()
     loop.run()
     assert inbox.take().finish_reason
+
+
+def test_who_reads_the_end_alone_is_called_once(harness):
+    loop = Loop()
+    samples = harness.engine.prepare_one(
+        harness.engine.ask(LONG), SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), None, 0
+    )
+    inbox = harness.thread.submit(loop, samples)
+    harness.wait_until_idle()
+    harness.wait(lambda: loop.calls)
+    assert harness.num_steps() > 1 and len(loop.calls) == 1
+    loop.run()
+    assert inbox.take().text == expected(inbox.taps[0].request)[2]

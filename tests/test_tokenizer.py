@@ -126,3 +126,11 @@ def test_an_error_of_the_library_names_the_tokenizer(method, kind, tokenizer, mo
     with pytest.raises(ValueError, match="The tokenizer of .* fails on .*: index out of") as caught:
         getattr(tokenizer, method)("a" if method == "encode" else [1])
     assert len(str(caught.value)) < 1000
+
+
+def test_errors_that_reach_clients_name_no_path(tmp_path):
+    folder = folder_with(tmp_path)
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(ValueError) as caught:
+        tokenizer.chat([{"role": "user", "content": "a"}])
+    assert folder.name in str(caught.value) and str(folder.parent) not in str(caught.value)

@@ -78,8 +78,8 @@ class Conversation:
     async def answer(self, text: str) -> bool:
         """Print the answer to a message as it comes, then its figures; False: the model gave NaN.
 
-        If the task is cancelled, what has come stays as the answer; if nothing has, or an error
-        came, the message is forgotten.
+        If the task is cancelled or an error comes, what has come stays as the answer; if nothing
+        has, the message is forgotten.
 
         Raises:
             ValueError: the template refuses the messages, or they have become too long.

@@ -109,7 +109,7 @@ def _opened(args: argparse.Namespace) -> Iterator[TextIO]:
             "new one."
         )
     begin_output(path)
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8") as file:
         yield file
 
 

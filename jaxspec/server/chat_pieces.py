@@ -1,7 +1,6 @@
 """What the deltas of a chat add to its choices: reasoning, content, tool calls, logprobs."""
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import orjson
 
 from jaxspec.outputs import TextDelta
 from jaxspec.painted_text import Piece as Token
+from jaxspec.server.ids import new_id
 from jaxspec.server.logprobs import chat_logprobs
 from jaxspec.server.painter import Painted, Painter
 from jaxspec.server.parsers import OutputParser, Piece, assemble
@@ -69,7 +69,10 @@ class ChatPieces:
         *,
         skip_special_tokens: bool = True,
     ):
-        """`make_parser`: what reads the text of a choice; the other is that of its parameters."""
+        """`make_parser`: makes what reads the text of a choice.
+
+        `skip_special_tokens`: as in the request's `SamplingParams`.
+        """
         self._body, self._make_parser, self._tokenizer = body, make_parser, tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._parsers = dict[int, OutputParser]()  # by choice
@@ -138,7 +141,7 @@ class Choice:
         if told.tool_calls:
             message["content"] = told.content or None
             message["tool_calls"] = [
-                {"id": new_call_id(), "type": "function", "function": call._asdict()}
+                {"id": new_id("call_"), "type": "function", "function": call._asdict()}
                 for call in told.tool_calls
             ]
         has_logprobs, has_ids = self.last.logprobs is not None, self.last.token_ids is not None
@@ -150,11 +153,6 @@ class Choice:
             "stop_reason": self.last.stop_reason,
         }
         return choice | {"token_ids": self.token_ids} if has_ids else choice
-
-
-def new_call_id() -> str:
-    """A tool call's id, by which its result names it."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 def _choice(number: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
@@ -175,6 +173,7 @@ def _delta(piece: Piece) -> bytes:
     if piece.kind == "tool_arguments":
         function = b'{"index":%d,"function":{"arguments":%b}}' % (piece.index, text)
     else:
-        head = b'{"index":%d,"id":"%b","type":"function",' % (piece.index, new_call_id().encode())
+        call_id = new_id("call_").encode()
+        head = b'{"index":%d,"id":"%b","type":"function",' % (piece.index, call_id)
         function = head + b'"function":{"name":%b,"arguments":""}}' % text
     return b'{"tool_calls":[%b]}' % function

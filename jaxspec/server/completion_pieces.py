@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from jaxspec.logprobs import Logprob
+from jaxspec.async_llm import AsyncStream
 from jaxspec.outputs import TextDelta
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.logprobs import LegacyLogprobs, prompt_logprobs
@@ -52,11 +52,9 @@ class Pieces:
         """Tell of each choice what `body` asks for."""
         self._body, self._params, self._tokenizer = body, params, tokenizer
         self._readers = dict[int, LegacyLogprobs | None]()  # by choice; there once it has begun
-        # By prompt: the first of its samples alone may have read it.
-        self._prompt_places = dict[int, list[dict[int, Logprob] | None]]()
 
-    def of(self, number: int, delta: TextDelta, prompt_token_ids: Sequence[int]) -> Piece:
-        """What a delta of choice `number` adds."""
+    def of(self, number: int, delta: TextDelta, stream: AsyncStream) -> Piece:
+        """What a delta of choice `number` adds, which came from `stream`."""
         body, is_first = self._body, number not in self._readers
         is_silent = is_for_prompt_alone(body)
         text = "" if is_silent else delta.text
@@ -70,12 +68,14 @@ class Pieces:
         )
         if is_first:
             self._begin(number)
-            of_prompt = self._places_of_prompt(number, delta)
+            prompt_ids = stream.prompt_token_ids
+            asked = self._params.prompt_logprobs is not None
+            of_prompt = (stream.prompt_logprobs if asked else None) or []
             if body.echo:
-                piece = piece._replace(text=self._prompt_text(number, prompt_token_ids) + text)
-                tokens, places = [*prompt_token_ids, *tokens], [*of_prompt, *places]
+                piece = piece._replace(text=self._prompt_text(number, prompt_ids) + text)
+                tokens, places = [*prompt_ids, *tokens], [*of_prompt, *places]
             if body.return_token_ids:
-                piece = piece._replace(prompt_token_ids=list(prompt_token_ids))
+                piece = piece._replace(prompt_token_ids=list(prompt_ids))
             if body.prompt_logprobs is not None:
                 piece = piece._replace(prompt_logprobs=prompt_logprobs(of_prompt))
         reader = self._readers[number]
@@ -85,12 +85,6 @@ class Pieces:
         num_top = self._body.logprobs
         reader = None if num_top is None else LegacyLogprobs(num_top, self._tokenizer)
         self._readers[number] = reader
-
-    def _places_of_prompt(self, number: int, delta: TextDelta) -> list[dict[int, Logprob] | None]:
-        prompt = number // self._params.n
-        if delta.prompt_logprobs is not None:
-            self._prompt_places[prompt] = delta.prompt_logprobs
-        return self._prompt_places.get(prompt, [])
 
     def _prompt_text(self, number: int, token_ids: Sequence[int]) -> str:
         prompt = self._body.prompts[number // self._params.n]

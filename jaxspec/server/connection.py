@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import logging
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.server.errors import ApiError
+from jaxspec.server.request_ids import LOG, named
 
-_LOG = logging.getLogger(__name__)
+_BODY_SECONDS = 60.0
 
 
 class ClientConnection:
@@ -19,9 +19,9 @@ class ClientConnection:
     client that goes only where it listens. This is the one place where it does.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int):
-        """Bound the bodies that come to `app`."""
-        self._app, self._max = app, max_body_bytes
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = _BODY_SECONDS):
+        """Bound the bodies that come to `app`, and the time that they take."""
+        self._app, self._max, self._seconds = app, max_body_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or stop when nobody waits for that."""
@@ -29,7 +29,17 @@ class ClientConnection:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._body(scope, receive)
+            async with asyncio.timeout(self._seconds):
+                body = await self._body(scope, receive)
+        except TimeoutError:
+            error = ApiError(
+                408,
+                f"A body must be there within {self._seconds:g} seconds, and this one is not. Send "
+                "it again.",
+                headers={"connection": "close"},
+            )
+            await error.response(scope["path"])(scope, receive, send)
+            return
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
@@ -93,7 +103,7 @@ async def _while_connected(
         await asyncio.wait({work, listening}, return_when=asyncio.FIRST_COMPLETED)
         gone.set()
         if not is_answered and not work.done():
-            _LOG.info("%s %s: 499, the client went.", scope["method"], scope["path"])
+            LOG.info("%s: 499, the client went.", named(scope))
             work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work

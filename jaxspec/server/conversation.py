@@ -37,7 +37,6 @@ class Conversation:
             skip_special_tokens=params.skip_special_tokens,
         )
         self._reasoning: list[str] = []  # all choices'
-        self._prompt_logprobs: list[Any] | None = None
 
     @staticmethod
     async def begin(
@@ -80,8 +79,6 @@ class Conversation:
         """The pieces of all choices as they come, with their numbers."""
         async with contextlib.aclosing(self._generation.deltas()) as deltas:
             async for number, delta in deltas:
-                if delta.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-                    self._prompt_logprobs = prompt_logprobs(delta.prompt_logprobs)
                 found = self._pieces.of(number, delta)
                 self._reasoning += [p.text for p in found.pieces if p.kind == "reasoning"]
                 yield number, found
@@ -111,10 +108,11 @@ class Conversation:
     def _prompt_fields(self) -> dict[str, Any]:
         """What vLLM's extra fields ask of the prompt."""
         told: dict[str, Any] = {}
-        if self._prompt_logprobs is not None:
-            told["prompt_logprobs"] = self._prompt_logprobs
+        (stream,) = self._generation.streams
+        if self._body.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs)
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = list(self._generation.prompt_token_ids(0))
+            told["prompt_token_ids"] = list(stream.prompt_token_ids)
         return told
 
 
@@ -124,12 +122,4 @@ def prompt_tokens(service: Service, body: ChatCompletionRequest) -> list[int]:
     Raises:
         ValueError: the template refuses the chat.
     """
-    options = body.template_options
-    text = service.tokenizer.render_chat(
-        template_messages(body.messages),
-        options["tools"],
-        options["add_generation_prompt"],
-        continue_final_message=options["continue_final_message"],
-        chat_template_kwargs=options["chat_template_kwargs"],
-    )
-    return service.tokenizer.encode(text, add_special_tokens=False)  # the template writes BOS
+    return service.tokenizer.chat(template_messages(body.messages), **body.template_options)

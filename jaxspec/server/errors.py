@@ -27,6 +27,8 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+# What pydantic calls members of unions, where that could be a field's name.
+_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict"})
 # The engine's errors, and after how many seconds it makes sense to ask again.
 ENGINE_ERRORS: dict[type[Exception], tuple[int, int | None]] = {
     QueueFullError: (503, 1),
@@ -152,5 +154,6 @@ def _place(fault: Mapping[str, Any]) -> str:
     """Where a fault is, without pydantic's names of a union's members."""
     if fault["type"] == "json_invalid":
         return ""
-    steps = [str(step) for step in fault["loc"][1:]]
+    first, *rest = [*map(str, fault["loc"][1:]), ""]
+    steps = [first, *(step for step in rest if step not in _MEMBERS)]
     return ".".join(step for step in steps if step.isidentifier() or step.isdigit())

@@ -8,10 +8,10 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.histogram import LENGTHS, SECONDS, Histogram
 
 LATENCIES = {
-    "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+    "time_to_first_token_seconds": "Seconds from a tokenized prompt to its first token.",
     "inter_token_latency_seconds": "Seconds between tokens; those of a verify share theirs.",
     "request_time_per_output_token_seconds": "Seconds a token after the first, of whole samples.",
-    "e2e_request_latency_seconds": "Seconds from a request's arrival to a sample's end.",
+    "e2e_request_latency_seconds": "Seconds from a tokenized prompt to a sample's end.",
     "request_decode_time_seconds": "Seconds from a sample's first token to its last.",
 }
 SIZES = {

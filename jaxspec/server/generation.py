@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from jaxspec.async_errors import QueueTimeoutError
 from jaxspec.async_llm import AsyncStream
 from jaxspec.outputs import TextDelta
 from jaxspec.request import RequestMetrics
@@ -23,7 +24,11 @@ def _failure(finish_reason: str) -> ApiError | None:
             headers={"x-should-retry": "false"},
         )
     if finish_reason == "abort":
-        return ApiError(503, "The server ended this request before it was done. Send it again.")
+        return ApiError(
+            503,
+            "The server ended this request before it was done. Send it again.",
+            headers={"retry-after": "8"},
+        )
     return None
 
 
@@ -70,9 +75,9 @@ class Generation:
         """Samples of all prompts."""
         return len(self.streams) * self.n
 
-    def prompt_token_ids(self, choice: int) -> Sequence[int]:
-        """Those of the prompt that a choice goes on with."""
-        return self.streams[choice // self.n].prompt_token_ids
+    def stream_of(self, choice: int) -> AsyncStream:
+        """The stream of the prompt that a choice goes on with."""
+        return self.streams[choice // self.n]
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """The pieces as they come. Leaving it early ends what runs.
@@ -100,16 +105,20 @@ class Generation:
     async def _read(self, stream: AsyncStream) -> AsyncIterator[TextDelta]:
         """A stream's pieces, counted."""
         latency, is_first = self._figures.latency(), True
-        async for delta in stream:
-            if is_first:
-                self.usage.cached_tokens += stream.num_cached_tokens
-                self._figures.num_cached_tokens += stream.num_cached_tokens
-                is_first = False
-            self.usage.completion_tokens += len(delta.token_ids)
-            latency.note(delta.index, len(delta.token_ids))
-            if delta.finish_reason is not None:
-                self._note_end(delta.finish_reason, delta.metrics)
-            yield delta
+        try:
+            async for delta in stream:
+                if is_first:
+                    self.usage.cached_tokens += stream.num_cached_tokens
+                    self._figures.num_cached_tokens += stream.num_cached_tokens
+                    is_first = False
+                self.usage.completion_tokens += len(delta.token_ids)
+                latency.note(delta.index, len(delta.token_ids))
+                if delta.finish_reason is not None:
+                    self._note_end(delta.finish_reason, delta.metrics)
+                yield delta
+        except QueueTimeoutError:
+            self._figures.rejections["queue_timeout"] += 1
+            raise
 
     def _note_end(self, finish_reason: str, metrics: RequestMetrics | None) -> None:
         """Count a sample that ended; raise if it failed."""

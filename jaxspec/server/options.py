@@ -59,7 +59,13 @@ class ServerOptions:
         60.0, "seconds after which a stream whose client takes nothing is given up"
     )
     stream_keep_alive: float = option(
-        15.0, "seconds of silence after which a stream says that it lives"
+        15.0,
+        "seconds without output after which a stream sends a comment, so that proxies keep it open",
+    )
+    exit_on_failure: bool = option(
+        False,
+        "whether the process ends, with status 1, when a step fails; else it answers with 503, and "
+        "/health tells",
     )
     warm_up: bool = option(
         True, "whether all is compiled before the port opens; else the first requests wait for it"
@@ -74,8 +80,12 @@ class ServerOptions:
             object.__setattr__(self, field.name, value)
         for name in _SECONDS:
             seconds = getattr(self, name)
-            if seconds is not None and seconds < 0:
-                raise ValueError(f"{name} must be at least 0 seconds, got {seconds}.")
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{name} must be seconds above 0, got {seconds}.")
+        if self.shutdown_timeout < 0:
+            raise ValueError(
+                f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}."
+            )
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}.")
 
@@ -113,6 +123,6 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 _MAX_TEXTS = 10_000
-_SECONDS = ("queue_timeout", "shutdown_timeout", "stream_stall_timeout", "stream_keep_alive")
+_SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # which can't be 0
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
 """The options by name, in order."""

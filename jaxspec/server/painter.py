@@ -15,8 +15,8 @@ Painted = tuple[Piece, list[Token]]
 class Painter:
     """Reads one sample through a parser, token by token, so that it knows what each one gave.
 
-    A parser holds back what may be a tag, and leaves tags out. Of the text that went in, the newest
-    part that reads like what came out is what came out.
+    A parser holds back what may be a tag, and leaves tags out. A piece is looked for from the end
+    of the text that went in; where it stands tells its tokens.
     """
 
     def __init__(self, parser: OutputParser, tokenizer: Tokenizer, *, skip_special_tokens: bool):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import sys
@@ -13,10 +12,11 @@ import uvicorn
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
 from jaxspec.server.options import ServerOptions
+from jaxspec.server.request_ids import LOG
 from jaxspec.server.service import Service
 
-_LOG = logging.getLogger("uvicorn.error")  # where uvicorn tells of itself
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LOOK = 0.5  # seconds between looks for a failure of the engine
 _CLOSING = 5  # seconds that connections get to send their last bytes
 _SWITCH_SECONDS = 0.0005
 """For which a thread may keep Python's lock while another one waits for it.
@@ -32,7 +32,7 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         for each in sockets or ():
             host, port, *_ = each.getsockname()
-            _LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,6 +42,8 @@ class _Uvicorn(uvicorn.Server):
 
 async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int:
     """Load a model, warm it up, open the port and serve until a signal ends it.
+
+    With `exit_on_failure` a step that fails ends it, too.
 
     The port opens last, so who can connect will be served.
 
@@ -71,7 +73,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
 
 
 class _Life:
-    """What signals do: the first one lets requests end, the second one ends at once."""
+    """What ends a server: a signal lets requests end, a second one does not; a failure may."""
 
     def __init__(self, service: Service, server: uvicorn.Server):
         self._service, self._server = service, server
@@ -79,13 +81,15 @@ class _Life:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear signals inside."""
+        """Hear signals inside, and of a failure if the options say so."""
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             loop.add_signal_handler(each, self.end)
+        watch = asyncio.ensure_future(self._watch())
         try:
             yield
         finally:
+            watch.cancel()
             for each in _SIGNALS:
                 loop.remove_signal_handler(each)
 
@@ -94,7 +98,7 @@ class _Life:
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
-        _LOG.info("A second signal: requests that run are given up.")
+        LOG.info("A second signal: requests that run are given up.")
         self._ending.cancel()
         self._server.force_exit = self._server.should_exit = True
 
@@ -104,13 +108,22 @@ class _Life:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ending
 
+    async def _watch(self) -> None:
+        """Once a step has failed, let streams tell that to their ends, and end."""
+        while self._service.options.exit_on_failure:
+            if self._service.llm.error is not None:
+                LOG.error("The engine failed: the process ends with status 1.")
+                self._server.should_exit = True
+                return
+            await asyncio.sleep(_LOOK)
+
     async def _end(self) -> None:
         seconds = self._service.options.shutdown_timeout
-        _LOG.info("Ending: new requests get 503, and those that run have %g seconds.", seconds)
+        LOG.info("Ending: new requests get 503, and those that run have %g seconds.", seconds)
         self._service.is_draining = True
         try:
             if not await self._service.llm.drain(seconds):
-                _LOG.warning("Some requests were given up after %g seconds.", seconds)
+                LOG.warning("Some requests were given up after %g seconds.", seconds)
         finally:
             self._server.should_exit = True
 

@@ -1,8 +1,8 @@
 """Service: an `AsyncLLM` as the routes see it; who asks the engine, and in which words."""
 
 import contextlib
+import functools
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends
 from starlette.requests import Request
 
-from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
+from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError
 from jaxspec.async_llm import AsyncLLM, AsyncStream
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.errors import ApiError
@@ -29,7 +29,6 @@ _REJECTIONS = {
     QueueFullError: "queue_full",
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
-    QueueTimeoutError: "queue_timeout",
 }
 
 
@@ -113,7 +112,8 @@ class Service:
                 priority=body.priority or 0,
             )
 
-        return await self._submit_each(body, params, submit, prompts)
+        each = [functools.partial(submit, *numbered) for numbered in enumerate(prompts)]
+        return await self._submit_each(body, params, each)
 
     async def chat(
         self,
@@ -125,16 +125,16 @@ class Service:
     ) -> Generation:
         """Hand a conversation to the engine, as `complete` does prompts."""
 
-        def submit(number: int, conversation: Any) -> Awaitable[AsyncStream]:
-            return self.llm.submit_chat(
-                conversation,
-                params,
-                request_id=request_id,
-                priority=body.priority or 0,
-                **template,
-            )
-
-        return await self._submit_each(body, params, submit, [messages])
+        submit = functools.partial(
+            self.llm.submit_chat,
+            messages,
+            params,
+            request_id=request_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            **template,
+        )
+        return await self._submit_each(body, params, [submit])
 
     def stream(self, events: Any) -> EventStream:
         """The answer that sends `events` as they come."""
@@ -158,15 +158,14 @@ class Service:
         self,
         body: Sampling,
         params: SamplingParams,
-        submit: Callable[[int, Any], Awaitable[AsyncStream]],
-        prompts: Sequence[Any],
+        submits: Sequence[Callable[[], Awaitable[AsyncStream]]],
     ) -> Generation:
         """Submit prompts one by one; those before one that is refused are ended again."""
         streams = list[AsyncStream]()
         try:
             with self.refusing(body):
-                for each in enumerate(prompts):
-                    streams.append(await submit(*each))
+                for submit in submits:
+                    streams.append(await submit())
         except BaseException:
             for stream in streams:
                 await stream.aclose()
@@ -199,12 +198,7 @@ def _salted(prompt: Any, salt: str | None) -> Any:
     return {name: prompt, "cache_salt": salt}
 
 
-def new_id(prefix: str) -> str:
-    """An id that nobody guesses, so that nobody ends another's request."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     return request.app.state.service
 
 

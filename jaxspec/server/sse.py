@@ -54,10 +54,9 @@ class EventStream(Response):
         *,
         keep_alive: float,
         stall_timeout: float,
-        headers: Mapping[str, str] | None = None,
     ):
         """Send `events`, which is closed in the end, however that comes."""
-        super().__init__(headers={**_HEADERS, **(headers or {})})
+        super().__init__(headers=_HEADERS)
         del self.headers["content-length"]  # nobody knows it yet
         self._events, self._keep_alive, self._stall = events, keep_alive, stall_timeout
         self._sent_at, self._is_sending = 0.0, False
@@ -90,4 +89,11 @@ class EventStream(Response):
                 sender.cancel()
                 return
             if not self._is_sending and silent >= self._keep_alive:
-                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                try:
+                    async with asyncio.timeout(self._stall):
+                        await send(
+                            {"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True}
+                        )
+                except TimeoutError:
+                    sender.cancel()
+                    return

@@ -26,7 +26,8 @@ class StepWatch:
         self._num_dropped = 0
         self._one_at_a_time = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._ending: asyncio.Future[None] | None = None  # an engine has one trace at a time
+        # The beginning or end of a trace, in a thread: an engine has one trace at a time.
+        self._change: asyncio.Future[None] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -40,14 +41,13 @@ class StepWatch:
             RuntimeError: somebody else traces the engine, or it is closed.
         """
         async with self._one_at_a_time:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._ending is not None:
-                await self._ending
+            self._arm()
+            if self._change is not None:
+                await asyncio.wait({self._change})  # also one whose question was cancelled
             if self._steps is None:
-                enter = self._watching.enter_context
-                self._steps = await asyncio.to_thread(enter, self._llm.trace())
-            self._timer = asyncio.get_running_loop().call_later(self._idle, self._end)
+                self._change = asyncio.get_running_loop().run_in_executor(None, self._begin)
+                await asyncio.shield(self._change)
+            assert self._steps is not None
         num_old = max(0, len(self._steps) - MAX_STEPS)
         del self._steps[:num_old]  # the engine's thread may add one meanwhile, at the end
         self._num_dropped += num_old
@@ -55,7 +55,21 @@ class StepWatch:
         first = max(0, len(steps) - count)
         return rows_of(steps, first=first, count=count, num_before=self._num_dropped)
 
+    def _arm(self) -> None:
+        """Begin to count idle seconds anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._idle, self._end)
+
+    def _begin(self) -> None:
+        """In a thread, which goes on if the question is cancelled."""
+        self._steps = self._watching.enter_context(self._llm.trace())
+
     def _end(self) -> None:
+        is_changing = self._change is not None and not self._change.done()
+        if is_changing or self._one_at_a_time.locked():
+            self._arm()
+            return
         self._steps, self._timer, watching = None, None, self._watching.pop_all()
         # It waits until the device is done with what it watches.
-        self._ending = asyncio.get_running_loop().run_in_executor(None, watching.close)
+        self._change = asyncio.get_running_loop().run_in_executor(None, watching.close)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from jaxspec.server.connection import ClientConnection
+from jaxspec.server.request_ids import RequestIds
 
 
 class Client:
@@ -98,7 +99,20 @@ def test_a_client_that_goes_before_its_body_is_whole_gets_nothing():
     asyncio.run(run())
 
 
-def test_work_is_cancelled_when_the_client_goes():
+def test_a_body_that_does_not_come_is_a_408():
+    async def run():
+        client = Client()
+        await ClientConnection(echo, 10, body_seconds=0.02)(
+            client.scope, client.receive, client.send
+        )
+        assert client.status == 408
+        assert "within 0.02 seconds" in json.loads(client.sent[1]["body"])["error"]["message"]
+        assert (b"connection", b"close") in client.sent[0]["headers"]
+
+    asyncio.run(run())
+
+
+def test_work_is_cancelled_when_the_client_goes(caplog):
     async def run():
         client, ends = Client(b"x"), []
 
@@ -116,9 +130,13 @@ def test_work_is_cancelled_when_the_client_goes():
         assert ends == ["ended"] and client.sent == []
 
     async def answered_inside(client, app):
-        await ClientConnection(app, 10)(client.scope, client.receive, client.send)
+        named = RequestIds(ClientConnection(app, 10))
+        client.scope["headers"].append((b"x-request-id", b"mine"))
+        await named(client.scope, client.receive, client.send)
 
-    asyncio.run(run())
+    with caplog.at_level("INFO", "uvicorn.error"):
+        asyncio.run(run())
+    assert caplog.messages == ["POST /x (request mine): 499, the client went."]
 
 
 def test_what_comes_after_the_answer_is_done_in_peace():

@@ -8,7 +8,7 @@ import httpx
 
 from jaxspec import SamplingParams
 
-NUM_REQUESTS = 100  # each streamed and whole
+NUM_REQUESTS = 200  # each streamed and whole
 PROMPTS = [
     "def fibonacci(n):",
     "import os\n",

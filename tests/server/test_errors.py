@@ -4,10 +4,12 @@ import json
 
 import pytest
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
 from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.protocol.chat import ChatCompletionRequest
 
 
 def told(error):
@@ -91,3 +93,13 @@ def test_json_has_no_numbers_beyond_its_own():
         "a": None,
         "b": None,
     }
+
+
+def test_a_union_s_members_are_no_part_of_a_place():
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [], "stop": 5})
+    response, error = told(caught.value)
+    assert response.status_code == 400 and error["param"] == "stop"
+    assert error["message"] == (
+        "stop must be a valid string, got 5; stop must be a valid list, got 5."
+    )

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from jaxspec.async_errors import QueueTimeoutError
 from jaxspec.outputs import TextDelta
 from jaxspec.request import RequestMetrics
 from jaxspec.server.errors import ApiError
@@ -68,11 +69,11 @@ def test_an_error_of_one_ends_all():
     assert whole.num_closed and broken.num_closed and whole.deltas
 
 
-@pytest.mark.parametrize("reason, status", [("error", 500), ("abort", 503)])
-def test_a_sample_that_failed_is_an_error(reason, status):
+@pytest.mark.parametrize("reason, status, wait", [("error", 500, None), ("abort", 503, "8")])
+def test_a_sample_that_failed_is_an_error(reason, status, wait):
     with pytest.raises(ApiError) as caught:
         read(Stream([delta("a"), delta("", 0, reason)]))
-    assert caught.value.status == status
+    assert caught.value.status == status and caught.value.headers.get("retry-after") == wait
 
 
 def test_leaving_early_ends_what_runs():
@@ -90,3 +91,15 @@ def test_usage_is_openai_s_object():
     told = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1).as_object()
     assert told["total_tokens"] == 5 and told["prompt_tokens_details"] == {"cached_tokens": 1}
     assert len(dataclasses.fields(Usage)) == 6
+
+
+def test_a_timeout_in_the_queue_is_counted():
+    async def run():
+        figures = Figures()
+        generation = Generation([Stream([], QueueTimeoutError(2.0))], 1, figures)
+        with pytest.raises(QueueTimeoutError):
+            async for _ in generation.deltas():
+                pass
+        assert figures.rejections == {"queue_timeout": 1}
+
+    asyncio.run(run())

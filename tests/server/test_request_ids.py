@@ -22,3 +22,12 @@ def test_another_is_replaced(given):
 
 def test_ids_differ():
     assert len({CLIENT.get("/").headers["x-request-id"] for _ in range(9)}) == 9
+
+
+def test_the_log_names_a_request_that_failed(caplog):
+    async def broken(scope, receive, send):
+        raise KeyError("a bug")
+
+    with caplog.at_level("INFO", "uvicorn.error"), pytest.raises(KeyError):
+        TestClient(RequestIds(broken)).get("/x%0Ay", headers={"x-request-id": "mine"})
+    assert caplog.messages == ["GET /x%0Ay (request mine): 500, and what follows says why."]

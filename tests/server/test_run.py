@@ -29,6 +29,23 @@ sys.exit(asyncio.run(serve(lambda: Slow(["a"] * 10, "x"), ServerOptions(port=0))
 """
 
 
+FAILING = """
+import asyncio, sys
+from scripted_llm import ScriptedLLM
+from jaxspec.async_errors import EngineDeadError
+from jaxspec.server.options import ServerOptions
+from jaxspec.server.run import serve
+
+class Failing(ScriptedLLM):
+    async def submit_chat(self, *given, **options):
+        self.is_healthy, self.error = False, OSError("planted")
+        raise EngineDeadError(self.error)
+
+options = ServerOptions(port=0, exit_on_failure=True)
+sys.exit(asyncio.run(serve(lambda: Failing(["a"], "x"), options)))
+"""
+
+
 class Process:
     """A server in a process; `root` is known once its port is open."""
 
@@ -147,3 +164,13 @@ def test_threads_take_turns_more_often_while_it_serves():
     with pytest.raises(KeyError):
         asyncio.run(serve(look, ServerOptions(port=0)))
     assert seen == [pytest.approx(0.0005)] and sys.getswitchinterval() == before
+
+
+def test_after_a_failed_step_the_process_ends_with_status_1_if_that_is_asked_for():
+    with Process("-c", FAILING) as server:
+        assert httpx.get(f"{server.root}/health", timeout=30).status_code == 200
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        found = httpx.post(f"{server.root}/v1/chat/completions", json=body, timeout=30)
+        assert found.status_code == 503
+        assert server.process.wait(20) == 1
+        server.wait_for("(The engine failed)")

@@ -11,7 +11,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.errors import ApiError
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.protocol.completions import CompletionRequest
-from jaxspec.server.service import MAX_CHOICES, Service, new_id
+from jaxspec.server.service import MAX_CHOICES, Service
 
 
 class Picky(ScriptedLLM):
@@ -91,7 +91,3 @@ def test_samples_and_stops_are_bounded():
     with pytest.raises(ApiError, match=f"at most {MAX_CHOICES:,}"):
         complete(served, *["a"] * (MAX_CHOICES + 1))
     assert served.llm.prompts == []
-
-
-def test_ids_are_not_guessed():
-    assert len({new_id("cmpl") for _ in range(100)}) == 100 and new_id("x").startswith("x-")

@@ -93,3 +93,25 @@ def test_a_client_that_takes_nothing_is_given_up_and_the_events_are_closed():
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_a_client_that_does_not_take_the_sign_of_life_either_is_given_up():
+    closed = []
+
+    async def events():
+        try:
+            await asyncio.sleep(60)
+            yield b"data: 1\n\n"
+        finally:
+            closed.append(True)
+
+    async def stuck(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def run():
+        task, _ = await sent(events(), keep_alive=0.02, stall=0.04, send=stuck)
+        assert task.cancelled() and closed == [True]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(asyncio.wait_for(run(), 20))

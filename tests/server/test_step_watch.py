@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
@@ -99,5 +100,36 @@ def test_an_engine_that_can_t_be_traced_says_so_each_time():
             with pytest.raises(RuntimeError, match="one trace"):
                 await watch.last(4)
             assert not watch.is_on
+
+    asyncio.run(act())
+
+
+def test_a_question_that_is_cancelled_while_the_trace_begins_leaves_one_that_ends():
+    class Slow(Traced):
+        """It waits for a step before it is traced."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate = threading.Event()
+
+        @contextlib.contextmanager
+        def trace(self):
+            self.gate.wait(10)
+            with super().trace() as steps:
+                yield steps
+
+    async def act():
+        llm = Slow()
+        watch = StepWatch(llm, idle=0.05)
+        question = asyncio.create_task(watch.last(4))
+        await asyncio.sleep(0.01)
+        question.cancel()
+        await asyncio.wait({question})
+        others = [asyncio.create_task(watch.last(4)) for _ in range(2)]
+        others[0].cancel()
+        await asyncio.sleep(0.1)  # longer than it may be idle
+        llm.gate.set()
+        assert await others[1] == [] and llm.num_traces == 1
+        await until(lambda: llm.steps is None and not watch.is_on)
 
     asyncio.run(act())

@@ -47,11 +47,20 @@ class ScriptedLLM:
         self.pieces, self.reason = pieces, reason
         self.tokenizer = TemplateTokenizer(EMBEDDED_MODEL, template)
         self.asked: dict = {}
+        self.salt: str | None = None
         self.params: SamplingParams | None = None
 
     async def submit_chat(
-        self, messages, sampling_params=None, *, request_id=None, priority=0, **template
+        self,
+        messages,
+        sampling_params=None,
+        *,
+        request_id=None,
+        priority=0,
+        cache_salt=None,
+        **template,
     ):
+        self.salt = cache_salt
         self.asked = {"messages": messages, **template}
         self.params = sampling_params
         text = self.tokenizer.render_chat(messages, **template)
@@ -85,6 +94,5 @@ class TemplateTokenizer(Tokenizer):
     def chat_template(self) -> str:
         return self._template
 
-    def render_chat(self, messages, *args, **options) -> str:
-        options["chat_template"] = options.get("chat_template") or self._template
-        return super().render_chat(messages, *args, **options)
+    def _render(self, *given, chat_template=None, **options):
+        return super()._render(*given, chat_template=chat_template or self._template, **options)

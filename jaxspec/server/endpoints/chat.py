@@ -10,9 +10,10 @@ from starlette.responses import Response
 from jaxspec.server.chat_pieces import first_choice
 from jaxspec.server.conversation import Conversation
 from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.ids import new_id
 from jaxspec.server.protocol.chat import ChatCompletionRequest
 from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf, new_id
+from jaxspec.server.service import ServiceOf
 from jaxspec.server.sse import DONE, Chunks, event
 
 router = make_router()
@@ -22,7 +23,7 @@ router = make_router()
 async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf) -> Response:
     """Go on with a conversation."""
     model = service.check_model(body.model)
-    shared = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
+    shared = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
     conversation = await Conversation.begin(service, body, shared["id"])
     if body.stream:
         return service.stream(_events(body, shared, conversation))

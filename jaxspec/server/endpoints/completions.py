@@ -1,6 +1,7 @@
 """POST /v1/completions: texts that go on with prompts."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,9 +13,10 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.completion_pieces import Piece, Pieces, is_for_prompt_alone, joined
 from jaxspec.server.errors import ApiError, json_response
 from jaxspec.server.generation import Generation
+from jaxspec.server.ids import new_id
 from jaxspec.server.protocol.completions import CompletionRequest
 from jaxspec.server.routing import make_router
-from jaxspec.server.service import Service, ServiceOf, new_id
+from jaxspec.server.service import Service, ServiceOf
 from jaxspec.server.sse import DONE, Chunks, event
 
 router = make_router()
@@ -27,7 +29,7 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
     body.refuse_absent()
     params = _params(service, body)
     shared = {
-        "id": new_id("cmpl"),
+        "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -54,13 +56,14 @@ async def _pieces(generation: Generation, pieces: Pieces) -> _Numbered:
     """The pieces of all choices, with their numbers."""
     async with contextlib.aclosing(generation.deltas()) as deltas:
         async for number, delta in deltas:
-            yield number, pieces.of(number, delta, generation.prompt_token_ids(number))
+            yield number, pieces.of(number, delta, generation.stream_of(number))
 
 
 def _usage(body: CompletionRequest, generation: Generation) -> dict[str, Any]:
+    usage = generation.usage
     if is_for_prompt_alone(body):
-        generation.usage.completion_tokens = 0
-    return generation.usage.as_object()
+        usage = dataclasses.replace(usage, completion_tokens=0)
+    return usage.as_object()
 
 
 async def _whole(

@@ -8,10 +8,11 @@ from starlette.responses import Response
 
 from jaxspec.server.conversation import Conversation, prompt_tokens
 from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.ids import new_id
 from jaxspec.server.protocol.chat import ChatCompletionRequest
 from jaxspec.server.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf, new_id
+from jaxspec.server.service import ServiceOf
 from jaxspec.server.sse import event
 from jaxspec.server.translate import anthropic
 from jaxspec.server.translate.anthropic_events import MessageEvents, failed
@@ -26,7 +27,7 @@ async def create_message(body: MessagesRequest, service: ServiceOf) -> Response:
     with service.refusing(body):
         request = anthropic.chat_request(body.given()) | {"stream": body.stream}
         chat = ChatCompletionRequest.model_validate(request)
-    conversation = await Conversation.begin(service, chat, new_id("msg"))
+    conversation = await Conversation.begin(service, chat, new_id("msg_"))
     if body.stream:
         return service.stream(_events(conversation, model))
     return json_response(anthropic.message(await conversation.answer(model)))

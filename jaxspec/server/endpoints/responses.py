@@ -7,10 +7,11 @@ from starlette.responses import Response
 
 from jaxspec.server.conversation import Conversation
 from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.ids import new_id
 from jaxspec.server.protocol.chat import ChatCompletionRequest
 from jaxspec.server.protocol.responses import ResponsesRequest
 from jaxspec.server.routing import make_router
-from jaxspec.server.service import ServiceOf, new_id
+from jaxspec.server.service import ServiceOf
 from jaxspec.server.sse import event
 from jaxspec.server.translate import responses
 from jaxspec.server.translate.responses_events import ResponseEvents
@@ -25,7 +26,7 @@ async def create_response(body: ResponsesRequest, service: ServiceOf) -> Respons
     with service.refusing(body):
         request = responses.chat_request(given) | {"stream": body.stream}
         chat = ChatCompletionRequest.model_validate(request)
-    conversation = await Conversation.begin(service, chat, new_id("resp"))
+    conversation = await Conversation.begin(service, chat, new_id("resp_"))
     if body.stream:
         return service.stream(_events(conversation, ResponseEvents(given, model)))
     return json_response(responses.response(given, await conversation.answer(model)))

@@ -6,13 +6,20 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxspec.checks import integer
+from jaxspec.server.conversation import prompt_tokens
 from jaxspec.server.errors import ApiError, json_response
+from jaxspec.server.protocol.chat import ChatCompletionRequest
+from jaxspec.server.protocol.sampling import refused
 from jaxspec.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from jaxspec.server.routing import make_router
 from jaxspec.server.service import Service, ServiceOf
 
 router = make_router()
 _MAX_ID = 2**32 - 1
+_OF_CHATS = {
+    *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+    "chat_template_kwargs",
+}
 
 
 @router.post("/tokenize")
@@ -31,9 +38,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Response:
         "tokens": tokens,
     }
     if body.return_token_strs:
-        told["token_strs"] = [
-            service.tokenizer.bytes_of(token).decode("utf-8", "replace") for token in tokens
-        ]
+        told["token_strs"] = await asyncio.to_thread(_texts, tokens, service)
     return json_response(told)
 
 
@@ -42,9 +47,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Response:
     """The text of token ids, special tokens included."""
     service.check_model(body.model)
     with service.refusing(body):
-        for token in body.tokens:
-            integer("Each of tokens", token, 0, _MAX_ID)
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)
+        text = await asyncio.to_thread(_text, body.tokens, service)
     return json_response({"prompt": text})
 
 
@@ -64,11 +67,18 @@ def _tokens(body: TokenizeRequest, service: Service) -> list[int]:
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return service.tokenizer.encode(body.prompt or "", add_special_tokens=special)
-    text = service.tokenizer.render_chat(
-        body.messages,
-        body.tools,
-        body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs or {},
+    if body.add_special_tokens:
+        raise refused("add_special_tokens", True, "the template writes a chat's. Leave it out.")
+    return prompt_tokens(
+        service, ChatCompletionRequest.model_validate(body.model_dump(include=_OF_CHATS))
     )
-    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _texts(tokens: list[int], service: Service) -> list[str]:
+    return [service.tokenizer.bytes_of(token).decode("utf-8", "replace") for token in tokens]
+
+
+def _text(tokens: list[int], service: Service) -> str:
+    for token in tokens:
+        integer("Each of tokens", token, 0, _MAX_ID)
+    return service.tokenizer.decode(tokens, skip_special_tokens=False)

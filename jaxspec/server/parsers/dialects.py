@@ -47,37 +47,21 @@ _BY_SIGN = {
     "<|python_tag|>": LLAMA,
     '"parameters": dictionary of argument name': LLAMA,
 }
-# Without a template: a base model, or a checkpoint that lost it.
-_BY_TYPE = {
-    "granitemoehybrid": HERMES,
-    "lfm2": LFM2,
-    "lfm2_moe": LFM2,
-    "qwen3": HERMES,
-    "qwen3_moe": HERMES,
-    "qwen3_next": HERMES,
-    "qwen3_5": XML,
-    "qwen3_5_moe": XML,
-}
-_THINKING_TYPES = {"qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 
 
-def parser_for(chat_template: str | None, model_type: str | None = None) -> Dialect:
+def parser_for(chat_template: str | None) -> Dialect:
     """The dialect of a model: call it to make a parser of one text.
 
     Args:
-        chat_template: the template's source; None if there is none.
-        model_type: that of config.json, asked only where there is no template.
+        chat_template: the template's source; None if there is none, as of a base model.
 
     Returns:
         The dialect; one whose text is all content if none is known.
     """
-    if chat_template is None:
-        dialect, thinks = _BY_TYPE.get(model_type or "", PLAIN), model_type in _THINKING_TYPES
-    else:
-        signs = (sign for sign in _BY_SIGN if sign in chat_template)
-        dialect = _BY_SIGN.get(next(signs, ""), PLAIN)
-        thinks = THINK_ENDS in chat_template
-    if not thinks:
+    source = chat_template or ""
+    signs = (sign for sign in _BY_SIGN if sign in source)
+    dialect = _BY_SIGN.get(next(signs, ""), PLAIN)
+    if THINK_ENDS not in source:
         return dialect
     return dialect._replace(thinks=True, tags=dialect.tags + _THINK_TAGS)
 

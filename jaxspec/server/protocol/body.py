@@ -1,6 +1,7 @@
 """Body: what all bodies share. Values keep their JSON types, and misspelt names are refused."""
 
 import difflib
+import itertools
 import logging
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +12,8 @@ from jaxspec.checks import shown
 _LOG = logging.getLogger(__name__)
 _NEAR = 0.85  # how alike a misspelt name and the right one are; "max_token", "top_K"
 _MAX_NAME = 64  # characters of an unknown name that are compared
+_MAX_COMPARED = 32  # unknown names that are compared, which takes a millisecond each
+_MAX_UNKNOWN = 100
 
 
 Json = dict[str, Any]
@@ -35,7 +38,14 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _spelt(self) -> "Body":
         """Refuse a name that is nearly one of ours, for its value would be lost without a word."""
-        for name in self.model_extra or {}:
+        unknown = self.model_extra or {}
+        if len(unknown) > _MAX_UNKNOWN:
+            raise ValueError(
+                f"there are {len(unknown):,} fields that nobody knows, such as "
+                f"{shown(next(iter(unknown)))}, and at most {_MAX_UNKNOWN} are passed over. Leave "
+                "them out"
+            )
+        for name in itertools.islice(unknown, _MAX_COMPARED):
             near = difflib.get_close_matches(name[:_MAX_NAME], type(self).model_fields, 1, _NEAR)
             if near:
                 raise ValueError(

@@ -81,7 +81,6 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
-    request_id: str | None = None
     cache_salt: str | None = None
     response_format: Json | None = None
 

@@ -9,8 +9,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Each[Json] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: Each[Json] | None = None
     chat_template_kwargs: Json | None = None
     return_token_strs: bool = False

@@ -4,10 +4,12 @@ https://docs.anthropic.com/en/api/messages. Chats are in the form of OpenAI's ch
 """
 
 import json
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
+from jaxspec.server.ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -181,7 +183,9 @@ def message(chat: Mapping[str, Any]) -> Json:
         blocks.append({"type": "text", "text": told["content"]})
     for call in told.get("tool_calls") or ():
         function = call["function"]
-        blocks.append(tool_block(function["name"], json.loads(function["arguments"]), call["id"]))
+        # The model's own JSON: Python's would refuse some of its numbers.
+        arguments = orjson.Fragment(function["arguments"])
+        blocks.append(tool_block(function["name"], arguments, call["id"]))
     begun = empty_message(chat["model"], usage(chat["usage"]))
     return begun | {"content": blocks} | stop(choice["finish_reason"], choice.get("stop_reason"))
 
@@ -189,7 +193,7 @@ def message(chat: Mapping[str, Any]) -> Json:
 def empty_message(model: str, used: Json) -> Json:
     """A message before its content."""
     return {
-        "id": f"msg_{secrets.token_hex(12)}",
+        "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -205,9 +209,9 @@ def thinking_block(thinking: str) -> Json:
     return {"type": "thinking", "thinking": thinking, "signature": ""}
 
 
-def tool_block(name: str, arguments: Json, call_id: str | None = None) -> Json:
+def tool_block(name: str, arguments: Json | orjson.Fragment, call_id: str | None = None) -> Json:
     """A block of a tool call."""
-    call_id = call_id or f"toolu_{secrets.token_hex(12)}"
+    call_id = call_id or new_id("toolu_")
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 

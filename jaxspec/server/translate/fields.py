@@ -86,6 +86,6 @@ SAMPLING = (
     ),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
     *("bad_words", "allowed_token_ids", "logit_bias", "chat_template_kwargs", "priority"),
-    *("request_id", "num_speculative_tokens"),
+    *("cache_salt", "num_speculative_tokens"),
 )
 """Fields that a chat request has under the same name, vLLM's extras among them."""

@@ -3,11 +3,11 @@
 https://platform.openai.com/docs/api-reference/responses.
 """
 
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec.server.ids import new_id
 from jaxspec.server.translate.fields import (
     SAMPLING,
     FieldError,
@@ -158,7 +158,7 @@ def begin(body: Mapping[str, Any], model: str) -> Json:
     ]
     parallel = body.get("parallel_tool_calls")
     return {
-        "id": new_id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "model": model,
@@ -211,21 +211,16 @@ def response(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Json:
     return end(begin(body, chat["model"]), output, reason, chat["usage"])
 
 
-def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
-    return f"{prefix}_{secrets.token_hex(12)}"
-
-
 def reasoning_item(thinking: str | None = None) -> Json:
     """An item of reasoning; None: before its text."""
     parts = [] if thinking is None else [{"type": "reasoning_text", "text": thinking}]
-    return {"id": new_id("rs"), "type": "reasoning", "summary": [], "content": parts}
+    return {"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": parts}
 
 
 def message_item(told: str | None = None) -> Json:
     """An item of content; None: before its text."""
     parts = [] if told is None else [text_part(told)]
-    return {"id": new_id("msg"), "type": "message", "role": "assistant", "content": parts}
+    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": parts}
 
 
 def text_part(told: str) -> Json:
@@ -235,9 +230,9 @@ def text_part(told: str) -> Json:
 
 def call_item(name: str, arguments: str = "", call_id: str | None = None) -> Json:
     """An item of a tool call."""
-    call_id = call_id or new_id("call")
+    call_id = call_id or new_id("call_")
     told = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"id": new_id("fc"), "type": "function_call", **told}
+    return {"id": new_id("fc_"), "type": "function_call", **told}
 
 
 def usage(used: Mapping[str, Any]) -> Json:

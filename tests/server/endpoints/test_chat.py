@@ -169,3 +169,20 @@ def test_bad_input_is_a_400_that_names_the_field(client, fields, said):
         client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **fields})
     assert said in caught.value.body["message"], caught.value.body
     assert caught.value.body["code"] == 400
+
+
+def test_chats_of_different_salts_share_nothing(served):
+    messages = [{"role": "user", "content": "Adds two numbers, whatever their kind. " * 8}]
+
+    def cached(path="/v1/chat/completions", **fields):
+        found = served.post(path, messages=messages, max_tokens=1, **fields)
+        assert found.status_code == 200, found.text
+        used = found.json()["usage"]
+        details = used.get("prompt_tokens_details") or {}
+        return used.get("cache_read_input_tokens") or details.get("cached_tokens", 0)
+
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="b") == 0 < cached(cache_salt="a")
+    assert cached("/v1/messages", cache_salt="c") == 0 < cached("/v1/messages", cache_salt="b")
+    found = served.post("/v1/chat/completions", messages=messages, cache_salt="")
+    assert found.status_code == 400 and found.json()["error"]["param"] == "cache_salt"

@@ -218,3 +218,25 @@ def test_bad_input_is_a_400_that_names_the_field(client, served, fields, said):
 def test_another_model_s_name_is_a_404(client):
     with pytest.raises(openai.NotFoundError, match="model must be 'short', got 'gpt-4'"):
         client.completions.create(model="gpt-4", prompt=PROMPT)
+
+
+def test_a_sample_that_ends_before_the_first_one_is_told_the_prompt_s_logprobs_too(
+    served, reference
+):
+    fields = {"n": 3, "max_tokens": 12, "temperature": 1.5, "stop": ["e"]}
+
+    def lengths(seed):
+        (found,) = reference.generate(PROMPT, SamplingParams(**fields, seed=seed), use_tqdm=False)
+        return [len(each.token_ids) for each in found.outputs]
+
+    seed = next(seed for seed in range(100) if min(lengths(seed)[1:]) < lengths(seed)[0])
+    found = served.post(
+        "/v1/completions", prompt=PROMPT, **fields, seed=seed, echo=True, logprobs=0
+    )
+    assert found.status_code == 200, found.text
+    num_prompt = len(reference.tokenizer.encode(PROMPT))
+    first, *others = [each["logprobs"] for each in found.json()["choices"]]
+    for other in others:
+        assert other["token_logprobs"][:num_prompt] == first["token_logprobs"][:num_prompt]
+        assert other["tokens"][:num_prompt] == first["tokens"][:num_prompt]
+    assert None not in first["token_logprobs"][1:]

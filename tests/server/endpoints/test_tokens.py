@@ -39,3 +39,17 @@ def test_the_tokenizer_is_described(served):
 def test_bad_input_is_a_400(served, path, body, said):
     found = served.post(path, **body)
     assert found.status_code == 400 and said in found.json()["error"]["message"]
+
+
+def test_a_conversation_is_counted_as_the_chat_counts_it(served):
+    messages = [
+        {"role": "developer", "content": "Write Python."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None},
+    ]
+    for fields in ({}, {"add_generation_prompt": False}):
+        found = served.post("/tokenize", messages=messages, **fields)
+        chat = served.post("/v1/chat/completions", messages=messages, max_tokens=1, **fields)
+        assert found.json()["count"] == chat.json()["usage"]["prompt_tokens"]
+    found = served.post("/tokenize", messages=messages, add_special_tokens=True)
+    assert found.status_code == 400 and found.json()["error"]["param"] == "add_special_tokens"

@@ -199,3 +199,19 @@ def test_keys_and_screen_readers_reach_everything(page, scripted):
     assert page.value("document.activeElement.id") == "send"
     page.press("Enter", 13)
     page.wait(DONE)
+
+
+@pytest.mark.parametrize("end, said", [("data: [DONE]", "1"), ("", "The connection ended before")])
+def test_an_answer_without_its_end_is_an_error(page, scripted, end, said):
+    page.open(scripted.root)
+    text = f"data: 1\\n\\n{end}\\n\\n"
+    read = f"""(async () => {{
+      let last = "";
+      try {{
+        for await (const chunk of events(new Response("{text}"))) last = String(chunk);
+        return last;
+      }} catch (error) {{
+        return error.message;
+      }}
+    }})()"""
+    assert page.value(read).startswith(said)

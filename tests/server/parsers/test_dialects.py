@@ -27,16 +27,14 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_tells_the_dialect(template):
-    assert parser_for(template, "qwen3_5") == TEMPLATES[template]
-    thinking = parser_for(template + "</think>", None)
+    assert parser_for(template) == TEMPLATES[template]
+    thinking = parser_for(template + "</think>")
     assert thinking.thinks and thinking.readers == TEMPLATES[template].readers
     assert "</think>" in thinking.tags
 
 
-def test_without_a_template_the_type_tells_it():
-    assert parser_for(None, "qwen3_5").readers is XML.readers and parser_for(None, "qwen3_5").thinks
-    assert parser_for(None, "granitemoehybrid") == HERMES
-    assert parser_for(None, "llama") == parser_for(None) == PLAIN
+def test_without_a_template_all_is_content():
+    assert parser_for(None) == PLAIN
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,14 @@ def test_a_long_list_has_one_fault():
     with pytest.raises(ValidationError) as caught:
         Example(ids=["x"] * 1000)
     assert caught.value.error_count() == 1
+
+
+def test_few_unknown_names_are_compared_and_many_are_refused(monkeypatch):
+    """Comparing takes the event loop's time."""
+    compared = []
+    monkeypatch.setattr("difflib.get_close_matches", lambda name, *how: compared.append(name) or [])
+    Example.model_validate({f"seen by {number}": 1 for number in range(100)})
+    assert len(compared) == 32
+    with pytest.raises(ValidationError, match="101 fields that nobody knows, such as 'seen by 0'"):
+        Example.model_validate({f"seen by {number}": 1 for number in range(101)})
+    assert len(compared) == 32

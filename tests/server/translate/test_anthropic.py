@@ -1,6 +1,7 @@
 """Requests become chats, and chats become messages that the official client's types accept."""
 
 import anthropic.types
+import orjson
 import pytest
 
 from jaxspec.server.translate import FieldError
@@ -146,7 +147,7 @@ def test_wrong_fields_are_named(body, place):
 
 
 def validated(told):
-    return anthropic.types.Message.model_validate(told)
+    return anthropic.types.Message.model_validate(orjson.loads(orjson.dumps(told)))
 
 
 def test_a_message():
@@ -165,6 +166,15 @@ def test_a_message():
     assert told.stop_reason == "tool_use" and told.id.startswith("msg_")
     assert (told.usage.input_tokens, told.usage.cache_read_input_tokens) == (6, 4)
     assert told.usage.output_tokens == 5
+
+
+def test_arguments_of_a_call_are_what_the_model_wrote():
+    """Among them may be integers of more than 64 bits, which orjson writes for nobody."""
+    arguments = f'{{"a": {10**30}, "b": [1.50]}}'
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    told = message(chat(message={"tool_calls": calls}, finish_reason="tool_calls"))
+    assert arguments.encode() in orjson.dumps(told)
 
 
 @pytest.mark.parametrize(
