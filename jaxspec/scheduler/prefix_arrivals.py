@@ -104,7 +104,7 @@ class PrefixArrivals:
 
     def _stage(self) -> None:
         """What waiting requests need begins to come, that of the most urgent one first."""
-        # Of equals those first that had entered before, as in the queue.
+        # Among equals those that had entered before come first, as in the queue.
         waiting = sorted(self._coming, key=lambda each: (urgency(each), not each.generation))
         first, *others = [self._coming[each].way.pieces for each in waiting] or [[]]
         ahead = [piece for pieces in others for piece in pieces]

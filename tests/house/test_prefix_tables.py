@@ -56,7 +56,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_part_has_its_table_and_says_so_until_it_is_measured(name, tmp_path):
-    place, file = f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path / tables.PREFIXES
+    place, file = f"<!-- table: {name} -->\n<!-- end -->\n", tmp_path / tables.TABLES[name][1]
     file.write_text(json.dumps({"results": []}))
     assert tables.filled(place, tmp_path).splitlines()[1:-1] == ["Not measured yet."]
     file.write_text(json.dumps({"results": [HIT, BACK, WITH, WITHOUT, DECODE, EXPORT]}))

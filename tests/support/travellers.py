@@ -7,12 +7,15 @@ from harness import MAX_LEN, Harness, expected
 from jaxspec import travelling
 from jaxspec.handover import RequestState
 from jaxspec.inputs import InputProcessor
+from jaxspec.llm_engine import LLMEngine
 from jaxspec.request import Finish
 from jaxspec.session import Session
 
 
 class Traveller:
     """What `jaxspec.travelling` needs of an `LLM`, around a `Harness`."""
+
+    one_prompt, prepare_one = LLMEngine.one_prompt, LLMEngine.prepare_one
 
     def __init__(self, fixture="qwen3_5", **options):
         options = {"num_pages": 120, "prefixes": "all"} | options
