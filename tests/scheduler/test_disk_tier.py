@@ -30,7 +30,7 @@ def tier_of(folder, max_bytes=10**6, fingerprint="model", page_size=4, kinds=KIN
 def settle(tier):
     """Wait until the thread has nothing to do."""
     while tier._jobs:
-        tier._jobs[-1][0].exception()
+        wait([tier._jobs[-1][0]])
         tier.poll()
 
 

@@ -18,6 +18,9 @@ PROMPTS = [
 ]
 STOPS = ["\n\n", "):", "self", "é", " = ", "语"]
 
+# The model calls none, and its template shows it none: they must change no text.
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
 
 def asked(number):
     """A request: greedy or drawn, with stops or without, one sample or several."""
@@ -37,6 +40,7 @@ async def answered(client, number, *, is_chat, streams):
     path, body = "/v1/completions", {"prompt": prompt}
     if is_chat:
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+        body |= {"tools": TOOLS} if number % 2 else {}
     response = await client.post(path, json={**body, **fields, "stream": streams})
     assert response.status_code == 200, response.text
     found = [["", None] for _ in range(fields["n"])]

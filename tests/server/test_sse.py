@@ -110,8 +110,9 @@ def test_a_client_that_does_not_take_the_sign_of_life_either_is_given_up():
             await asyncio.sleep(60)
 
     async def run():
-        task, _ = await sent(events(), keep_alive=0.02, stall=0.04, send=stuck)
+        async with asyncio.timeout(20):
+            task, _ = await sent(events(), keep_alive=0.02, stall=0.04, send=stuck)
         assert task.cancelled() and closed == [True]
         assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(run())

@@ -6,8 +6,9 @@ from pydantic import ValidationError
 from jaxspec.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 
-def test_a_conversation_ends_where_the_assistant_begins():
-    assert TokenizeRequest(messages=[]).add_generation_prompt
+def test_what_is_not_given_is_left_to_the_template_as_in_a_chat():
+    body = TokenizeRequest(messages=[])
+    assert body.add_generation_prompt is None and body.continue_final_message is None
 
 
 @pytest.mark.parametrize("tokens", [None, "x", ["x"], [1.0], [True], 3])
