@@ -5,8 +5,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxspec.arrivals import Receiver
 from jaxspec.async_errors import DrainingError, QueueFullError
-from jaxspec.async_stream import Inbox
 from jaxspec.checks import integer
 
 
@@ -28,8 +28,8 @@ class Admission:
         self._max_tokens = _limit("max_num_queued_tokens", max_num_queued_tokens)
         self._lock = threading.Lock()
         self._num_preparing = 0
-        self._queued: dict[Inbox, int] = {}  # with the tokens of its prompt
-        self._unfinished: dict[Inbox, None] = {}
+        self._queued: dict[Receiver, int] = {}  # with the tokens of its prompt
+        self._unfinished: dict[Receiver, None] = {}
         self._why_not: Callable[[], Exception] | None = None  # why no request may come any more
         self._is_closed = False  # nor those that are being prepared
         self._idle = list[concurrent.futures.Future[None]]()  # of those who wait for the last
@@ -65,7 +65,7 @@ class Admission:
                 self._num_preparing -= 1
             self._tell_if_idle()
 
-    def admit(self, inbox: Inbox, hand_on: Callable[[], None]) -> None:
+    def admit(self, receiver: Receiver, hand_on: Callable[[], None]) -> None:
         """Count a request that is ready, within `preparing`, and hand it on.
 
         A prompt that is longer than `max_num_queued_tokens` comes in if nobody else waits.
@@ -74,15 +74,15 @@ class Admission:
             QueueFullError: too many prompt tokens wait.
             DrainingError, EngineDeadError: it can't come any more.
         """
-        num_tokens = len(inbox.taps[0].request.prompt)
+        num_tokens = len(receiver.taps[0].request.prompt)
         with self._lock:
             self._check_open(not self._is_closed)
             held = sum(self._queued.values())
             if held and self._max_tokens is not None and held + num_tokens > self._max_tokens:
                 count = held + num_tokens
                 raise QueueFullError("max_num_queued_tokens", self._max_tokens, count)
-            self._queued[inbox] = num_tokens
-            self._unfinished[inbox] = None
+            self._queued[receiver] = num_tokens
+            self._unfinished[receiver] = None
             hand_on()  # Under the lock: `close` then lists every request whose mail was sent.
 
     def check_open(self) -> None:
@@ -93,16 +93,16 @@ class Admission:
         """
         self._check_open(not self._is_closed)
 
-    def begun(self, inbox: Inbox) -> None:
+    def begun(self, receiver: Receiver) -> None:
         """A request has a row."""
         with self._lock:
-            self._queued.pop(inbox, None)
+            self._queued.pop(receiver, None)
 
-    def over(self, inbox: Inbox) -> None:
+    def over(self, receiver: Receiver) -> None:
         """A request has ended, whatever became of it."""
         with self._lock:
-            self._queued.pop(inbox, None)
-            self._unfinished.pop(inbox, None)
+            self._queued.pop(receiver, None)
+            self._unfinished.pop(receiver, None)
         self._tell_if_idle()
 
     def drain(self) -> concurrent.futures.Future[None]:
@@ -115,7 +115,7 @@ class Admission:
         self._tell_if_idle()
         return idle
 
-    def close(self, why: Callable[[], Exception]) -> list[Inbox]:
+    def close(self, why: Callable[[], Exception]) -> list[Receiver]:
         """Refuse all that is not admitted yet, with `why`; the requests that have not ended."""
         with self._lock:
             self._why_not, self._is_closed = why, True

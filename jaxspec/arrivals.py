@@ -7,6 +7,8 @@ An arrival holds what nobody changes any more. So neither thread waits for the o
 reader might as well live in another process.
 """
 
+import abc
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -99,3 +101,32 @@ def receive(request: Request, arrival: Arrival) -> None:
         request.metrics = arrival.metrics
     if arrival.prompt_logprobs is not None:
         request.prompt_logprobs = arrival.prompt_logprobs
+
+
+class Receiver(abc.ABC):
+    """Who takes what comes for a request; it lives in the thread of its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, taps: Sequence[Tap]):
+        """Take what the request's samples get, by their `taps`."""
+        self.loop, self.taps = loop, taps
+        self.request_id = taps[0].request_id
+        self.timer: asyncio.TimerHandle | None = None  # that gives it up, unless a row comes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a row, or had one; any thread may ask."""
+        return self.taps[0].request.generation > 0  # the others come in behind the first
+
+    @abc.abstractmethod
+    def receive(self, tap: Tap, arrival: Arrival) -> None:
+        """Take what a sample got."""
+
+    @abc.abstractmethod
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes, and why."""
+
+    def stop_timer(self) -> None:
+        """It is not given up any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None

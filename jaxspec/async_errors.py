@@ -1,8 +1,22 @@
 """Why an AsyncLLM refuses a request that breaks no rule, or gives one up; in words for people."""
 
+from typing import Any, TypeVar
+
+_Error = TypeVar("_Error", bound="ServiceError")
+
 
 class ServiceError(RuntimeError):
     """The request may be right, and another engine, or this one later, may serve it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets its words, and not what caused it."""
+        return _again, (type(self), str(self))
+
+
+def _again(kind: type[_Error], text: str) -> _Error:
+    error = kind.__new__(kind)
+    error.args = (text,)
+    return error
 
 
 class QueueFullError(ServiceError):

@@ -1,36 +1,45 @@
 """AsyncLLM: text in, text out, for tasks of an event loop; the engine has a thread of its own."""
 
 import asyncio
+import functools
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, TypeVar
 
 from jaxspec.admission import Admission
+from jaxspec.arrivals import Receiver
+from jaxspec.async_calls import AsyncCalls, Prepared
 from jaxspec.async_errors import DrainingError, QueueTimeoutError
 from jaxspec.async_stream import AsyncStream, Inbox
 from jaxspec.checks import real, shown
 from jaxspec.config import StepShapes
-from jaxspec.conversations import Messages, TemplateOptions
 from jaxspec.engine import StepTimes
-from jaxspec.engine_thread import EngineThread
+from jaxspec.engine_thread import EngineThread, HandOn, Settle
+from jaxspec.inputs import InputProcessor
 from jaxspec.llm_engine import LLMEngine
 from jaxspec.metrics import Metric, kv_cache_usage
-from jaxspec.outputs import Sample, TextDelta
+from jaxspec.outputs import Sample
 from jaxspec.process import check_process
-from jaxspec.prompts import Prompt, parts_of
+from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
-_NUM_PREPARING = 4
-"""Threads that tokenize, write chats out and compile, beside the engine's and the loop's."""
-_Prepared = tuple[str | None, list[Sample]]
+_Receiver = TypeVar("_Receiver", bound=Receiver)
 
 
-class AsyncLLM:
+class Elsewhere(NamedTuple):
+    """What another process needs in order to make requests for this engine; it can be pickled."""
+
+    make_inputs: Callable[[], InputProcessor]
+    model_name: str
+    shapes: StepShapes
+    default_params: SamplingParams
+
+
+class AsyncLLM(AsyncCalls):
     """A model for many callers in one process, each a task of an event loop.
 
     The engine runs in a thread of its own, and prompts are made ready in a few others, so the event
@@ -69,7 +78,7 @@ class AsyncLLM:
         self._engine = LLMEngine(model, **options)
         self._process = os.getpid()
         self._admission, self._thread = admission, EngineThread(self._engine.session, admission)
-        self._pool = ThreadPoolExecutor(_NUM_PREPARING, "jaxspec-prepare")
+        self._begin_calls(self._engine)
         # The thread does not refer to the AsyncLLM: one that is lost is closed.
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -81,81 +90,7 @@ class AsyncLLM:
         """Close it."""
         await self.close()
 
-    # Requests.
-
-    async def submit(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> AsyncStream:
-        """Queue a request; the stream of its pieces. What it waits for is a check of the prompt.
-
-        `prompt` is a text, token ids or a dict, `sampling_params` None are
-        `get_default_sampling_params()`, and of requests that wait those of lower `priority` come
-        first. `request_id` is what `abort` takes; None: a number.
-
-        Raises:
-            ValueError: a prompt or parameter breaks a rule. Nothing is queued then.
-            QueueFullError: too many wait.
-            DrainingError: it drains, or is closed.
-            EngineDeadError: a step has failed.
-            RuntimeError: this is a forked child of its process.
-        """
-
-        def prepare() -> _Prepared:
-            return self._prepared(prompt, sampling_params, request_id, priority)
-
-        return await self._submit(prepare)
-
-    async def submit_chat(
-        self,
-        messages: Messages,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        **template: Unpack[TemplateOptions],
-    ) -> AsyncStream:
-        """`submit` for the next message of a conversation; `template` as in `LLM.chat`.
-
-        `cache_salt`: as `TextPrompt`'s; None: anybody may share what is computed of it.
-
-        Raises:
-            TypeError: there is no such argument.
-            ValueError: as in `LLM.chat`; and as in `submit`, like all others.
-        """
-
-        def prepare() -> _Prepared:
-            prompt = self._engine.chat_prompt(messages, template)
-            if cache_salt is not None:
-                prompt["cache_salt"] = cache_salt
-            return self._prepared(prompt, sampling_params, request_id, priority)
-
-        return await self._submit(prepare)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[TextDelta]:
-        """The pieces of what `submit` queues. The first `anext` queues it; leaving ends it.
-
-        Raises:
-            ServiceError, ValueError, RuntimeError: as in `submit`, and as `AsyncStream`.
-        """
-        stream = await self.submit(
-            prompt, sampling_params, request_id=request_id, priority=priority
-        )
-        async with stream:
-            async for delta in stream:
-                yield delta
+    # Requests; `AsyncCalls` queues them.
 
     async def abort(self, request_id: str) -> None:
         """End the requests of this id that were submitted before; their streams end with "abort".
@@ -165,15 +100,44 @@ class AsyncLLM:
         check_process(self._process)
         self._thread.abort_by_id(str(request_id))
 
-    def _prepared(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int
-    ) -> _Prepared:
-        prompt = self._engine.one_prompt(prompt)
-        samples = self._engine.prepare_one(prompt, params, request_id, priority)
-        return parts_of(prompt).text, samples
+    async def take_over(
+        self,
+        requests: Sequence[Request],
+        make: Callable[[Sequence[Sample], HandOn, Settle], Receiver],
+    ) -> None:
+        """Queue the requests of one prompt that another process made; `make` makes who hears.
 
-    async def _submit(self, prepare: Callable[[], _Prepared]) -> AsyncStream:
+        They are checked and what they need is compiled. Raises as `submit`.
+        """
+
+        def prepare() -> Prepared:
+            samples = [Sample(request, None, None) for request in requests]
+            self._engine.admit(samples)
+            return None, samples
+
+        await self._queue(prepare, make)
+
+    def elsewhere(self, number: int) -> Elsewhere:
+        """What process `number` needs in order to make requests for `take_over`."""
+        make_inputs = self._engine.twin_inputs(number)
+        params = self.get_default_sampling_params()
+        return Elsewhere(make_inputs, self.model_name, self.shapes, params)
+
+    def give_up(self, *receivers: Receiver) -> None:
+        """End requests that were queued here; any thread may call."""
+        self._thread.abort(*receivers)
+
+    async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
         check_process(self._process)
+        make = functools.partial(Inbox, asyncio.get_running_loop())
+        prompt, inbox = await self._queue(prepare, make)
+        return AsyncStream(inbox, prompt, self._thread.abort, keeps=self)
+
+    async def _queue(
+        self,
+        prepare: Callable[[], Prepared],
+        make: Callable[[Sequence[Sample], HandOn, Settle], _Receiver],
+    ) -> tuple[str | None, _Receiver]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         with self._admission.preparing():
@@ -184,16 +148,16 @@ class AsyncLLM:
             except Exception:
                 self._admission.check_open()  # or this is why it failed
                 raise
-            inbox = self._thread.submit(loop, samples)
+            receiver = self._thread.submit(functools.partial(make, samples))
         if self._queue_timeout is not None:
             end = arrived + self._queue_timeout
-            inbox.timer = loop.call_at(end, self._expire, inbox, self._queue_timeout)
-        return AsyncStream(inbox, prompt, self._thread.abort, keeps=self)
+            receiver.timer = loop.call_at(end, self._expire, receiver, self._queue_timeout)
+        return prompt, receiver
 
-    def _expire(self, inbox: Inbox, seconds: float) -> None:
-        if not inbox.has_begun:
-            inbox.fail(QueueTimeoutError(seconds))
-            self._thread.abort(inbox)
+    def _expire(self, receiver: Receiver, seconds: float) -> None:
+        if not receiver.has_begun:
+            receiver.fail(QueueTimeoutError(seconds))
+            self._thread.abort(receiver)
 
     # Its life.
 

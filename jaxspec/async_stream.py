@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from jaxspec import arrivals
-from jaxspec.arrivals import Arrival, Tap
+from jaxspec.arrivals import Arrival, Receiver, Tap
 from jaxspec.logprobs import Logprob
 from jaxspec.outputs import Sample, TextDelta
 from jaxspec.process import check_process
@@ -14,7 +14,7 @@ from jaxspec.request import Finish, RequestMetrics
 from jaxspec.sampling_params import RequestOutputKind
 
 
-class Inbox:
+class Inbox(Receiver):
     """What came for a request and was not read yet; only the thread of its event loop touches it.
 
     Text is made where it is read, of all that came meanwhile at once. For stop strings it is made
@@ -33,10 +33,8 @@ class Inbox:
         `hand_on` hears in the engine's thread of what came. `settle` is told of each sample with
         stop strings that was read to its end, and where a stop string ends it.
         """
-        self.loop, self._settle = loop, settle
-        self.request_id = samples[0].request_id
-        self.taps = [Tap(sample, hand_on) for sample in samples]
-        self.timer: asyncio.TimerHandle | None = None  # that gives it up, unless a row comes
+        super().__init__(loop, [Tap(sample, hand_on) for sample in samples])
+        self._settle = settle
         self.error: Exception | None = None  # why there is no more
         self.is_closed = False  # nobody reads any more; any thread may say so
         kind = samples[0].request.params.output_kind
@@ -50,17 +48,12 @@ class Inbox:
         """Whether nothing comes any more."""
         return self.is_closed or not self._num_unread
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has a row, or had one; any thread may ask."""
-        return self.taps[0].request.generation > 0  # the others come in behind the first
-
     def receive(self, tap: Tap, arrival: Arrival) -> None:
         """Take what a sample got; what comes behind a stop string is nothing."""
         sample = tap.reader
         if sample.request.finish or self.has_ended or self.error is not None:
             return
-        self._stop_timer()
+        self.stop_timer()
         try:
             arrivals.receive(sample.request, arrival)
             if tap.has_stops:
@@ -76,13 +69,13 @@ class Inbox:
         """End the stream with an error, behind what came before."""
         if self.error is None and not self.has_ended:
             self.error = error
-            self._stop_timer()
+            self.stop_timer()
             self._wake()
 
     def close(self) -> None:
         """Nobody reads any more."""
         self.is_closed = True
-        self._stop_timer()
+        self.stop_timer()
         self._due.clear()
         self._wake()
 
@@ -130,11 +123,6 @@ class Inbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
 
 class AsyncStream(AsyncIterator[TextDelta]):

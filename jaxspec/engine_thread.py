@@ -8,16 +8,18 @@ import functools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from jaxspec.admission import Admission
-from jaxspec.arrivals import Arrival, Tap
+from jaxspec.arrivals import Arrival, Receiver, Tap
 from jaxspec.async_errors import DrainingError, EngineDeadError
-from jaxspec.async_stream import Inbox
-from jaxspec.outputs import Sample
 from jaxspec.session import Session
 
-_Batch = list[tuple[Inbox, Tap, Arrival]]
+HandOn = Callable[[Tap, Arrival], None]
+Settle = Callable[[Tap, int | None], None]
+_Receiver = TypeVar("_Receiver", bound=Receiver)
+_Batch = list[tuple[Receiver, Tap, Arrival]]
 _Mail = queue.SimpleQueue[Callable[[], object] | None]
 _SECONDS_AT_EXIT = 10.0  # that the end of Python waits for a step
 
@@ -49,11 +51,11 @@ class EngineThread:
         self.stop = functools.partial(self._mail.put, None)
         session.listener = functools.partial(_report, self._mail)  # other threads compile, trace
         # These are the thread's own.
-        self._live: dict[Tap, Inbox] = {}  # samples whose end was not handed on
-        self._waiting: dict[Inbox, None] = {}  # requests that had no row yet
+        self._live: dict[Tap, Receiver] = {}  # samples whose end was not handed on
+        self._waiting: dict[Receiver, None] = {}  # requests that had no row yet
         self._looked_at = (0, 0)  # what the scheduler said when these were looked through
         self._out: dict[asyncio.AbstractEventLoop, _Batch] = {}  # what the step brought
-        self._over = list[Inbox]()  # requests that have ended in it
+        self._over = list[Receiver]()  # requests that have ended in it
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
         atexit.register(self._at_exit)
@@ -64,20 +66,23 @@ class EngineThread:
         """Whether it serves requests."""
         return self.error is None and not self.ended.done()
 
-    def submit(self, loop: asyncio.AbstractEventLoop, samples: Sequence[Sample]) -> Inbox:
-        """Queue checked samples of one prompt, for a task of `loop`.
+    def submit(self, make: Callable[[HandOn, Settle], _Receiver]) -> _Receiver:
+        """Queue checked samples of one prompt, for the receiver that `make` makes of them.
+
+        `make(hand_on, settle)` gets what its taps hand arrivals on to, and what is to be told of
+        each sample with stop strings that was read to its end, and where a stop string ends it.
 
         Raises:
             ServiceError: as in `Admission.admit`.
         """
-        inbox = Inbox(loop, samples, self._hand_on, self._note_settled)
-        let_in = functools.partial(self._let_in, inbox)
-        self.admission.admit(inbox, lambda: self._mail.put(let_in))
-        return inbox
+        receiver = make(self._hand_on, self._note_settled)
+        let_in = functools.partial(self._let_in, receiver)
+        self.admission.admit(receiver, lambda: self._mail.put(let_in))
+        return receiver
 
-    def abort(self, *inboxes: Inbox) -> None:
+    def abort(self, *receivers: Receiver) -> None:
         """End requests, unless they have ended."""
-        self._mail.put(functools.partial(self._end, inboxes))
+        self._mail.put(functools.partial(self._end, receivers))
 
     def abort_by_id(self, request_id: str) -> None:
         """End all requests of this id that were submitted before."""
@@ -110,14 +115,14 @@ class EngineThread:
             is_idle = False
         return True
 
-    def _let_in(self, inbox: Inbox) -> None:
-        self._live.update(dict.fromkeys(inbox.taps, inbox))
-        self._waiting[inbox] = None
+    def _let_in(self, receiver: Receiver) -> None:
+        self._live.update(dict.fromkeys(receiver.taps, receiver))
+        self._waiting[receiver] = None
         self._looked_at = (-1, 0)
-        self._session.add(inbox.taps)
+        self._session.add(receiver.taps)
 
-    def _end(self, inboxes: Iterable[Inbox]) -> None:
-        taps = [tap for inbox in inboxes for tap in inbox.taps]
+    def _end(self, receivers: Iterable[Receiver]) -> None:
+        taps = [tap for receiver in receivers for tap in receiver.taps]
         self._session.abort(taps)
         for tap in taps:
             if tap in self._live:
@@ -126,7 +131,9 @@ class EngineThread:
                 self._session.settle(tap)  # nobody reads it to its end
 
     def _end_by_id(self, request_id: str) -> None:
-        self._end({inbox for inbox in self._live.values() if inbox.request_id == request_id})
+        self._end(
+            {receiver for receiver in self._live.values() if receiver.request_id == request_id}
+        )
 
     def _note_settled(self, tap: Tap, num_tokens: int | None) -> None:
         self._mail.put(functools.partial(self._settle, tap, num_tokens))
@@ -137,17 +144,17 @@ class EngineThread:
             self._forget(tap)
 
     def _hand_on(self, tap: Tap, arrival: Arrival) -> None:
-        if (inbox := self._live.get(tap)) is not None:
-            self._out.setdefault(inbox.loop, []).append((inbox, tap, arrival))
+        if (receiver := self._live.get(tap)) is not None:
+            self._out.setdefault(receiver.loop, []).append((receiver, tap, arrival))
             if tap.is_over:
                 self._forget(tap)
 
     def _forget(self, tap: Tap) -> None:
-        inbox = self._live.pop(tap)
+        receiver = self._live.pop(tap)
         tap.is_over = True
-        if all(each.is_over for each in inbox.taps):
-            self._waiting.pop(inbox, None)
-            self._over.append(inbox)
+        if all(each.is_over for each in receiver.taps):
+            self._waiting.pop(receiver, None)
+            self._over.append(receiver)
 
     def _note_begun(self) -> None:
         """Tell which requests have a row now; they are looked through if one may have got it."""
@@ -155,9 +162,9 @@ class EngineThread:
         counts = len(scheduler.waiting), scheduler.num_preemptions
         if self._waiting and counts != self._looked_at:
             self._looked_at = counts
-            for inbox in [inbox for inbox in self._waiting if inbox.has_begun]:
-                del self._waiting[inbox]
-                self.admission.begun(inbox)
+            for receiver in [receiver for receiver in self._waiting if receiver.has_begun]:
+                del self._waiting[receiver]
+                self.admission.begun(receiver)
 
     def _send(self) -> None:
         batches, self._out = self._out, {}
@@ -165,10 +172,10 @@ class EngineThread:
             try:
                 loop.call_soon_threadsafe(_receive, batch)
             except RuntimeError:  # the loop is closed: nobody reads any more
-                self.abort(*{inbox for inbox, *_ in batch})
+                self.abort(*{receiver for receiver, *_ in batch})
         over, self._over = self._over, []
-        for inbox in over:
-            self.admission.over(inbox)
+        for receiver in over:
+            self.admission.over(receiver)
 
     def _fail(self, error: BaseException) -> None:
         """Every stream gets what came before, and then the error."""
@@ -176,18 +183,18 @@ class EngineThread:
         self._send()
         self._live.clear()
         self._waiting.clear()
-        for inbox in self.admission.close(functools.partial(EngineDeadError, error)):
+        for receiver in self.admission.close(functools.partial(EngineDeadError, error)):
             with contextlib.suppress(RuntimeError):  # its loop is closed
-                inbox.loop.call_soon_threadsafe(inbox.fail, EngineDeadError(error))
-            self.admission.over(inbox)
+                receiver.loop.call_soon_threadsafe(receiver.fail, EngineDeadError(error))
+            self.admission.over(receiver)
 
     def _close(self) -> None:
-        inboxes, failure = self.admission.close(DrainingError), None
+        receivers, failure = self.admission.close(DrainingError), None
         try:
             self._session.close()
         except BaseException as error:
             failure = error
-        self._live.update({tap: inbox for inbox in inboxes for tap in inbox.taps})
+        self._live.update({tap: receiver for receiver in receivers for tap in receiver.taps})
         for tap in list(self._live):
             tap.end()
         self._send()
@@ -214,5 +221,5 @@ def _report(mail: _Mail, error: Exception) -> None:
 
 def _receive(batch: _Batch) -> None:
     """In the thread of their event loop."""
-    for inbox, tap, arrival in batch:
-        inbox.receive(tap, arrival)
+    for receiver, tap, arrival in batch:
+        receiver.receive(tap, arrival)

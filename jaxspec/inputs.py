@@ -1,24 +1,24 @@
 """Prompts and parameters in, checked samples out; refusals come before anything is queued."""
 
-import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.checks import integer, shown
+from jaxspec.checks import integer
 from jaxspec.conversations import TemplateOptions, check_options, conversations_of
 from jaxspec.outputs import Sample
+from jaxspec.per_prompt import named, names_of, priorities_of
 from jaxspec.prompts import (
     Prompt,
     PromptParts,
     TokensPrompt,
     boundaries_in,
+    check_is_one,
     check_num_samples,
-    names_of,
     parts_of,
-    priorities_of,
     read_ids,
 )
 from jaxspec.request import INT32_MAX, Request
@@ -60,11 +60,11 @@ class InputProcessor:
         `request_key(prompt, seed)` is the proposer's; `seed` serves requests without one.
         `finds_boundaries`: whether states are kept where further turns of a chat will part from it.
         """
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len = max_model_len
         ends = {*eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < vocab_size))
-        self.request_key, self._seed = request_key, seed
+        self._request_key, self._seed = request_key, seed
         self._finds_boundaries = finds_boundaries
         self._num_prompts = 0  # which the noise of prompts without a seed goes by
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class InputProcessor:
         encoded, held = list[_Encoded](), 0
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True), 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
-            with _named(f"prompt {number}", len(prompts)):
+            with named(f"prompt {number}", len(prompts)):
                 parts = parts_of(prompt)
                 ids = tuple(self._encode(parts, param))
                 boundaries = boundaries_in(parts, len(ids))
@@ -119,6 +119,31 @@ class InputProcessor:
             )
         ]
 
+    def twin(self, number: int) -> "Callable[[], InputProcessor]":
+        """What makes one like this in another process; it can be pickled.
+
+        Each `number` has noise of its own. What a twin makes has no `proposer_key` yet.
+        """
+        seed = np.random.SeedSequence([self._seed % 2**32, number]).generate_state(1)[0]
+        return functools.partial(
+            InputProcessor,
+            self.tokenizer,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            eos_ids=self.eos_ids,
+            request_key=_no_key,
+            seed=int(seed),
+            finds_boundaries=self._finds_boundaries,
+        )
+
+    def proposer_key(self, prompt: Sequence[int], seed: int) -> int:
+        """Which entry of the proposer's tables is this request's.
+
+        Raises:
+            ValueError: the proposer gave none.
+        """
+        return integer("request_key", self._request_key(prompt, seed), 0, INT32_MAX)
+
     def chats(self, messages: Any, options: TemplateOptions) -> list[TokensPrompt]:
         """The prompts of one conversation or several.
 
@@ -130,7 +155,7 @@ class InputProcessor:
         tokenizer, prompts = self.require_tokenizer("chats"), list[TokensPrompt]()
         conversations = conversations_of(messages)
         for number, conversation in enumerate(conversations, 1):
-            with _named(f"conversation {number}", len(conversations)):
+            with named(f"conversation {number}", len(conversations)):
                 text, ids, boundaries = tokenizer.chat_prompt(
                     conversation,
                     max_model_len=self._max_model_len,
@@ -142,14 +167,20 @@ class InputProcessor:
                 prompts[-1]["cache_boundaries"] = boundaries
         return prompts
 
+    def chat(self, messages: Any, options: TemplateOptions) -> TokensPrompt:
+        """The prompt of one conversation. Raises as `chats`, and for several conversations."""
+        prompts = self.chats(messages, options)
+        check_is_one("conversation", prompts)
+        return prompts[0]
+
     def require_tokenizer(self, inputs: str) -> Tokenizer:
         """The tokenizer, or a ValueError that says that `inputs` need one."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError(
                 f"The model's folder has no tokenizer.json, which {inputs} need. Copy it "
                 "there from the checkpoint, or work with token ids: {'prompt_token_ids': [...]}."
             )
-        return self._tokenizer
+        return self.tokenizer
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The token ids that end a request, once it is known that stop strings can, too."""
@@ -164,7 +195,7 @@ class InputProcessor:
         if params.stop:
             self.require_tokenizer("stop strings")
         if not (params.spaces_between_special_tokens or params.skip_special_tokens) and (
-            self._tokenizer and self._tokenizer.spaces_tokens_apart
+            self.tokenizer and self.tokenizer.spaces_tokens_apart
         ):
             raise ValueError(
                 "spaces_between_special_tokens must be True with this tokenizer, whose decoder "
@@ -206,9 +237,7 @@ class InputProcessor:
                 seed=seed,
                 stop_ids=stop_ids,
                 bad_words=bad_words,
-                proposer_key=integer(
-                    "request_key", self.request_key(prompt.ids, seed), 0, INT32_MAX
-                ),
+                proposer_key=self.proposer_key(prompt.ids, seed),
                 leader=samples[0].request if samples else None,
                 request_id=request_id,
                 index=index,
@@ -219,8 +248,8 @@ class InputProcessor:
                 cache_boundaries=prompt.boundaries,
             )
             stream, stops = None, None
-            if self._tokenizer and params.detokenize:
-                stream = self._tokenizer.stream(params.skip_special_tokens)
+            if self.tokenizer and params.detokenize:
+                stream = self.tokenizer.stream(params.skip_special_tokens)
             if params.stop:
                 keeps_match = params.include_stop_str_in_output
                 stops = StopStrings(params.stop, keeps_match=keeps_match)
@@ -258,40 +287,6 @@ class InputProcessor:
             )
 
 
-@contextlib.contextmanager
-def _named(name: str, count: int) -> Iterator[None]:
-    """An error inside says which of `count` it is about, if there are several."""
-    try:
-        yield
-    except ValueError as error:
-        if count == 1:
-            raise
-        raise ValueError(f"In {name} of {count}: {error}") from error
-
-
-def params_of(
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    count: int,
-    default: SamplingParams | None = None,
-) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts: copies, checked as they are now; None is `default`.
-
-    Raises:
-        ValueError: a list of another length, or a value that was assigned breaks a rule.
-    """
-    if params is None:
-        params = default or SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params.clone()] * count
-    if not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
-        raise ValueError(
-            f"sampling_params must be SamplingParams, one or a list of them, got {shown(params)}. "
-            "Build them as in SamplingParams(temperature=0.8)."
-        )
-    if len(params) != count:
-        raise ValueError(
-            f"sampling_params must be one for all prompts or one for each, got {len(params)} for "
-            f"{count} prompts."
-        )
-    copies = {id(each): each.clone() for each in params}
-    return [copies[id(each)] for each in params]
+def _no_key(prompt: Sequence[int], seed: int) -> int:
+    del prompt, seed
+    return 0

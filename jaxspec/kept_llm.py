@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.inputs import params_of
 from jaxspec.llm import LLM
 from jaxspec.options import EngineConfig
 from jaxspec.outputs import RequestOutput
+from jaxspec.per_prompt import params_of
 from jaxspec.process import check_process, first_process
 from jaxspec.prompts import Prompt, is_one_prompt, prompts_of
 from jaxspec.sampling_params import SamplingParams

@@ -7,10 +7,10 @@ from typing import Unpack
 from jaxspec import progress_bar, travelling
 from jaxspec.beam_search import beam_search as _beam_search
 from jaxspec.conversations import Messages, TemplateOptions
-from jaxspec.inputs import params_of
 from jaxspec.llm_engine import LLMEngine
 from jaxspec.options import SIGNATURE, listing
 from jaxspec.outputs import RequestOutput, Stream
+from jaxspec.per_prompt import params_of
 from jaxspec.prompts import Prompt, parts_of, prompts_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.score import score as _score

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from jaxspec.diagnostics import Diagnostics
 from jaxspec.engine import Engine
 from jaxspec.flight.about import about
 from jaxspec.flight.recorder import FlightRecorder
-from jaxspec.inputs import InputProcessor, params_of
+from jaxspec.inputs import InputProcessor
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
 from jaxspec.outputs import Sample
+from jaxspec.per_prompt import params_of
 from jaxspec.process import check_process, first_process
-from jaxspec.prompts import Prompt, TokensPrompt, check_is_one, prompts_of
+from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
 from jaxspec.runner.warmup import Notice, warm_up
 from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
 from jaxspec.sampling_params import SamplingParams
@@ -95,6 +96,10 @@ class LLMEngine(Diagnostics):
         """
         return self._inputs.require_tokenizer("get_tokenizer()")
 
+    def twin_inputs(self, number: int) -> Callable[[], InputProcessor]:
+        """As `InputProcessor.twin` of the one here."""
+        return self._inputs.twin(number)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what a call without parameters uses, by the option `generation_config`."""
         return self._default_params.clone()
@@ -143,9 +148,23 @@ class LLMEngine(Diagnostics):
         """Everything that may refuse or take long, before anything is queued."""
         self.session.require_usable()
         groups = self._inputs.process(prompts, params, request_ids, priority)
-        self.session.check(sample for group in groups for sample in group)
-        self._compile({sample.request.sampler for group in groups for sample in group})
+        self._admit([sample for group in groups for sample in group])
         return groups
+
+    def admit(self, samples: Sequence[Sample]) -> None:
+        """Check samples that were made elsewhere, and compile what they need.
+
+        Raises:
+            ValueError, RuntimeError: as in `LLM.generate`.
+        """
+        self.session.require_usable()
+        for request in (sample.request for sample in samples):
+            request.proposer_key = self._inputs.proposer_key(request.prompt, request.seed)
+        self._admit(samples)
+
+    def _admit(self, samples: Sequence[Sample]) -> None:
+        self.session.check(samples)
+        self._compile({sample.request.sampler for sample in samples})
 
     def one_prompt(self, prompt: Any, call: str = "stream") -> Any:
         """The prompt of a `call` that takes one alone; it may come as a list of one.
@@ -155,9 +174,7 @@ class LLMEngine(Diagnostics):
             RuntimeError: as in `LLM.generate`.
         """
         self.session.require_usable()
-        batch = prompts_of(prompt)
-        check_is_one("prompt", batch, call)
-        return batch[0]
+        return only_prompt(prompt, call)
 
     def prepare_one(
         self,
@@ -183,6 +200,4 @@ class LLMEngine(Diagnostics):
             TypeError, ValueError, RuntimeError: as in `LLM.chat`, and for several conversations.
         """
         self.session.require_usable()
-        prompts = self._inputs.chats(messages, template)
-        check_is_one("conversation", prompts)
-        return prompts[0]
+        return self._inputs.chat(messages, template)

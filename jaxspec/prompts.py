@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from jaxspec.checks import INT64_MAX, are_integers, integer, is_integer, items, shown
+from jaxspec.checks import are_integers, is_integer, items, shown
 
 MAX_SAMPLES = 2**18
 """Samples of one call; each holds some 1.4 kB from the start."""
@@ -105,6 +105,17 @@ def check_is_one(what: str, batch: Sequence[Any], call: str = "stream") -> None:
         )
 
 
+def only_prompt(prompt: Any, call: str = "stream") -> Any:
+    """The prompt of a `call` that takes one alone; it may come as a list of one.
+
+    Raises:
+        ValueError: these are several prompts, or none.
+    """
+    batch = prompts_of(prompt)
+    check_is_one("prompt", batch, call)
+    return batch[0]
+
+
 def is_one_prompt(prompts: Any) -> bool:
     """Whether a call brings one prompt itself, and no list of prompts."""
     if isinstance(prompts, _LISTS):
@@ -200,37 +211,6 @@ def read_ids(value: Any, most: int, truncated_to: int | None) -> list[int]:
             "truncate_prompt_tokens, or raise max_model_len."
         )
     return list(map(int, ids if truncated_to is None else ids[-truncated_to:]))
-
-
-def names_of(names: Any, count: int) -> list[str]:
-    """What each of `count` prompts is called.
-
-    Raises:
-        ValueError: they are no texts, or not as many.
-    """
-    found = items(names, count)
-    if found is None or len(found) != count or not all(isinstance(name, str) for name in found):
-        raise ValueError(
-            f"request_ids must be a list of {count} texts, one for each prompt, got {shown(names)}."
-        )
-    return found
-
-
-def priorities_of(priority: Any, count: int) -> list[int]:
-    """The priority of each of `count` prompts: one for all, or one each; None: 0.
-
-    Raises:
-        ValueError: they are no integers, or not as many.
-    """
-    if priority is None or is_integer(priority):
-        priority = [priority or 0] * count
-    found = items(priority, count)
-    if found is None or len(found) != count:
-        raise ValueError(
-            f"priority must be an integer, or a list of {count} of them, one for each prompt, got "
-            f"{shown(priority)}."
-        )
-    return [integer("Each of priority", each, -INT64_MAX) for each in found]
 
 
 def _may_be_ids(values: Any) -> bool:

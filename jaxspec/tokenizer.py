@@ -60,6 +60,10 @@ class Tokenizer:
         end_id = None if end is None else self._tokenizer.token_to_id(end)
         self.eos_ids = () if end_id is None else (end_id,)
 
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        """Another process reads its folder again."""
+        return type(self), (self._folder,)
+
     def encode(
         self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
     ) -> list[int]:

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any, Protocol
 
-from jaxspec.checks import integer, shown
+from jaxspec.checks import shown
 from jaxspec.handover import RequestState
 from jaxspec.inputs import InputProcessor
 from jaxspec.outputs import Sample, Stream, TextDelta
 from jaxspec.piece_plan import Copied
 from jaxspec.prompts import Prompt
-from jaxspec.request import INT32_MAX, Request
+from jaxspec.request import Request
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.portable_pieces import arrays_of, copied_of
 from jaxspec.runner.warmup import of_pieces
@@ -202,8 +202,7 @@ def _resumed(llm: Travels, state: RequestState) -> Sample:
     request, output = sample.request, state.token_ids
     check_ids("token_ids", output, llm._runner.shapes.vocab_size)
     request.seed = state.seed
-    key = llm._inputs.request_key(request.prompt, state.seed)
-    request.proposer_key = integer("request_key", key, 0, INT32_MAX)
+    request.proposer_key = llm._inputs.proposer_key(request.prompt, state.seed)
     is_over = any(token in request.stop_ids for token in output[params.min_tokens :])
     room = request.max_len - len(request.prompt)
     if is_over or len(output) >= room:

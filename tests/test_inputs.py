@@ -1,6 +1,7 @@
 """Prompts and parameters in, samples out: what is taken, and what is refused before any is made."""
 
 import itertools
+import pickle
 import time
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from tokenizer_folders import BYTES
 
 from jaxspec import inputs
-from jaxspec.inputs import InputProcessor, params_of
+from jaxspec.inputs import InputProcessor
+from jaxspec.per_prompt import params_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
@@ -184,19 +186,6 @@ def test_priorities_are_integers_one_for_all_or_one_each():
         priorities([1, True])
 
 
-def test_a_call_keeps_a_checked_copy_of_its_parameters():
-    params = SamplingParams(max_tokens=4, stop=["a"])
-    first, second = params_of(params, 2)
-    params.max_tokens = 3
-    params.stop.append("b")
-    assert first is second and (first.max_tokens, first.stop) == (4, ["a"])
-    one, other, again = params_of([params, SHORT, params], 3)
-    assert one is again is not params and one == params and other == SHORT
-    params.top_p = 7
-    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 7"):
-        params_of(params, 1)
-
-
 def test_what_text_a_sample_makes_follows_its_parameters():
     def text(ids, **fields):
         ((sample,),) = processor().process(["a"], [SamplingParams(**fields)])
@@ -248,14 +237,6 @@ def test_a_chat_is_the_prompt_of_its_template():
     assert prompt == want | {"cache_boundaries": (len(b"<user\na>\n<"),)}
 
 
-@pytest.mark.parametrize(
-    "params", [{"n": 2}, iter([SHORT]), {1: SHORT}, "a", 3, [SHORT, None], [3]]
-)
-def test_what_are_no_parameters_is_refused(params):
-    with pytest.raises(ValueError, match="sampling_params must be SamplingParams, one or a list"):
-        params_of(params, 1)
-
-
 def test_numpy_seeds_draw_as_pythons_do():
     def seeds(seed):
         (samples,) = processor().process([IDS], [SamplingParams(n=3, seed=seed, max_tokens=4)])
@@ -264,3 +245,18 @@ def test_numpy_seeds_draw_as_pythons_do():
     assert (
         seeds(7) == seeds(np.int64(7)) == seeds(np.uint8(7)) == [3472058233, 3613949756, 1698743925]
     )
+
+
+def test_a_twin_in_another_process_makes_the_same_samples_but_for_noise_of_its_own():
+    def seeds(maker, params):
+        return [group[0].request.seed for group in maker.process([IDS, IDS], [params] * 2)]
+
+    own, (first, second) = processor(), [processor().twin(number) for number in (1, 2)]
+    first, second = pickle.loads(pickle.dumps(first))(), second()
+    seeded = SamplingParams(seed=7)
+    assert seeds(own, seeded) == seeds(first, seeded) == seeds(second, seeded)
+    drawn = [*seeds(own, SHORT), *seeds(first, SHORT), *seeds(second, SHORT)]
+    assert len(set(drawn)) == 6
+    (sample,), (twin,) = (each.process(["ab"], [SHORT])[0] for each in (own, first))
+    assert sample.request.tokens == twin.request.tokens
+    assert sample.request.stop_ids == twin.request.stop_ids

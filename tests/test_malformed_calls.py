@@ -24,8 +24,9 @@ from jaxspec import (
     SpeculativeConfig,
     template_process,
 )
-from jaxspec.inputs import InputProcessor, params_of
+from jaxspec.inputs import InputProcessor
 from jaxspec.options import EngineConfig
+from jaxspec.per_prompt import params_of
 from jaxspec.prompts import prompts_of
 from jaxspec.speculation import METHODS
 from jaxspec.tokenizer import Tokenizer

@@ -23,6 +23,7 @@ from jaxspec.server.endpoints import (
 )
 from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
 from jaxspec.server.options import ServerOptions
+from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
 from jaxspec.server.version import version
@@ -31,7 +32,7 @@ _ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
 _WATCHED = (health, metrics, figures, page)  # by people and by what watches
 
 
-def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+def make_app(llm: AsyncLLM | RemoteLLM, options: ServerOptions | None = None) -> FastAPI:
     """The ASGI app that serves `llm`; `app.state.service` is what its routes share.
 
     Raises:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector as Base
 
 from jaxspec.metrics import Counter, Gauge, Vector
 from jaxspec.server.figures import LATENCIES, SIZES
-from jaxspec.server.service import Service
+from jaxspec.server.snapshot import Snapshot
 
 _TEXTS = {
     "vllm:num_requests_running": "Samples that have a row.",
@@ -42,10 +42,10 @@ _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 class Collector(Base):
     """vLLM's names, so that its dashboards show them, and a few of our own under `jaxspec:`."""
 
-    def __init__(self, service: Service, loop_seconds: float):
-        """Tell of `service`, whose event loop has just taken `loop_seconds` for one turn."""
-        self._service, self._loop_seconds = service, loop_seconds
-        self._labels = {"model_name": service.names[0], "engine": "0"}
+    def __init__(self, snapshot: Snapshot, model_name: str, loop_seconds: float):
+        """Tell of `snapshot`; this event loop has just taken `loop_seconds` for one turn."""
+        self._snapshot, self._loop_seconds = snapshot, loop_seconds
+        self._labels = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering asks for no figures."""
@@ -55,7 +55,7 @@ class Collector(Base):
         """All families."""
         yield from self._engine()
         yield from self._requests()
-        figures = self._service.figures
+        figures = self._snapshot.requests
         for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
             for name, text in texts.items():
                 family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
@@ -64,8 +64,7 @@ class Collector(Base):
                 yield family
 
     def _engine(self) -> Iterator[Metric]:
-        llm = self._service.llm
-        for metric in llm.get_metrics():
+        for metric in self._snapshot.by_vllm:
             if isinstance(metric, Vector):
                 by_position = {str(place): count for place, count in enumerate(metric.values)}
                 yield self._counters(metric.name, "position", by_position)
@@ -73,13 +72,13 @@ class Collector(Base):
                 yield self._counters(metric.name, None, {"": metric.value})
             elif isinstance(metric, Gauge):
                 yield self._gauge(metric.name, metric.value)
-        told = llm.metrics()
+        told = self._snapshot.engine
         seconds = {name.removesuffix("_time"): told[name] for name in _ENGINE_SECONDS}
         yield self._counters("jaxspec:host_seconds", "stage", seconds)
         yield self._counters("jaxspec:engine_steps", None, {"": told["num_steps"]})
 
     def _requests(self) -> Iterator[Metric]:
-        service, figures = self._service, self._service.figures
+        figures = self._snapshot.requests
         plain = {
             "vllm:prompt_tokens": figures.num_prompt_tokens,
             "vllm:prompt_tokens_cached": figures.num_cached_tokens,
@@ -89,7 +88,7 @@ class Collector(Base):
             yield self._counters(name, None, {"": value})
         yield self._counters("vllm:request_success", "finished_reason", figures.ends)
         yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
-        yield self._gauge("jaxspec:is_healthy", float(service.llm.is_healthy))
+        yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
         yield self._gauge("jaxspec:event_loop_lag_seconds", self._loop_seconds)
 
     def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:

@@ -11,6 +11,7 @@ from typing import Any
 from jaxspec import options as engine
 from jaxspec.arguments import CommandParser, add_speculation, speculation_of
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.server.http_server import event_loop
 from jaxspec.server.options import OPTIONS, ServerOptions
 from jaxspec.server.run import serve
 
@@ -39,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         **{name: getattr(options, name) for name in _OF_LIMITS},
         "speculative_config": speculation_of(args),
     }
-    with asyncio.Runner(loop_factory=_event_loop) as runner:
+    with asyncio.Runner(loop_factory=event_loop) as runner:
         make_llm = functools.partial(AsyncLLM, args.model, **llm_options)
         return runner.run(serve(make_llm, options))
 
@@ -69,15 +70,6 @@ def parser() -> argparse.ArgumentParser:
         _add(group, field)
     add_speculation(group)
     return made
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, which takes two thirds of the time for a chunk; asyncio's where there is none."""
-    try:
-        import uvloop
-    except ImportError:  # it has no wheels for Windows
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def _given(args: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:

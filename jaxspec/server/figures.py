@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from jaxspec.request import RequestMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -32,6 +33,20 @@ class Figures:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.ends = Counter[str]()  # of samples, by why they ended
         self.rejections = Counter[str]()  # of requests that were not taken, by why
+
+    @staticmethod
+    def total(parts: "Iterable[Figures]") -> "Figures":
+        """The counts of several event loops together."""
+        together = Figures()
+        for part in parts:
+            together.num_prompt_tokens += part.num_prompt_tokens
+            together.num_cached_tokens += part.num_cached_tokens
+            together.ends.update(part.ends)
+            together.rejections.update(part.rejections)
+            for own, more in ((together.latencies, part.latencies), (together.sizes, part.sizes)):
+                for name, histogram in more.items():
+                    own[name].include(histogram)
+        return together
 
     def note_request(self, prompt_tokens: int, params: SamplingParams) -> None:
         """Count a prompt that the engine took."""

@@ -25,6 +25,11 @@ class Histogram:
         self._counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def include(self, other: "Histogram") -> None:
+        """Count all values of one with the same bounds, too."""
+        self._counts = [own + more for own, more in zip(self._counts, other._counts, strict=True)]
+        self.total += other.total
+
     @property
     def count(self) -> int:
         """Values so far."""

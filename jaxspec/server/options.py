@@ -4,6 +4,7 @@ The help of `python -m jaxspec serve` is made from it.
 """
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine's")
     port: int = option(8000, "port to listen at; 0 takes a free one", least=0)
+    api_processes: int = option(
+        1,
+        "processes that speak HTTP; with more than 1 the engine has a process to itself, which "
+        "many streams of a small model are worth",
+    )
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may call the model by; answers carry the first", none="MODEL"
     )
@@ -85,6 +91,11 @@ class ServerOptions:
         if self.shutdown_timeout < 0:
             raise ValueError(
                 f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}."
+            )
+        if self.api_processes > 1 and not hasattr(socket, "SO_REUSEPORT"):
+            raise ValueError(
+                f"api_processes must be 1 on this system, whose ports can't be shared, got "
+                f"{self.api_processes}."
             )
         if self.port > 65535:
             raise ValueError(f"port must be at most 65535, got {self.port}.")

@@ -6,18 +6,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-
-import uvicorn
+from typing import Protocol
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
+from jaxspec.server.http_server import HttpServer
 from jaxspec.server.options import ServerOptions
+from jaxspec.server.processes.api_processes import ApiProcesses
 from jaxspec.server.request_ids import LOG
-from jaxspec.server.service import Service
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOOK = 0.5  # seconds between looks for a failure of the engine
-_CLOSING = 5  # seconds that connections get to send their last bytes
 _SWITCH_SECONDS = 0.0005
 """For which a thread may keep Python's lock while another one waits for it.
 
@@ -26,18 +25,46 @@ wait for that at each of the places of a step where it lets go of the lock.
 """
 
 
-class _Uvicorn(uvicorn.Server):
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the port, and say so."""
-        await super().startup(sockets)
-        for each in sockets or ():
-            host, port, *_ = each.getsockname()
-            LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+class Front(Protocol):
+    """What speaks HTTP: this process, or others."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `_Life`, which lets running requests end first."""
-        yield
+    async def serve(self, on_start: Callable[[], None]) -> bool:
+        """Open the port, call `on_start`, and serve until `end`; False: it failed."""
+        ...
+
+    def drain(self) -> None:
+        """Have `/ready` say that new requests are refused."""
+        ...
+
+    def engine_failed(self, error: BaseException) -> None:
+        """A step failed."""
+        ...
+
+    def end(self, *, now: bool = False) -> None:
+        """Answer what is being answered, or not even that, and return from `serve`."""
+        ...
+
+
+class _ThisProcess:
+    """A `Front` whose routes ask the engine themselves."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
+        app = make_app(llm, options)
+        self._service, self._port = app.state.service, port
+        self._server = HttpServer(app, options)
+
+    async def serve(self, on_start: Callable[[], None]) -> bool:
+        await self._server.serve_at(self._port, on_start)
+        return True
+
+    def drain(self) -> None:
+        self._service.is_draining = True
+
+    def engine_failed(self, error: BaseException) -> None:
+        pass  # `/health` asks the engine
+
+    def end(self, *, now: bool = False) -> None:
+        self._server.end(now=now)
 
 
 async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int:
@@ -51,37 +78,32 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
         The exit status: 0; 1 if the engine failed, or the port can't be had.
     """
     options.keys()  # what is wrong there is told before a model is loaded
-    with _bound(options) as listener, _switching():
+    with _bound(options) as ports, _switching():
         async with make_llm() as llm:
             if options.warm_up:
                 await llm.warm_up()
-            app = make_app(llm, options)
-            server = _Uvicorn(
-                uvicorn.Config(
-                    app,
-                    log_level="info",
-                    access_log=options.access_log,
-                    timeout_graceful_shutdown=_CLOSING,
-                    ws="none",
-                )
-            )
-            life = _Life(app.state.service, server)
+            front: Front
+            if len(ports) == 1:
+                front = _ThisProcess(llm, options, ports[0])
+            else:
+                front = ApiProcesses(llm, options, ports)
+            life = _Life(llm, front, options)
             with life.heard():
-                await server.serve([listener])
+                is_whole = await front.serve(lambda: _tell_where(ports[0]))
             await life.wait()
-            return 0 if llm.error is None else 1
+            return 0 if is_whole and llm.error is None else 1
 
 
 class _Life:
     """What ends a server: a signal lets requests end, a second one does not; a failure may."""
 
-    def __init__(self, service: Service, server: uvicorn.Server):
-        self._service, self._server = service, server
+    def __init__(self, llm: AsyncLLM, front: Front, options: ServerOptions):
+        self._llm, self._front, self._options = llm, front, options
         self._ending: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Hear signals inside, and of a failure if the options say so."""
+        """Hear signals inside, and of a failure."""
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             loop.add_signal_handler(each, self.end)
@@ -100,7 +122,7 @@ class _Life:
             return
         LOG.info("A second signal: requests that run are given up.")
         self._ending.cancel()
-        self._server.force_exit = self._server.should_exit = True
+        self._front.end(now=True)
 
     async def wait(self) -> None:
         """Until the end that a signal began is over."""
@@ -109,23 +131,23 @@ class _Life:
                 await self._ending
 
     async def _watch(self) -> None:
-        """Once a step has failed, let streams tell that to their ends, and end."""
-        while self._service.options.exit_on_failure:
-            if self._service.llm.error is not None:
-                LOG.error("The engine failed: the process ends with status 1.")
-                self._server.should_exit = True
-                return
+        """Once a step has failed, let streams tell that to their ends, and end if asked to."""
+        while (error := self._llm.error) is None:
             await asyncio.sleep(_LOOK)
+        self._front.engine_failed(error)
+        if self._options.exit_on_failure:
+            LOG.error("The engine failed: the process ends with status 1.")
+            self._front.end()
 
     async def _end(self) -> None:
-        seconds = self._service.options.shutdown_timeout
+        seconds = self._options.shutdown_timeout
         LOG.info("Ending: new requests get 503, and those that run have %g seconds.", seconds)
-        self._service.is_draining = True
+        self._front.drain()
         try:
-            if not await self._service.llm.drain(seconds):
+            if not await self._llm.drain(seconds):
                 LOG.warning("Some requests were given up after %g seconds.", seconds)
         finally:
-            self._server.should_exit = True
+            self._front.end()
 
 
 @contextlib.contextmanager
@@ -140,20 +162,47 @@ def _switching() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bound(options: ServerOptions) -> Iterator[socket.socket]:
+def _bound(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """The port, taken but not open: a second server fails before it loads a model.
+
+    There is a socket for each API process; the kernel shares connections out among them.
 
     Raises:
         OSError: it can't be had.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((options.host, options.port))
-        except OSError as error:
-            raise OSError(
-                f"The server can't listen at {options.host}:{options.port}: {error.strerror}. "
-                "Choose another --port or --host, or end what listens there."
-            ) from error
-        yield listener
+    with contextlib.ExitStack() as kept:
+        # Nobody else may have it, so that the first one does not share; later ones of ours do.
+        listener = kept.enter_context(_listener(family, options.host, options.port))
+        if options.api_processes == 1:
+            yield [listener]
+            return
+        port = listener.getsockname()[1]
+        listener.close()
+        yield [
+            kept.enter_context(_listener(family, options.host, port, is_shared=True))
+            for _ in range(options.api_processes)
+        ]
+
+
+def _listener(
+    family: socket.AddressFamily, host: str, port: int, *, is_shared: bool = False
+) -> socket.socket:
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"The server can't listen at {host}:{port}: {error.strerror}. Choose another --port or "
+            "--host, or end what listens there."
+        ) from error
+    return listener
+
+
+def _tell_where(listener: socket.socket) -> None:
+    host, port, *_ = listener.getsockname()
+    LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)

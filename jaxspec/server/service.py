@@ -18,9 +18,10 @@ from jaxspec.server.figures import Figures
 from jaxspec.server.generation import Generation
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.parsers import parser_for
+from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.protocol.sampling import Sampling
+from jaxspec.server.snapshot import LocalWatch, Watch
 from jaxspec.server.sse import EventStream
-from jaxspec.server.step_watch import StepWatch
 from jaxspec.tokenizer import Tokenizer
 
 MAX_CHOICES = 2048
@@ -35,7 +36,7 @@ _REJECTIONS = {
 class Service:
     """What all routes share."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions):
+    def __init__(self, llm: AsyncLLM | RemoteLLM, options: ServerOptions):
         """Serve `llm`.
 
         Raises:
@@ -47,7 +48,10 @@ class Service:
                 "tokenizer.json into the model's folder, or name another by --tokenizer."
             )
         self.llm, self.options, self.figures = llm, options, Figures()
-        self.steps = StepWatch(llm)
+        if isinstance(llm, RemoteLLM):
+            self.watch: Watch = llm
+        else:
+            self.watch = LocalWatch(llm, self.figures)
         self.tokenizer: Tokenizer = llm.tokenizer
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))

@@ -27,8 +27,8 @@ async def figures(
     Times are seconds. Steps are noted while somebody asks for them, from the first question on.
     """
     llm = service.llm
-    rows = await service.steps.last(steps) if steps and llm.is_healthy else []
-    told = llm.metrics() if llm.is_healthy else {}
+    rows = await service.watch.last_steps(steps) if steps and llm.is_healthy else []
+    told = (await service.watch.snapshot()).engine if llm.is_healthy else {}
     return json_response(
         {
             "model": service.names[0],

@@ -33,5 +33,5 @@ async def tell_version() -> Response:
 @router.get("/load")
 async def load(service: ServiceOf) -> Response:
     """How many samples run, and how many wait."""
-    llm = service.llm
-    return json_response({"server_load": llm.num_running + llm.num_waiting})
+    told = (await service.watch.snapshot()).engine
+    return json_response({"server_load": told["num_running"] + told["num_waiting"]})

@@ -18,6 +18,8 @@ async def metrics(service: ServiceOf) -> Response:
     """All figures, as text."""
     asked = time.monotonic()
     await asyncio.sleep(0)  # behind all that waits for the event loop
+    lag = time.monotonic() - asked
+    snapshot = await service.watch.snapshot()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(service, time.monotonic() - asked))
+    registry.register(Collector(snapshot, service.names[0], lag))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
