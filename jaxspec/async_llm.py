@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 from jaxspec.admission import Admission
 from jaxspec.async_errors import DrainingError, QueueTimeoutError
 from jaxspec.async_stream import AsyncStream, Inbox
-from jaxspec.checks import real, shown
+from jaxspec.checks import integer, real, shown
 from jaxspec.config import StepShapes
 from jaxspec.conversations import Messages, TemplateOptions
 from jaxspec.engine import StepTimes
@@ -42,6 +42,8 @@ class AsyncLLM:
     `max_num_queued_reqs`, `max_num_queued_tokens`: how many requests, and tokens of their prompts,
     may wait for a row; None: any number. More are refused with `QueueFullError`.
     `queue_timeout`: seconds that a request may wait for a row; None: any time.
+    `stream_interval`: tokens between two pieces of a stream, at least; the first token and the end
+    come at once, and a request with stop strings passes it over.
     `options`: those of `LLM`.
 
     Raises:
@@ -56,6 +58,7 @@ class AsyncLLM:
         max_num_queued_reqs: int | None = None,
         max_num_queued_tokens: int | None = None,
         queue_timeout: float | None = None,
+        stream_interval: int = 1,
         **options: Any,
     ):
         """Load the model, and start its thread; programs are compiled when first needed."""
@@ -65,10 +68,11 @@ class AsyncLLM:
                 f"queue_timeout must be seconds above 0, got {shown(queue_timeout)}; None is no "
                 "limit."
             )
-        self._queue_timeout = queue_timeout
+        interval = integer("stream_interval", stream_interval, 1)
+        self._queue_timeout, self._admission = queue_timeout, admission
         self._engine = LLMEngine(model, **options)
         self._process = os.getpid()
-        self._admission, self._thread = admission, EngineThread(self._engine.session, admission)
+        self._thread = EngineThread(self._engine.session, admission, interval)
         self._pool = ThreadPoolExecutor(_NUM_PREPARING, "jaxspec-prepare")
         # The thread does not refer to the AsyncLLM: one that is lost is closed.
         weakref.finalize(self, self._thread.stop).atexit = False

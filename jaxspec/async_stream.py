@@ -27,15 +27,17 @@ class Inbox:
         samples: Sequence[Sample],
         hand_on: Callable[[Tap, Arrival], None],
         settle: Callable[[Tap, int | None], None],
+        stream_interval: int = 1,
     ):
         """Begin a request of `samples`, which are not queued yet.
 
         `hand_on` hears in the engine's thread of what came. `settle` is told of each sample with
         stop strings that was read to its end, and where a stop string ends it.
+        `stream_interval`: as in `Tap`.
         """
         self.loop, self._settle = loop, settle
         self.request_id = samples[0].request_id
-        self.taps = [Tap(sample, hand_on) for sample in samples]
+        self.taps = [Tap(sample, hand_on, stream_interval) for sample in samples]
         self.timer: asyncio.TimerHandle | None = None  # that gives it up, unless a row comes
         self.error: Exception | None = None  # why there is no more
         self.is_closed = False  # nobody reads any more; any thread may say so

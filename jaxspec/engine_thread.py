@@ -37,9 +37,10 @@ class EngineThread:
     An error in a step ends every stream with `EngineDeadError`. Nothing is stepped any more then.
     """
 
-    def __init__(self, session: Session, admission: Admission):
-        """Start; nobody else may step `session`."""
+    def __init__(self, session: Session, admission: Admission, stream_interval: int = 1):
+        """Start; nobody else may step `session`. `stream_interval`: as in `Tap`."""
         self._session, self.admission = session, admission
+        self._stream_interval = stream_interval
         self.error: BaseException | None = None  # what a step failed with
         self.ended = concurrent.futures.Future[None]()  # done when the session is closed
         self.ended.set_running_or_notify_cancel()  # so nobody cancels it
@@ -70,7 +71,8 @@ class EngineThread:
         Raises:
             ServiceError: as in `Admission.admit`.
         """
-        inbox = Inbox(loop, samples, self._hand_on, self._note_settled)
+        calls = self._hand_on, self._note_settled
+        inbox = Inbox(loop, samples, *calls, self._stream_interval)
         let_in = functools.partial(self._let_in, inbox)
         self.admission.admit(inbox, lambda: self._mail.put(let_in))
         return inbox
@@ -173,6 +175,8 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         """Every stream gets what came before, and then the error."""
         self.error = error
+        for tap in self._live:
+            tap.release()
         self._send()
         self._live.clear()
         self._waiting.clear()

@@ -37,9 +37,9 @@ class Loop:
 class Harness:
     """A thread over a fake device."""
 
-    def __init__(self, **options):
+    def __init__(self, stream_interval=1, **options):
         self.engine = FakeLLMEngine(max_num_seqs=5, decode_rows=(5,), **options)
-        self.thread = EngineThread(self.engine.session, Admission(None, None))
+        self.thread = EngineThread(self.engine.session, Admission(None, None), stream_interval)
         self.runner = self.engine.schedule.runner
         self.num_steps = lambda: self.engine.session.engine.metrics.num_steps
 
@@ -199,6 +199,32 @@ def test_an_error_is_told_to_all_and_what_comes_later_is_refused(harness):
     with pytest.raises(EngineDeadError):
         harness.submit(LONG, loop)
     harness.thread.abort(inbox)  # too late, and harmless
+
+
+def test_what_the_interval_keeps_back_comes_before_the_error():
+    harness, loop = Harness(max_in_flight=0, stream_interval=99), Loop()
+    may_go = harness.hold()
+    inbox = harness.submit(LONG, loop)
+    harness.wait(lambda: "result" not in harness.runner.at)
+    steps = iter(range(3))
+
+    def fail_at_last():
+        if next(steps, None) is None:
+            raise OSError("gone")
+        harness.runner.at["resulted"] = fail_at_last
+
+    harness.runner.at["resulted"] = fail_at_last
+    may_go()
+    harness.wait(lambda: harness.thread.error is not None)
+    harness.wait_until_idle()
+    loop.run()
+    request = inbox.taps[0].request
+    delta = inbox.take()
+    assert delta.finish_reason is None and delta.token_ids == request.output
+    assert len(request.output) >= 3
+    assert expected(request)[2].startswith(delta.text)
+    assert isinstance(inbox.error, EngineDeadError)
+    harness.end()
 
 
 @pytest.mark.parametrize("kind", [OSError, TypeError, ValueError])
