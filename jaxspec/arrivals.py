@@ -37,10 +37,17 @@ class Tap(Sample):
     prompt.
     """
 
-    def __init__(self, reader: Sample, hand_on: Callable[["Tap", Arrival], None]):
+    def __init__(
+        self,
+        reader: Sample,
+        hand_on: Callable[["Tap", Arrival], None],
+        stream_interval: int = 1,
+    ):
         """Take over the request of `reader`, which is not queued yet.
 
-        `hand_on` gets what came, in the thread that steps.
+        `hand_on` gets what came, in the thread that steps: the first token and the end at once, and
+        between them at least `stream_interval` tokens at a time. Stop strings need each token as it
+        comes, so a request that has some passes the interval over.
         """
         super().__init__(reader.request, None, None)
         self.reader, self._hand_on = reader, hand_on
@@ -50,6 +57,8 @@ class Tap(Sample):
         # All samples of a prompt tell its logprobs, and one may end before the one that has them.
         is_wanted_early = self.has_stops or params.prompt_logprobs is not None
         self._only_at_the_end = not (self.request.is_streamed or is_wanted_early)
+        is_in_chunks = self.request.is_streamed and not self.has_stops
+        self._interval = stream_interval if is_in_chunks else 1
         self.is_over = False  # the end was handed on, or nobody wants it
         self._num_given = 0
         reader.request = own = copy.copy(self.request)
@@ -59,9 +68,15 @@ class Tap(Sample):
         own.metrics = copy.copy(own.metrics)
 
     def read(self) -> None:
-        """Hand on what came since the last call; nothing before the end if nobody reads it."""
-        if self.request.finish or not self._only_at_the_end:
+        """Hand on what came, if it is enough; nothing before the end if nobody reads it."""
+        is_enough = not self._num_given or self._num_kept >= self._interval
+        if self.request.finish or (is_enough and not self._only_at_the_end):
             self._give(self.request.finish)
+
+    def release(self) -> None:
+        """Hand on what the interval keeps back of a request that no more will come of."""
+        if self._interval > 1 and self._num_kept > 0:
+            self._give(Finish.RUNNING)
 
     def end(self) -> None:
         """Hand the end on, if that was not done; a request that was never let in is aborted."""
@@ -72,6 +87,11 @@ class Tap(Sample):
     def is_settled(self) -> bool:
         """True without stop strings; with them only the reader, which makes the text, can tell."""
         return not self.has_stops
+
+    @property
+    def _num_kept(self) -> int:
+        """Tokens that were not handed on."""
+        return self.request.num_output - self._num_given
 
     def _give(self, finish: Finish) -> None:
         request, first = self.request, self._num_given

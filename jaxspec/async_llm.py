@@ -14,10 +14,10 @@ from jaxspec.arrivals import Receiver
 from jaxspec.async_calls import AsyncCalls, Prepared
 from jaxspec.async_errors import DrainingError, QueueTimeoutError
 from jaxspec.async_stream import AsyncStream, Inbox
-from jaxspec.checks import real, shown
+from jaxspec.checks import integer, real, shown
 from jaxspec.config import StepShapes
 from jaxspec.engine import StepTimes
-from jaxspec.engine_thread import EngineThread, HandOn, Settle
+from jaxspec.engine_thread import EngineThread, MakeTap, Settle
 from jaxspec.inputs import InputProcessor
 from jaxspec.llm_engine import LLMEngine
 from jaxspec.metrics import Metric, kv_cache_usage
@@ -51,6 +51,8 @@ class AsyncLLM(AsyncCalls):
     `max_num_queued_reqs`, `max_num_queued_tokens`: how many requests, and tokens of their prompts,
     may wait for a row; None: any number. More are refused with `QueueFullError`.
     `queue_timeout`: seconds that a request may wait for a row; None: any time.
+    `stream_interval`: tokens between two pieces of a stream, at least; the first token and the end
+    come at once, and a request with stop strings passes it over.
     `options`: those of `LLM`.
 
     Raises:
@@ -65,6 +67,7 @@ class AsyncLLM(AsyncCalls):
         max_num_queued_reqs: int | None = None,
         max_num_queued_tokens: int | None = None,
         queue_timeout: float | None = None,
+        stream_interval: int = 1,
         **options: Any,
     ):
         """Load the model, and start its thread; programs are compiled when first needed."""
@@ -74,10 +77,11 @@ class AsyncLLM(AsyncCalls):
                 f"queue_timeout must be seconds above 0, got {shown(queue_timeout)}; None is no "
                 "limit."
             )
-        self._queue_timeout = queue_timeout
+        interval = integer("stream_interval", stream_interval, 1)
+        self._queue_timeout, self._admission = queue_timeout, admission
         self._engine = LLMEngine(model, **options)
         self._process = os.getpid()
-        self._admission, self._thread = admission, EngineThread(self._engine.session, admission)
+        self._thread = EngineThread(self._engine.session, admission, interval)
         self._begin_calls(self._engine)
         # The thread does not refer to the AsyncLLM: one that is lost is closed.
         weakref.finalize(self, self._thread.stop).atexit = False
@@ -103,7 +107,7 @@ class AsyncLLM(AsyncCalls):
     async def take_over(
         self,
         requests: Sequence[Request],
-        make: Callable[[Sequence[Sample], HandOn, Settle], Receiver],
+        make: Callable[[Sequence[Sample], MakeTap, Settle], Receiver],
     ) -> None:
         """Queue the requests of one prompt that another process made; `make` makes who hears.
 
@@ -136,7 +140,7 @@ class AsyncLLM(AsyncCalls):
     async def _queue(
         self,
         prepare: Callable[[], Prepared],
-        make: Callable[[Sequence[Sample], HandOn, Settle], _Receiver],
+        make: Callable[[Sequence[Sample], MakeTap, Settle], _Receiver],
     ) -> tuple[str | None, _Receiver]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()

@@ -25,15 +25,15 @@ class Inbox(Receiver):
         self,
         loop: asyncio.AbstractEventLoop,
         samples: Sequence[Sample],
-        hand_on: Callable[[Tap, Arrival], None],
+        make_tap: Callable[[Sample], Tap],
         settle: Callable[[Tap, int | None], None],
     ):
         """Begin a request of `samples`, which are not queued yet.
 
-        `hand_on` hears in the engine's thread of what came. `settle` is told of each sample with
-        stop strings that was read to its end, and where a stop string ends it.
+        `settle` is told of each sample with stop strings that was read to its end, and where a stop
+        string ends it.
         """
-        super().__init__(loop, [Tap(sample, hand_on) for sample in samples])
+        super().__init__(loop, [make_tap(sample) for sample in samples])
         self._settle = settle
         self.error: Exception | None = None  # why there is no more
         self.is_closed = False  # nobody reads any more; any thread may say so

@@ -14,9 +14,10 @@ from typing import TypeVar
 from jaxspec.admission import Admission
 from jaxspec.arrivals import Arrival, Receiver, Tap
 from jaxspec.async_errors import DrainingError, EngineDeadError
+from jaxspec.outputs import Sample
 from jaxspec.session import Session
 
-HandOn = Callable[[Tap, Arrival], None]
+MakeTap = Callable[[Sample], Tap]
 Settle = Callable[[Tap, int | None], None]
 _Receiver = TypeVar("_Receiver", bound=Receiver)
 _Batch = list[tuple[Receiver, Tap, Arrival]]
@@ -39,9 +40,12 @@ class EngineThread:
     An error in a step ends every stream with `EngineDeadError`. Nothing is stepped any more then.
     """
 
-    def __init__(self, session: Session, admission: Admission):
-        """Start; nobody else may step `session`."""
+    def __init__(self, session: Session, admission: Admission, stream_interval: int = 1):
+        """Start; nobody else may step `session`. `stream_interval`: as in `Tap`."""
         self._session, self.admission = session, admission
+        self._make_tap = functools.partial(
+            Tap, hand_on=self._hand_on, stream_interval=stream_interval
+        )
         self.error: BaseException | None = None  # what a step failed with
         self.ended = concurrent.futures.Future[None]()  # done when the session is closed
         self.ended.set_running_or_notify_cancel()  # so nobody cancels it
@@ -66,16 +70,16 @@ class EngineThread:
         """Whether it serves requests."""
         return self.error is None and not self.ended.done()
 
-    def submit(self, make: Callable[[HandOn, Settle], _Receiver]) -> _Receiver:
+    def submit(self, make: Callable[[MakeTap, Settle], _Receiver]) -> _Receiver:
         """Queue checked samples of one prompt, for the receiver that `make` makes of them.
 
-        `make(hand_on, settle)` gets what its taps hand arrivals on to, and what is to be told of
-        each sample with stop strings that was read to its end, and where a stop string ends it.
+        `make(make_tap, settle)` gets what makes the tap of a sample, and what is to be told of each
+        sample with stop strings that was read to its end, and where a stop string ends it.
 
         Raises:
             ServiceError: as in `Admission.admit`.
         """
-        receiver = make(self._hand_on, self._note_settled)
+        receiver = make(self._make_tap, self._note_settled)
         let_in = functools.partial(self._let_in, receiver)
         self.admission.admit(receiver, lambda: self._mail.put(let_in))
         return receiver
@@ -180,6 +184,8 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         """Every stream gets what came before, and then the error."""
         self.error = error
+        for tap in self._live:
+            tap.release()
         self._send()
         self._live.clear()
         self._waiting.clear()

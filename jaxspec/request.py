@@ -77,13 +77,20 @@ class RequestMetrics(DraftCounts):
     """What speculation did for a request, and when its tokens came (seconds, `time.monotonic`).
 
     What has `wall_time` in its name is in seconds of `time.time`.
+    `scheduled_time`: when it first had a row; a preemption does not change it.
     """
 
     arrival_time: float = dataclasses.field(default_factory=time.monotonic)
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_tokens: int = 0
     arrival_wall_time: float = dataclasses.field(default_factory=time.time)
+
+    def record_row(self, now: float) -> None:
+        """Note that it has a row at the time `now`; the first one counts."""
+        if self.scheduled_time is None:
+            self.scheduled_time = now
 
     def record_tokens(self, count: int, now: float) -> None:
         """Count tokens that came at the time `now`."""
@@ -95,12 +102,14 @@ class RequestMetrics(DraftCounts):
     @staticmethod
     def total(parts: "Sequence[RequestMetrics]") -> "RequestMetrics":
         """Counts of `parts` added up; times from the first arrival to the last token."""
+        rows = [p.scheduled_time for p in parts if p.scheduled_time is not None]
         firsts = [p.first_token_time for p in parts if p.first_token_time is not None]
         lasts = [p.last_token_time for p in parts if p.last_token_time is not None]
         together = RequestMetrics(
             num_tokens=sum(part.num_tokens for part in parts),
             arrival_time=min(part.arrival_time for part in parts),
             arrival_wall_time=min(part.arrival_wall_time for part in parts),
+            scheduled_time=min(rows, default=None),
             first_token_time=min(firsts, default=None),
             last_token_time=max(lasts, default=None),
         )

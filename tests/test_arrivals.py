@@ -13,18 +13,19 @@ from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 ASK = Ask(prompt=2, max_tokens=12)
 
 
-def make(given, **params):
+def make(given, stream_interval=1, **params):
     (request,) = ASK.requests(first_key=0)
     request.params = SamplingParams(max_tokens=12, **params)
     reader = Sample(request, Letters(), None)
-    return Tap(reader, lambda tap, arrival: given.append(arrival)), reader
+    return Tap(reader, lambda tap, arrival: given.append(arrival), stream_interval), reader
 
 
-def test_what_is_handed_on_is_all_and_once():
+@pytest.mark.parametrize("interval", [1, 2, 5, 99])
+def test_what_is_handed_on_is_all_and_once(interval):
     random = np.random.default_rng(0)
     for _ in range(50):
         given, received, text = [], 0, ""
-        tap, reader = make(given)
+        tap, reader = make(given, interval)
         tokens, finish, want = expected(tap.request)
         assert reader.request is not tap.request and reader.request.leader is None
         while tap.request.num_output < len(tokens):
@@ -39,13 +40,49 @@ def test_what_is_handed_on_is_all_and_once():
                     arrivals.receive(reader.request, arrival)
                 received = len(given)
                 reader.read()
-                delta = reader.take()
-                text += delta.text
+                text += delta.text if (delta := reader.take()) else ""
         assert tap.is_over and text == want
         for name in ("tokens", "finish", "draft_positions"):
             assert getattr(reader.request, name) == getattr(tap.request, name)
         tap.end()
         assert len(given) == received  # the end is handed on once
+
+
+@pytest.mark.parametrize(
+    "interval, asked, sizes",
+    [
+        (1, {}, [2, 2, 2, 2, 2, 1, 1]),
+        (2, {}, [2, 2, 2, 2, 2, 2]),
+        (3, {}, [2, 4, 4, 2]),
+        (99, {}, [2, 10]),
+        (3, {"output_kind": RequestOutputKind.CUMULATIVE}, [2, 4, 4, 2]),
+        (3, {"output_kind": RequestOutputKind.FINAL_ONLY}, [12]),
+        (3, {"stop": "z"}, [2, 2, 2, 2, 2, 1, 1]),
+    ],
+)
+def test_the_first_tokens_and_the_end_come_at_once_and_others_when_they_are_enough(
+    interval, asked, sizes
+):
+    given = []
+    tap, _ = make(given, interval, **asked)
+    for count in (2, 2, 2, 2, 2, 1, 1):
+        tap.request.tokens += [3] * count
+        tap.request.finish = Finish.LENGTH if tap.request.num_output == 12 else Finish.RUNNING
+        tap.read()
+    assert [len(arrival.tokens) for arrival in given] == sizes
+
+
+@pytest.mark.parametrize("interval, sizes", [(1, [1, 1]), (9, [1, 1]), (2, [1, 1])])
+def test_what_the_interval_keeps_back_can_be_asked_for_once(interval, sizes):
+    given = []
+    tap, _ = make(given, interval)
+    for _ in range(2):
+        tap.request.tokens.append(3)
+        tap.read()
+    tap.release()
+    tap.release()
+    assert [len(arrival.tokens) for arrival in given] == sizes
+    assert not tap.is_over and not any(arrival.finish for arrival in given)
 
 
 def test_a_request_that_was_never_let_in_ends_with_abort():

@@ -1,5 +1,7 @@
 """What those read whose request is refused or given up: what came, the rule and the way out."""
 
+import pickle
+
 from jaxspec.async_errors import (
     DrainingError,
     EngineDeadError,
@@ -32,3 +34,13 @@ def test_each_says_why_and_what_to_do():
     for error, words in errors.items():
         assert str(error) == words and isinstance(error, ServiceError)
     assert error.__cause__ is cause
+
+
+def test_another_process_gets_the_words():
+    class Unsendable(Exception):
+        pass
+
+    for error in (QueueFullError("max_num_queued_reqs", 1, 2), EngineDeadError(Unsendable())):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error)
+        assert again.__cause__ is None

@@ -12,7 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
-from callers import Ask
+from callers import Ask, expected
 from fake_llm_engine import FakeLLMEngine
 from harness import FIXTURES
 from threads import ctrl_c_after
@@ -218,6 +218,8 @@ def test_what_is_refused_queues_nothing(llm, over):
         ({"queue_timeout": 0}, "queue_timeout must be seconds above 0, got 0"),
         ({"queue_timeout": "long"}, "queue_timeout must be seconds above 0"),
         ({"queue_timeout": float("nan")}, "queue_timeout must be seconds above 0"),
+        ({"stream_interval": 0}, "stream_interval must be an integer of at least 1, got 0"),
+        ({"stream_interval": True}, "stream_interval must be an integer of at least 1, got True"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
     ],
 )
@@ -228,6 +230,30 @@ def test_a_wrong_option_is_refused_before_a_thread_starts(options, message):
     with pytest.raises(TypeError, match="max_num_seq"):
         AsyncLLM(max_num_seq=3)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("interval", [1, 3, 99])
+def test_an_interval_makes_fewer_pieces_of_the_same_text(fake, interval):
+    asks = [Ask(prompt=prompt, max_tokens=12, n=2) for prompt in range(5)]
+    asks.append(Ask(prompt=2, max_tokens=12, n=2, ends_at=6, letters=2))
+
+    async def read(llm, ask):
+        stream = await llm.submit(llm._engine.ask(ask))
+        deltas = [delta async for delta in stream]
+        for tap in stream._inbox.taps:
+            mine = [delta for delta in deltas if delta.index == tap.request.index]
+            _, finish, text = expected(tap.request)
+            assert "".join(delta.text for delta in mine) == text
+            assert mine[-1].finish_reason == finish.reason
+            sizes = [len(delta.token_ids) for delta in mine]
+            assert ask.letters or all(size >= interval for size in sizes[1:-1])
+        assert stream.metrics.arrival_time <= stream.metrics.scheduled_time
+
+    async def all_at_once():
+        async with fake(stream_interval=interval) as llm:
+            await asyncio.gather(*(read(llm, ask) for ask in asks))
+
+    asyncio.run(all_at_once())
 
 
 def test_figures_are_those_of_the_llm(llm, over):

@@ -1,12 +1,14 @@
 """Inbox and AsyncStream by themselves: joins, stop strings, ends; without an engine."""
 
 import asyncio
+import functools
 import gc
 
 import pytest
 from callers import Ask, expected
 from fake_llm_engine import sample_of
 
+from jaxspec.arrivals import Tap
 from jaxspec.async_errors import QueueTimeoutError
 from jaxspec.async_stream import AsyncStream, Inbox
 from jaxspec.request import Finish
@@ -24,7 +26,12 @@ class Source:
         self.settled, self.aborted = [], []
         loop = asyncio.get_running_loop()
         samples = [sample_of(request) for request in requests]
-        self.inbox = Inbox(loop, samples, self.hand_on, lambda *given: self.settled.append(given))
+        self.inbox = Inbox(
+            loop,
+            samples,
+            functools.partial(Tap, hand_on=self.hand_on),
+            lambda *given: self.settled.append(given),
+        )
         self.stream = AsyncStream(self.inbox, "text", self.aborted.append)
         self.plain = [expected(plain)[0] for plain in Ask(ask.prompt, 12, ask.n).requests(0)]
 

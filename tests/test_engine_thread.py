@@ -1,5 +1,6 @@
 """EngineThread by itself: what it takes, when it steps, and what it sends."""
 
+import functools
 import threading
 import time
 
@@ -9,6 +10,7 @@ from fake_llm_engine import FakeLLMEngine
 
 from jaxspec.admission import Admission
 from jaxspec.async_errors import DrainingError, EngineDeadError
+from jaxspec.async_stream import Inbox
 from jaxspec.engine_thread import EngineThread
 from jaxspec.request import Finish
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -37,15 +39,15 @@ class Loop:
 class Harness:
     """A thread over a fake device."""
 
-    def __init__(self, **options):
+    def __init__(self, stream_interval=1, **options):
         self.engine = FakeLLMEngine(max_num_seqs=5, decode_rows=(5,), **options)
-        self.thread = EngineThread(self.engine.session, Admission(None, None))
+        self.thread = EngineThread(self.engine.session, Admission(None, None), stream_interval)
         self.runner = self.engine.schedule.runner
         self.num_steps = lambda: self.engine.session.engine.metrics.num_steps
 
     def submit(self, ask, loop, request_id=None):
         samples = self.engine.prepare_one(self.engine.ask(ask), None, request_id, 0)
-        return self.thread.submit(loop, samples)
+        return self.thread.submit(functools.partial(Inbox, loop, samples))
 
     def hold(self):
         """Let the next result wait; a call lets it come."""
@@ -201,6 +203,32 @@ def test_an_error_is_told_to_all_and_what_comes_later_is_refused(harness):
     harness.thread.abort(inbox)  # too late, and harmless
 
 
+def test_what_the_interval_keeps_back_comes_before_the_error():
+    harness, loop = Harness(max_in_flight=0, stream_interval=99), Loop()
+    may_go = harness.hold()
+    inbox = harness.submit(LONG, loop)
+    harness.wait(lambda: "result" not in harness.runner.at)
+    steps = iter(range(3))
+
+    def fail_at_last():
+        if next(steps, None) is None:
+            raise OSError("gone")
+        harness.runner.at["resulted"] = fail_at_last
+
+    harness.runner.at["resulted"] = fail_at_last
+    may_go()
+    harness.wait(lambda: harness.thread.error is not None)
+    harness.wait_until_idle()
+    loop.run()
+    request = inbox.taps[0].request
+    delta = inbox.take()
+    assert delta.finish_reason is None and delta.token_ids == request.output
+    assert len(request.output) >= 3
+    assert expected(request)[2].startswith(delta.text)
+    assert isinstance(inbox.error, EngineDeadError)
+    harness.end()
+
+
 @pytest.mark.parametrize("kind", [OSError, TypeError, ValueError])
 def test_a_failure_of_the_session_in_another_thread_is_one_of_its_own(harness, kind):
     """As where programs are compiled, or a trace begins."""
@@ -257,7 +285,7 @@ def test_who_reads_the_end_alone_is_called_once(harness):
     samples = harness.engine.prepare_one(
         harness.engine.ask(LONG), SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), None, 0
     )
-    inbox = harness.thread.submit(loop, samples)
+    inbox = harness.thread.submit(functools.partial(Inbox, loop, samples))
     harness.wait_until_idle()
     harness.wait(lambda: loop.calls)
     assert harness.num_steps() > 1 and len(loop.calls) == 1

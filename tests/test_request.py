@@ -45,6 +45,17 @@ def test_times_are_measured_from_arrival_and_between_tokens():
     assert metrics.tpot == 0.25
 
 
+def test_the_first_row_counts_of_a_request_and_of_several():
+    metrics, other = RequestMetrics(), RequestMetrics()
+    assert metrics.scheduled_time is None
+    assert RequestMetrics.total([metrics, other]).scheduled_time is None
+    metrics.record_row(0.0)
+    metrics.record_row(1.0)  # it was preempted meanwhile
+    assert metrics.scheduled_time == 0.0
+    other.record_row(0.5)
+    assert RequestMetrics.total([other, metrics, RequestMetrics()]).scheduled_time == 0.0
+
+
 def test_no_request_shares_what_grows():
     params = SamplingParams(max_tokens=5)
     one, other = Request((1, 2), params, 0), Request((1, 2), params, 0)

@@ -5,7 +5,7 @@ import functools
 import logging
 import pickle
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,15 @@ class ModelRunner:
             return PendingOutput.empty(output_layout(self.shapes.num_drafts))
         return self._run(plan.program, self._programs[plan.program], plan.packed)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Outputs dispatched inside know when the device was done with them (`done_time`)."""
-        with ThreadPoolExecutor(1, "jaxspec-watch") as self._watcher:
-            try:
-                yield
-            finally:
-                self._watcher = None
+    def watch(self) -> contextlib.ExitStack:
+        """From now until that is closed, outputs know when the device was done (`done_time`).
+
+        Nothing happens when it is dropped: the garbage collector might do so within a step.
+        """
+        watching = contextlib.ExitStack()
+        self._watcher = watching.enter_context(ThreadPoolExecutor(1, "jaxspec-watch"))
+        watching.callback(setattr, self, "_watcher", None)
+        return watching
 
     @property
     def state(self) -> EngineState:

@@ -249,6 +249,7 @@ class Scheduler:
     def _enter(self, request: Request, step: NextStep, num_computed: int) -> None:
         self._followers.release(request)
         request.generation += 1
+        request.metrics.record_row(time.monotonic())
         request.slot = self._free_slots.pop()
         request.prefill_len, request.num_computed = len(request.tokens), num_computed
         request.num_pages_sent, request.row = 0, -1

@@ -6,10 +6,12 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector as Base
 
+from jaxspec.config import StepShapes
 from jaxspec.metrics import Counter, Gauge, Vector
 from jaxspec.server.figures import LATENCIES, SIZES
 from jaxspec.server.snapshot import Snapshot
@@ -31,20 +33,25 @@ _TEXTS = {
     "vllm:request_success": "Samples that ended, by why.",
     "vllm:corrupted_requests": "Samples for which the model gave no finite logits.",
     "vllm:admission_rejections": "Requests that were not taken, by why.",
+    "vllm:cache_config": "How the KV cache was set up: tokens of a page, pages, what is kept.",
+    "vllm:engine_sleep_state": "1 for the state that the engine is in; this one never sleeps.",
     "jaxspec:is_healthy": "1 until a step fails.",
     "jaxspec:host_seconds": "Seconds of the engine's thread, by what it did.",
     "jaxspec:engine_steps": "Steps dispatched.",
     "jaxspec:event_loop_lag_seconds": "Seconds of the event loop's last turn; chunks wait for it.",
 }
+_SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 
 
 class Collector(Base):
     """vLLM's names, so that its dashboards show them, and a few of our own under `jaxspec:`."""
 
-    def __init__(self, snapshot: Snapshot, model_name: str, loop_seconds: float):
+    def __init__(
+        self, snapshot: Snapshot, shapes: StepShapes, model_name: str, loop_seconds: float
+    ):
         """Tell of `snapshot`; this event loop has just taken `loop_seconds` for one turn."""
-        self._snapshot, self._loop_seconds = snapshot, loop_seconds
+        self._snapshot, self._shapes, self._loop_seconds = snapshot, shapes, loop_seconds
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
@@ -55,6 +62,7 @@ class Collector(Base):
         """All families."""
         yield from self._engine()
         yield from self._requests()
+        yield from self._settings()
         figures = self._snapshot.requests
         for group, texts in ((figures.latencies, LATENCIES), (figures.sizes, SIZES)):
             for name, text in texts.items():
@@ -90,6 +98,25 @@ class Collector(Base):
         yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
         yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
         yield self._gauge("jaxspec:event_loop_lag_seconds", self._loop_seconds)
+
+    def _settings(self) -> Iterator[Metric]:
+        """What stays as it is: the cache as it was set up, in vLLM's words, and being awake."""
+        shapes, name = self._shapes, "vllm:cache_config"
+        keeps_states = shapes.prefix_caching in ("align", "all")
+        config = {
+            "block_size": str(shapes.page_size),
+            "num_gpu_blocks": str(shapes.num_pages - 1),  # beside the null page
+            "enable_prefix_caching": str(shapes.prefix_caching != "off"),
+            "mamba_cache_mode": shapes.prefix_caching if keeps_states else "none",
+        }
+        info = InfoMetricFamily(name, _TEXTS[name], labels=list(self._labels))
+        info.add_metric(list(self._labels.values()), config)
+        yield info
+        name = "vllm:engine_sleep_state"
+        states = GaugeMetricFamily(name, _TEXTS[name], labels=[*self._labels, "sleep_state"])
+        for state, value in _SLEEP_STATES.items():
+            states.add_metric([*self._labels.values(), state], value)
+        yield states
 
     def _counters(self, name: str, label: str | None, values: Mapping[str, float]) -> Metric:
         labels = [*self._labels, *([label] if label else ())]

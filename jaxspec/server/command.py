@@ -28,7 +28,12 @@ _OF_ENGINE = {
     for name, field in engine.OPTIONS.items()
     if name not in ("model", "speculative_config", "show_progress")
 }
-_OF_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout")  # `AsyncLLM`'s
+_OF_ASYNC_LLM = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "queue_timeout",
+    "stream_interval",
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     options = ServerOptions(**_given(args, OPTIONS))
     llm_options: dict[str, Any] = {
         **_given(args, _OF_ENGINE),
-        **{name: getattr(options, name) for name in _OF_LIMITS},
+        **{name: getattr(options, name) for name in _OF_ASYNC_LLM},
         "speculative_config": speculation_of(args),
     }
     with asyncio.Runner(loop_factory=event_loop) as runner:

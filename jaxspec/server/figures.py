@@ -13,11 +13,15 @@ LATENCIES = {
     "inter_token_latency_seconds": "Seconds between tokens; those of a verify share theirs.",
     "request_time_per_output_token_seconds": "Seconds a token after the first, of whole samples.",
     "e2e_request_latency_seconds": "Seconds from a tokenized prompt to a sample's end.",
+    "request_queue_time_seconds": "Seconds from a tokenized prompt to a sample's first row.",
+    "request_prefill_time_seconds": "Seconds from a sample's first row to its first token.",
     "request_decode_time_seconds": "Seconds from a sample's first token to its last.",
+    "request_inference_time_seconds": "Seconds from a sample's first row to its last token.",
 }
 SIZES = {
     "request_prompt_tokens": "Tokens of a prompt.",
     "request_generation_tokens": "Tokens of a sample.",
+    "request_max_num_generation_tokens": "Tokens of the longest sample of a prompt.",
     "request_params_n": "Samples that a request asks for.",
     "request_params_max_tokens": "max_tokens of requests that give one.",
 }
@@ -62,14 +66,21 @@ class Figures:
         if metrics is None:
             return
         self.sizes["request_generation_tokens"].add(metrics.num_tokens)
-        first, last = metrics.first_token_time, metrics.last_token_time
-        if first is None or last is None:
+        row, first, last = metrics.scheduled_time, metrics.first_token_time, metrics.last_token_time
+        if row is None or first is None or last is None:
             return
+        self.latencies["request_queue_time_seconds"].add(row - metrics.arrival_time)
+        self.latencies["request_prefill_time_seconds"].add(first - row)
+        self.latencies["request_inference_time_seconds"].add(last - row)
         self.latencies["time_to_first_token_seconds"].add(first - metrics.arrival_time)
         self.latencies["e2e_request_latency_seconds"].add(last - metrics.arrival_time)
         self.latencies["request_decode_time_seconds"].add(last - first)
         if metrics.tpot is not None:
             self.latencies["request_time_per_output_token_seconds"].add(metrics.tpot)
+
+    def note_longest(self, num_tokens: int) -> None:
+        """Count the longest sample of a prompt whose samples have all ended."""
+        self.sizes["request_max_num_generation_tokens"].add(num_tokens)
 
     def latency(self) -> "Latency":
         """What watches the gaps of one stream."""

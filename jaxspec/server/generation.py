@@ -104,7 +104,7 @@ class Generation:
 
     async def _read(self, stream: AsyncStream) -> AsyncIterator[TextDelta]:
         """A stream's pieces, counted."""
-        latency, is_first = self._figures.latency(), True
+        latency, is_first, lengths = self._figures.latency(), True, list[int]()
         try:
             async for delta in stream:
                 if is_first:
@@ -115,6 +115,9 @@ class Generation:
                 latency.note(delta.index, len(delta.token_ids))
                 if delta.finish_reason is not None:
                     self._note_end(delta.finish_reason, delta.metrics)
+                    lengths.append(0 if delta.metrics is None else delta.metrics.num_tokens)
+                    if len(lengths) == self.n:
+                        self._figures.note_longest(max(lengths))
                 yield delta
         except QueueTimeoutError:
             self._figures.rejections["queue_timeout"] += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from jaxspec.server.options import ServerOptions
 
@@ -53,7 +54,7 @@ class HttpServer(uvicorn.Server):
 
 def set_up_log() -> None:
     """Have the log written as uvicorn does where there is none, as in the engine's process."""
-    logging.config.dictConfig(uvicorn.config.LOGGING_CONFIG)
+    logging.config.dictConfig(LOGGING_CONFIG)
 
 
 def event_loop() -> asyncio.AbstractEventLoop:

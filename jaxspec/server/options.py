@@ -58,6 +58,10 @@ class ServerOptions:
     queue_timeout: float | None = option(
         None, "seconds that a request may wait for a row before it gets 408", none="no such limit"
     )
+    stream_interval: int = option(
+        1,
+        "tokens between two chunks of a stream, at least; the first token and the end come at once",
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that requests may go on after SIGTERM or Ctrl-C; a second one ends at once"
     )

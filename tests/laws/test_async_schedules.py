@@ -202,14 +202,17 @@ def objects():
     return {each for each in gc.get_objects() if isinstance(each, AsyncStream | Inbox | Tap)}
 
 
-@pytest.mark.parametrize("depth, kept", [(2, "off"), (0, "off"), (3, "pages")])
-def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, depth, kept):
+@pytest.mark.parametrize(
+    "depth, kept, interval", [(2, "off", 1), (0, "off", 4), (3, "pages", 1), (2, "off", 99)]
+)
+def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, depth, kept, interval):
     """Three rounds; memory does not grow."""
     num_threads, sizes = threading.active_count(), []
 
     async def rounds():
         happened = collections.Counter()
-        async with make(max_in_flight=depth, prefix_caching=kept, max_num_queued_reqs=40) as llm:
+        options = {"max_in_flight": depth, "prefix_caching": kept, "stream_interval": interval}
+        async with make(max_num_queued_reqs=40, **options) as llm:
             for number in range(3):
                 happened += await storm(llm, 10 * depth + number, 60)
                 await assert_nothing_is_left(llm)

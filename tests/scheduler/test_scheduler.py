@@ -467,6 +467,19 @@ def test_statistics_count_the_drafts_that_were_verified():
     assert metrics.mean_acceptance_length == 1.0
 
 
+def test_a_request_keeps_the_time_of_its_first_row_when_it_is_preempted():
+    loop = Loop()
+    loop.add(make_group(1, 6, 30))
+    metrics = loop.requests[1].metrics
+    assert metrics.scheduled_time is None
+    loop.turn()
+    first = metrics.scheduled_time
+    loop.turn()
+    loop.scheduler.preempt(loop.requests[1])
+    loop.run()
+    assert loop.requests[1].generation == 2 and metrics.scheduled_time == first
+
+
 def test_a_request_that_can_never_run_is_refused():
     scheduler = Scheduler(make_buckets(max_model_len=40, page_size=4, num_pages=6))
     scheduler.check(make_group(1, 10, 10))

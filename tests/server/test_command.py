@@ -35,6 +35,7 @@ def test_without_words_all_defaults_hold(served):
 def test_words_are_read_as_the_options_are_meant(served):
     words = (
         "some/model --port 0 --api-key a --api-key b --no-access-log --max-num-queued-reqs 7 "
+        "--stream-interval 8 "
         "--max-num-seqs 4 --decode-buckets 1,4 --max-step-ms 2.5 --steps-per-dispatch auto "
         "--enable-prefix-caching --gpu-memory-utilization 0.5 --num-speculative-tokens 0"
     )
@@ -43,6 +44,7 @@ def test_words_are_read_as_the_options_are_meant(served):
     options, llm = served["options"], served["llm"]
     assert (options.port, options.api_key, options.access_log) == (0, ("a", "b"), False)
     assert llm["max_num_queued_reqs"] == 7 == options.max_num_queued_reqs
+    assert llm["stream_interval"] == 8 == options.stream_interval
     assert llm["decode_buckets"] == (1, 4) and llm["max_step_ms"] == 2.5
     assert llm["steps_per_dispatch"] == "auto" and llm["enable_prefix_caching"] is True
     assert llm["speculative_config"] is None

@@ -8,6 +8,7 @@ from jaxspec.server.figures import Figures
 def test_a_sample_s_times_are_those_of_its_metrics():
     figures = Figures()
     metrics = RequestMetrics(arrival_time=1.0)
+    metrics.record_row(1.125)
     metrics.record_tokens(1, 1.5)
     metrics.record_tokens(4, 3.5)
     figures.note_end("stop", metrics)
@@ -15,7 +16,10 @@ def test_a_sample_s_times_are_those_of_its_metrics():
     assert totals == {
         "time_to_first_token_seconds": 0.5,
         "e2e_request_latency_seconds": 2.5,
+        "request_queue_time_seconds": 0.125,
+        "request_prefill_time_seconds": 0.375,
         "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.375,
         "request_time_per_output_token_seconds": 0.5,
     }
     assert figures.sizes["request_generation_tokens"].total == 5
@@ -26,8 +30,11 @@ def test_a_sample_without_tokens_has_no_times():
     figures = Figures()
     figures.note_end("abort", RequestMetrics())
     figures.note_end("error", None)
+    begun = RequestMetrics()
+    begun.record_row(begun.arrival_time)
+    figures.note_end("abort", begun)
     assert not any(found.count for found in figures.latencies.values())
-    assert figures.ends == {"abort": 1, "error": 1}
+    assert figures.ends == {"abort": 2, "error": 1}
 
 
 def test_a_prompt_counts_when_the_engine_took_it():
@@ -50,3 +57,17 @@ def test_tokens_that_came_together_share_their_gap(monkeypatch):
     latency.note(1, 2)  # another sample begins
     found = figures.latencies["inter_token_latency_seconds"]
     assert found.count == 4 and found.total == 1.0
+
+
+def test_counts_of_several_event_loops_add_up():
+    parts = [Figures(), Figures()]
+    for number, part in enumerate(parts, 1):
+        part.note_request(number, SamplingParams(n=3))
+        part.note_end("stop", None)
+        part.rejections["queue_full"] += 1
+    parts[1].num_cached_tokens = 2
+    together = Figures.total(parts)
+    assert (together.num_prompt_tokens, together.num_cached_tokens) == (3, 2)
+    assert together.ends == {"stop": 2} and together.rejections == {"queue_full": 2}
+    assert together.sizes["request_params_n"].count == 2
+    assert parts[0].sizes["request_params_n"].count == 1

@@ -62,6 +62,17 @@ def test_choices_are_numbered_by_prompt_and_sample():
     assert (used.accepted_tokens, used.rejected_tokens) == (6, 6)
 
 
+def test_of_each_prompt_the_longest_sample_is_counted():
+    streams = [Stream([delta("a", i, "stop") for i in range(2)]) for _ in range(3)]
+    for prompt, stream in enumerate(streams):
+        for each in stream.deltas:
+            each.metrics.num_tokens = 10 * prompt + each.index
+    streams[2].deltas.pop()  # one that was given up
+    generation, _ = read(*streams, n=2)
+    found = generation._figures.sizes["request_max_num_generation_tokens"]
+    assert (found.count, found.total) == (2, 1 + 11)
+
+
 def test_an_error_of_one_ends_all():
     whole, broken = Stream([delta("a")] * 50), Stream([delta("b")], RuntimeError("x"))
     with pytest.raises(RuntimeError):

@@ -22,6 +22,7 @@ def test_the_defaults_keep_to_themselves():
         ({"max_body_mib": 2**30}, "max_body_mib must be at most"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be a finite number, got nan"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout must be at least 0 seconds, got -1.0"),
+        ({"stream_interval": 0}, "stream_interval must be an integer of at least 1, got 0"),
         ({"queue_timeout": 0}, "queue_timeout must be seconds above 0, got 0"),
         ({"stream_keep_alive": 0}, "stream_keep_alive must be seconds above 0, got 0"),
         ({"stream_stall_timeout": -1}, "stream_stall_timeout must be seconds above 0, got -1"),

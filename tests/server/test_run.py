@@ -88,8 +88,12 @@ class Process:
         self.process.stderr.close()
 
 
-def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(short_model):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0(
+    short_model, processes
+):
     options = (
+        f"--api-processes {processes} "
         "--port 0 --no-warm-up --dtype float32 --max-num-seqs 4 --decode-buckets 4 "
         "--prefill-buckets 64 --max-model-len 256 --num-speculative-tokens 0"
     )

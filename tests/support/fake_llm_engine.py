@@ -57,16 +57,19 @@ class FakeLLMEngine:
             raise ValueError(f"{prompt!r} is no prompt")
         params = params or SamplingParams()
         requests = self.asks[prompt].requests(first_key=0)
-        for request in requests:
-            request.params.output_kind = params.output_kind
-            request.proposer_key, request.priority = next(self._keys), priority
-            request.request_id = request_id or prompt
-            self.schedule.requests[request.proposer_key] = request
         for index, request in enumerate(requests):
-            request.index = index
+            request.params.output_kind = params.output_kind
+            request.priority, request.index = priority, index
+            request.request_id = request_id or prompt
         samples = [sample_of(request) for request in requests]
-        self.session.check(samples)
+        self.admit(samples)
         return samples
+
+    def admit(self, samples):
+        for request in (sample.request for sample in samples):
+            request.proposer_key = next(self._keys)
+            self.schedule.requests[request.proposer_key] = request
+        self.session.check(samples)
 
     def warm_up(self, samplers):
         pass

@@ -96,6 +96,8 @@ class Loop:
             assert request.output == self.given[request]
             assert len(request.draft_positions) == request.num_output
             metrics = request.metrics
+            if request.output:
+                assert metrics.arrival_time <= metrics.scheduled_time <= metrics.first_token_time
             for j, accepted in enumerate(metrics.accepted_per_position, 1):
                 assert request.draft_positions.count(j) == accepted
             if request.finish == Finish.ABORT:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -72,6 +73,8 @@ def serving(make_llm: Callable[[], Any], **options: Any) -> Iterator[Served]:
 
     async def live() -> None:
         llm = make_llm()
+        if inspect.isawaitable(llm):
+            llm = await llm
         try:
             app = make_app(llm, ServerOptions(**options))
             config = uvicorn.Config(

@@ -21,5 +21,5 @@ async def metrics(service: ServiceOf) -> Response:
     lag = time.monotonic() - asked
     snapshot = await service.watch.snapshot()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(snapshot, service.names[0], lag))
+    registry.register(Collector(snapshot, service.llm.shapes, service.names[0], lag))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -69,6 +69,10 @@ class Channel:
                 if not each.done():
                     each.set_exception(ConnectionResetError("The other process is gone."))
 
+    def hang_up(self) -> None:
+        """Close the connection: both sides' `run` ends."""
+        self._writer.close()
+
     async def _read(self) -> bytes:
         (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         return await self._reader.readexactly(length)

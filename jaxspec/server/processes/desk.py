@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from jaxspec.arrivals import Arrival, Receiver, Tap
 from jaxspec.async_llm import AsyncLLM
-from jaxspec.engine_thread import HandOn, Settle
+from jaxspec.engine_thread import MakeTap, Settle
 from jaxspec.outputs import Sample
 from jaxspec.request import Request
 from jaxspec.server.processes.channel import Channel
@@ -18,10 +18,15 @@ class Outbox(Receiver):
     """Sends what comes for a request to the process that made it."""
 
     def __init__(
-        self, number: int, desk: "Desk", samples: Sequence[Sample], hand_on: HandOn, settle: Settle
+        self,
+        number: int,
+        desk: "Desk",
+        samples: Sequence[Sample],
+        make_tap: MakeTap,
+        settle: Settle,
     ):
         """Send to `desk`'s process, which calls the request `number`; the rest is as an `Inbox`."""
-        super().__init__(desk.loop, [Tap(sample, hand_on) for sample in samples])
+        super().__init__(desk.loop, [make_tap(sample) for sample in samples])
         self._number, self._desk, self.settle = number, desk, settle
 
     def receive(self, tap: Tap, arrival: Arrival) -> None:
@@ -92,8 +97,8 @@ class Desk:
         return self._brief
 
     async def _take_over(self, number: int, requests: Sequence[Request]) -> None:
-        def make(samples: Sequence[Sample], hand_on: HandOn, settle: Settle) -> Outbox:
-            self._outboxes[number] = Outbox(number, self, samples, hand_on, settle)
+        def make(samples: Sequence[Sample], make_tap: MakeTap, settle: Settle) -> Outbox:
+            self._outboxes[number] = Outbox(number, self, samples, make_tap, settle)
             return self._outboxes[number]
 
         try:

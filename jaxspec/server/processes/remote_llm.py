@@ -106,7 +106,7 @@ class RemoteLLM(AsyncCalls):
         prompt, samples = await loop.run_in_executor(self._pool, prepare)
         number = next(self._numbers)
         settle = functools.partial(self._settle, number)
-        inbox = Inbox(loop, samples, _nobody, settle)
+        inbox = Inbox(loop, samples, _tap_of, settle)
         self._inboxes[number] = inbox
         abort = functools.partial(self._abort, number)
         # It goes on if this task is cancelled: only behind its answer is there what can be ended.
@@ -168,5 +168,6 @@ class RemoteLLM(AsyncCalls):
             self._channel.tell("abort", number)
 
 
-def _nobody(tap: Tap, arrival: Arrival) -> None:
-    """What taps of this process hand on: the engine has others."""
+def _tap_of(sample: Sample) -> Tap:
+    """A tap that hands nothing on: the engine's process has another one."""
+    return Tap(sample, lambda tap, arrival: None)

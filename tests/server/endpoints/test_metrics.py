@@ -1,5 +1,6 @@
 """GET /metrics: what clients were told is what is counted."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 # Names that vLLM's Grafana dashboards query.
@@ -16,7 +17,13 @@ ASKED = [
     "request_time_per_output_token_seconds_count",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
     "request_decode_time_seconds_sum",
+    "request_inference_time_seconds_sum",
+    "request_max_num_generation_tokens_sum",
+    "cache_config_info",
+    "engine_sleep_state",
     "num_preemptions_total",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
@@ -57,6 +64,10 @@ def test_what_clients_were_told_is_counted(served):
     assert grew("request_generation_tokens_sum") == num_tokens + 1
     assert grew("e2e_request_latency_seconds_count") == 3
     assert grew("time_to_first_token_seconds_bucket", "+Inf") == 3
+    assert grew("request_queue_time_seconds_count") == 3
+    assert grew("request_max_num_generation_tokens_sum") == num_tokens + 1
+    parts = ("request_queue_time_seconds_sum", "request_inference_time_seconds_sum")
+    assert sum(map(grew, parts)) == pytest.approx(grew("e2e_request_latency_seconds_sum"))
     assert grew("spec_decode_num_drafts_total") > 0
     assert after["vllm:num_requests_running", None] == 0
     assert after["vllm:kv_cache_usage_perc", None] == 0

@@ -1,0 +1,97 @@
+"""Channel: what is told comes in order, what is asked is answered, nobody waits for who is gone."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from jaxspec.async_errors import QueueFullError
+from jaxspec.server.processes.channel import Channel
+
+
+class Unsendable(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+@contextlib.asynccontextmanager
+async def pair():
+    """Two ends, and a list of what the second one was told."""
+    near, far = [await Channel.of(end) for end in socket.socketpair()]
+    told = []
+
+    async def double(number):
+        await asyncio.sleep(0.001 * number)
+        return 2 * number
+
+    async def refuse(error):
+        raise error
+
+    async def never():
+        await asyncio.sleep(60)
+
+    far.handlers = {"note": lambda *given: told.append(given), "double": double}
+    far.handlers |= {"refuse": refuse, "never": never, "crash": lambda: 1 / 0}
+    tasks = [asyncio.create_task(each.run()) for each in (near, far)]
+    try:
+        yield near, far, told, tasks
+    finally:
+        near.hang_up()
+        await asyncio.wait(tasks)
+
+
+def in_a_loop(test):
+    async def run():
+        async with asyncio.timeout(30), pair() as found:
+            await test(*found)
+
+    def wrapped():
+        asyncio.run(run())
+
+    return wrapped
+
+
+@in_a_loop
+async def test_what_is_told_comes_in_order_and_what_is_asked_is_answered(near, far, told, tasks):
+    for number in range(100):
+        near.tell("note", number, b"x" * 10_000)
+    assert await asyncio.gather(*(near.ask("double", n) for n in (9, 1, 5))) == [18, 2, 10]
+    assert told == [(number, b"x" * 10_000) for number in range(100)]
+
+
+@in_a_loop
+async def test_errors_come_back_or_at_least_their_words(near, far, told, tasks):
+    with pytest.raises(QueueFullError, match="max_num_queued_reqs=3"):
+        await near.ask("refuse", QueueFullError("max_num_queued_reqs", 3, 4))
+
+    async def fail():
+        raise Unsendable("its words", 2)
+
+    far.handlers = {"fail": fail}
+    with pytest.raises(RuntimeError, match="^Unsendable: its words$"):
+        await near.ask("fail")
+
+
+@in_a_loop
+async def test_who_asks_one_that_goes_hears_of_it(near, far, told, tasks):
+    asking = asyncio.create_task(near.ask("never"))
+    cancelled = asyncio.create_task(near.ask("never"))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    far.hang_up()
+    with pytest.raises(ConnectionError):
+        await asking
+    with pytest.raises(ConnectionError):
+        await near.ask("double", 1)
+    near.tell("note", "nobody hears it")
+    await asyncio.wait(tasks)
+    assert told == []
+
+
+@in_a_loop
+async def test_a_handler_that_fails_ends_the_channel_with_its_error(near, far, told, tasks):
+    near.tell("crash")
+    with pytest.raises(ZeroDivisionError):
+        await tasks[1]
+    await tasks[0]
