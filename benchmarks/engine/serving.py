@@ -13,7 +13,9 @@ asks it and `LLM` are three processes of one machine. Each answer is streamed.
   sent to the first piece received; medians, in turns of ten.
 * streams: a server alone, with more rows. Seconds of each stage of a step on the host, "between"
   those of one step and the next one; how late the event loop is; and processors that are busy.
-  With --switch-ms once more for each time that a thread may keep Python's lock for.
+  With --switch-ms once more for each time that a thread may keep Python's lock for, and with
+  --api-processes for each such number. The event loop and the processors are then those of the
+  engine's process.
 
 A device's memory must be enough for two engines: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 gives each its
 share of it. A line is printed for each case, and a FILE keeps other cases.
@@ -22,6 +24,7 @@ share of it. A line is printed for each case, and a FILE keeps other cases.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -57,6 +60,7 @@ class Case:
     requests: int
     at_once: int
     switch_ms: float | None = None  # of the server's threads; None: as it chooses
+    api_processes: int = 1  # of the server
 
 
 @dataclasses.dataclass
@@ -147,7 +151,8 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     cases.append(Case(part="first-token", **first, **small))
     large |= {"part": "streams", "lengths": args.stream_lengths}
     cases += [
-        Case(requests=2 * each, at_once=each, switch_ms=milliseconds, **large)
+        Case(requests=2 * each, at_once=each, switch_ms=milliseconds, api_processes=count, **large)
+        for count in args.api_processes
         for milliseconds in [None, *args.switch_ms]
         for each in args.streams
     ]
@@ -176,10 +181,10 @@ def measured(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[tuple[
     with model(args) as folder, Generator() as generator:
         if beside:
             yield from _beside(beside, args, folder, generator)
-        if alone:
-            options = options_of(args, args.stream_rows, dict(args.stream_options))
-            with Server(folder, options) as server:
-                for case in alone:
+        options = options_of(args, args.stream_rows, dict(args.stream_options))
+        for count, cases in itertools.groupby(alone, lambda case: case.api_processes):
+            with Server(folder, options, api_processes=count) as server:
+                for case in cases:
                     yield case, streams(case, server, generator, args.repeats)
 
 
@@ -217,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
     add("--streams", type=int, nargs="+", default=[64, 256], metavar="N", help="that are open")
     add("--stream-rows", type=int, default=256, help="of their server (default 256)")
     add("--switch-ms", type=float, nargs="*", default=[], metavar="X", help="of threads, too")
+    add("--api-processes", type=int, nargs="+", default=[1], metavar="N", help="of that server")
     add("--stream-lengths", default="128x512", help="of their requests (default 128x512)")
     add("--options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
     add("--stream-options", type=traffic.by_hand, nargs="*", default=[], metavar="NAME=VALUE")
@@ -228,8 +234,12 @@ def parser() -> argparse.ArgumentParser:
 def refusal(args: argparse.Namespace) -> str | None:
     """Why the options don't go together, if they don't."""
     at_once = [each for each in args.at_once if each != traffic.ALL]
-    if min(args.rows, args.stream_rows, args.repeats, *args.streams, *at_once) < 1:
-        return "--rows, --stream-rows, --repeats, --streams and --at-once must be positive."
+    counts = args.streams + args.api_processes + at_once
+    if min(args.rows, args.stream_rows, args.repeats, *counts) < 1:
+        return (
+            "--rows, --stream-rows, --repeats, --streams, --api-processes and --at-once must be "
+            "positive."
+        )
     if args.firsts < 1 or args.firsts % FIRSTS_A_TURN:
         return f"--firsts must be tens, got {args.firsts}."
     try:

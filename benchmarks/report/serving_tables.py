@@ -67,5 +67,7 @@ def _about(case: Figures) -> list[str]:
     options = [f"max_num_seqs={case['rows']}", *options_of(case)]
     if case.get("switch_ms") is not None:
         options.append(f"sys.setswitchinterval({case['switch_ms'] / 1000:g})")
+    if case.get("api_processes", 1) > 1:
+        options.append(f"--api-processes {case['api_processes']}")
     load = f"{work_of(case)}, {case['at_once']} at a time"
     return [load, ", ".join(f"`{option}`" for option in options)]

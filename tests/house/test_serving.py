@@ -210,7 +210,7 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     file = tmp_path / "serving.json"
     sizes = "--rows 4 --max-model-len 64 --lengths 12x8 --requests 8 --at-once 4 --repeats 1"
     alone = "--first-lengths 12x4 --firsts 10"
-    many = "--streams 8 --stream-rows 8 --stream-lengths 12x8 --switch-ms 5"
+    many = "--streams 8 --stream-rows 8 --stream-lengths 12x8 --switch-ms 5 --api-processes 1 2"
     monkeypatch.setattr(
         sys,
         "argv",
@@ -223,7 +223,7 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
     )
     serving.main()
     figures = json.loads(file.read_text())
-    both, first, many, again = figures["results"]
+    both, first, many, again, *by_two = figures["results"]
     assert [x["part"] for x in (both, first, many)] == list(serving.PARTS)
     assert (many["switch_ms"], again["switch_ms"]) == (None, 5)
     for way in (both["llm"], both["http"], many):
@@ -237,6 +237,8 @@ def test_a_server_of_a_tiny_model_is_measured(monkeypatch, tmp_path):
         first["http_ms_p50"] - first["llm_ms_p50"], rel=0.1
     )
     assert many["portions"] >= 2 * 16 and many["loop_lag_ms_p99"] > 0
+    assert [each["api_processes"] for each in by_two] == [2, 2]
+    assert "`--api-processes 2`" in tables.streams({"results": by_two})
     assert "| TINY, 12x8, 4 at a time |" in tables.beside_llm(figures)
     assert "| TINY, 12x4, 1 at a time |" in tables.first_token(figures)
     assert "| TINY, 12x8, 8 at a time |" in tables.streams(figures)

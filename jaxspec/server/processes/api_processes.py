@@ -77,6 +77,7 @@ class ApiProcesses:
             self._processes.append(
                 subprocess.Popen(  # an event loop's own would fork, which JAX warns of
                     [sys.executable, "-m", _PROGRAM, str(other.fileno()), str(port.fileno())],
+                    stdin=subprocess.DEVNULL,
                     pass_fds=(other.fileno(), port.fileno()),
                     env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the device is the engine's alone
                     start_new_session=True,  # so that Ctrl-C comes to this process alone

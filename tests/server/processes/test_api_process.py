@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import httpx
-import pytest
 from fake_llm_engine import FakeLLMEngine
 
 from jaxspec.async_errors import DrainingError, EngineDeadError
