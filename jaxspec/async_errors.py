@@ -62,3 +62,15 @@ class EngineDeadError(ServiceError):
             "more. Start a new AsyncLLM, in a new process if the device may be at fault."
         )
         self.__cause__ = error
+
+
+class EngineGoneError(EngineDeadError):
+    """The process of the engine is gone, and nothing is served any more."""
+
+    def __init__(self) -> None:
+        """The words are the same each time."""
+        RuntimeError.__init__(
+            self,
+            "The engine's process is gone, and nothing is served any more. Ask another server, or "
+            "this one when it has started again.",
+        )

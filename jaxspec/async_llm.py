@@ -109,9 +109,10 @@ class AsyncLLM(AsyncCalls):
         requests: Sequence[Request],
         make: Callable[[Sequence[Sample], MakeTap, Settle], Receiver],
     ) -> None:
-        """Queue the requests of one prompt that another process made; `make` makes who hears.
+        """Queue the requests of one prompt that another process made, within `expecting`.
 
-        They are checked and what they need is compiled. Raises as `submit`.
+        `make` makes their receiver. They are checked and what they need is compiled. Raises as
+        `submit`.
         """
 
         def prepare() -> Prepared:
@@ -119,13 +120,21 @@ class AsyncLLM(AsyncCalls):
             self._engine.admit(samples)
             return None, samples
 
-        await self._queue(prepare, make)
+        await self._enter(prepare, make)
 
     def elsewhere(self, number: int) -> Elsewhere:
         """What process `number` needs in order to make requests for `take_over`."""
         make_inputs = self._engine.twin_inputs(number)
         params = self.get_default_sampling_params()
         return Elsewhere(make_inputs, self.model_name, self.shapes, params)
+
+    def expecting(self) -> AbstractContextManager[None]:
+        """Within the block another process makes a request ready, which counts as one that waits.
+
+        Raises:
+            QueueFullError, DrainingError, EngineDeadError: as in `submit`.
+        """
+        return self._admission.preparing()
 
     def give_up(self, *receivers: Receiver) -> None:
         """End requests that were queued here; any thread may call."""
@@ -134,25 +143,25 @@ class AsyncLLM(AsyncCalls):
     async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
         check_process(self._process)
         make = functools.partial(Inbox, asyncio.get_running_loop())
-        prompt, inbox = await self._queue(prepare, make)
+        with self._admission.preparing():
+            prompt, inbox = await self._enter(prepare, make)
         return AsyncStream(inbox, prompt, self._thread.abort, keeps=self)
 
-    async def _queue(
+    async def _enter(
         self,
         prepare: Callable[[], Prepared],
         make: Callable[[Sequence[Sample], MakeTap, Settle], _Receiver],
     ) -> tuple[str | None, _Receiver]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
-        with self._admission.preparing():
-            try:
-                prompt, samples = await loop.run_in_executor(self._pool, prepare)
-            except (TypeError, ValueError):
-                raise
-            except Exception:
-                self._admission.check_open()  # or this is why it failed
-                raise
-            receiver = self._thread.submit(functools.partial(make, samples))
+        try:
+            prompt, samples = await loop.run_in_executor(self._pool, prepare)
+        except (TypeError, ValueError):
+            raise
+        except Exception:
+            self._admission.check_open()  # or this is why it failed
+            raise
+        receiver = self._thread.submit(functools.partial(make, samples))
         if self._queue_timeout is not None:
             end = arrived + self._queue_timeout
             receiver.timer = loop.call_at(end, self._expire, receiver, self._queue_timeout)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checks import INT64_MAX, integer
 from jaxspec.conversations import Messages, TemplateOptions
 from jaxspec.diagnostics import Diagnostics
 from jaxspec.engine import Engine
@@ -16,7 +15,7 @@ from jaxspec.inputs import InputProcessor
 from jaxspec.loading import load
 from jaxspec.options import EngineConfig
 from jaxspec.outputs import Sample
-from jaxspec.per_prompt import params_of
+from jaxspec.per_prompt import for_one
 from jaxspec.process import check_process, first_process
 from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
 from jaxspec.runner.warmup import Notice, warm_up
@@ -188,9 +187,8 @@ class LLMEngine(Diagnostics):
         Raises:
             ValueError, RuntimeError: as in `LLM.generate`.
         """
-        params = params_of(sampling_params, 1, self._default_params)
-        ids = None if request_id is None else [request_id]
-        (samples,) = self.prepare([prompt], params, ids, integer("priority", priority, -INT64_MAX))
+        given = for_one(sampling_params, self._default_params, request_id, priority)
+        (samples,) = self.prepare([prompt], *given)
         return samples
 
     def chat_prompt(self, messages: Messages, template: TemplateOptions) -> TokensPrompt:

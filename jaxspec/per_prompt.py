@@ -36,6 +36,18 @@ def params_of(
     return [copies[id(each)] for each in params]
 
 
+def for_one(
+    params: SamplingParams | None, default: SamplingParams, name: str | None, priority: int
+) -> tuple[list[SamplingParams], list[str] | None, int]:
+    """Parameters, names and priority of a call for one prompt, as calls for several take them.
+
+    Raises:
+        ValueError: as `params_of`, or the priority is no integer that fits in 64 bits.
+    """
+    names = None if name is None else [name]
+    return params_of(params, 1, default), names, integer("priority", priority, -INT64_MAX)
+
+
 def names_of(names: Any, count: int) -> list[str]:
     """What each of `count` prompts is called.
 

@@ -147,7 +147,8 @@ class DiskTier:
     def wait(self, pieces: Iterable[Piece], seconds: float) -> bool:
         """Wait for these pieces, but no longer; whether all are there, or can't be read.
 
-        A file that is being read at the end is given up. One whose turn has not come stays.
+        A file that is being read at the end is deleted, for it would hold up others, too. One whose
+        turn has not come stays.
         """
         awaited = [piece for piece in pieces if self.is_loading(piece)]
         for piece in awaited:

@@ -4,6 +4,7 @@ All of it runs in the thread of a `DiskTier`. A file is a container of the piece
 keys of its pages. Whatever is wrong with one, its reader hears of it by an error.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def scan(folder: Path, own: str, page_size: int) -> list[PieceFile]:
     for entry in os.scandir(folder):
         path, name = Path(entry.path), _NAME.fullmatch(entry.name)
         if _PART.fullmatch(entry.name):
-            path.unlink(missing_ok=True)
+            _delete(path)
         if name is None:
             continue  # no file of ours
         try:
@@ -81,8 +82,14 @@ def scan(folder: Path, own: str, page_size: int) -> list[PieceFile]:
             file = PieceFile(entry.name, status.st_size, about["is_state"] is True, keys)
             found.append((status.st_mtime_ns, file))
         except (OSError, ValueError, TypeError, KeyError):
-            path.unlink(missing_ok=True)
+            _delete(path)
     return [file for _, file in sorted(found, key=lambda each: each[0])]
+
+
+def _delete(path: Path) -> None:
+    """Delete a file of no use, if that can be done."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def delete_all(folder: Path, own: str) -> None:

@@ -22,23 +22,30 @@ from jaxspec.server.endpoints import (
     tokens,
 )
 from jaxspec.server.errors import ENGINE_ERRORS, ApiError, respond
+from jaxspec.server.figures import Figures
 from jaxspec.server.options import ServerOptions
-from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.request_ids import RequestIds
 from jaxspec.server.service import Service
+from jaxspec.server.snapshot import LocalWatch
 from jaxspec.server.version import version
 
 _ASKED = (models, completions, chat, messages, responses, tokens)  # by clients
 _WATCHED = (health, metrics, figures, page)  # by people and by what watches
 
 
-def make_app(llm: AsyncLLM | RemoteLLM, options: ServerOptions | None = None) -> FastAPI:
-    """The ASGI app that serves `llm`; `app.state.service` is what its routes share.
+def make_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """The ASGI app that serves `llm`, an engine of this process; raises as `app_of`."""
+    figures = Figures()
+    return app_of(Service(llm, options or ServerOptions(), figures, LocalWatch(llm, figures)))
+
+
+def app_of(service: Service) -> FastAPI:
+    """The ASGI app of a service; `app.state.service` is what its routes share.
 
     Raises:
         ValueError: the model has no tokenizer, or the file of keys can't be read.
     """
-    options = options or ServerOptions()
+    options = service.options
     before = [
         Middleware(RequestIds),
         Middleware(RequireKey, keys=options.keys(), protect_metrics=options.protect_metrics),
@@ -59,7 +66,7 @@ def make_app(llm: AsyncLLM | RemoteLLM, options: ServerOptions | None = None) ->
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.service = Service(llm, options)
+    app.state.service = service
     for family in _ASKED + _WATCHED:
         app.include_router(family.router)
     return app

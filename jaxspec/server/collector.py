@@ -47,11 +47,9 @@ _ENGINE_SECONDS = ("plan_time", "dispatch_time", "wait_time", "collect_time")
 class Collector(Base):
     """vLLM's names, so that its dashboards show them, and a few of our own under `jaxspec:`."""
 
-    def __init__(
-        self, snapshot: Snapshot, shapes: StepShapes, model_name: str, loop_seconds: float
-    ):
-        """Tell of `snapshot`; this event loop has just taken `loop_seconds` for one turn."""
-        self._snapshot, self._shapes, self._loop_seconds = snapshot, shapes, loop_seconds
+    def __init__(self, snapshot: Snapshot, shapes: StepShapes, model_name: str):
+        """Tell of `snapshot`, and of what stays as it is."""
+        self._snapshot, self._shapes = snapshot, shapes
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def describe(self) -> Iterable[Metric]:
@@ -97,7 +95,7 @@ class Collector(Base):
         yield self._counters("vllm:request_success", "finished_reason", figures.ends)
         yield self._counters("vllm:admission_rejections", "reason", figures.rejections)
         yield self._gauge("jaxspec:is_healthy", float(self._snapshot.is_healthy))
-        yield self._gauge("jaxspec:event_loop_lag_seconds", self._loop_seconds)
+        yield self._gauge("jaxspec:event_loop_lag_seconds", self._snapshot.loop_lag)
 
     def _settings(self) -> Iterator[Metric]:
         """What stays as it is: the cache as it was set up, in vLLM's words, and being awake."""

@@ -27,6 +27,7 @@ class HttpServer(uvicorn.Server):
                 access_log=options.access_log,
                 timeout_graceful_shutdown=_CLOSING,
                 ws="none",
+                lifespan="off",
             )
         )
         self._on_start: Callable[[], None] = lambda: None
@@ -43,7 +44,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `run.Life`, which lets running requests end first."""
+        """Leave signals to the engine's process, which lets running requests end first."""
         yield
 
     def end(self, *, now: bool = False) -> None:
@@ -53,7 +54,7 @@ class HttpServer(uvicorn.Server):
 
 
 def set_up_log() -> None:
-    """Have the log written as uvicorn does where there is none, as in the engine's process."""
+    """Have the log written as uvicorn does, in a process that has no `HttpServer`."""
     logging.config.dictConfig(LOGGING_CONFIG)
 
 

@@ -4,7 +4,7 @@ The help of `python -m jaxspec serve` is made from it.
 """
 
 import dataclasses
-import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ class ServerOptions:
     port: int = option(8000, "port to listen at; 0 takes a free one", least=0)
     api_processes: int = option(
         1,
-        "processes that speak HTTP; with more than 1 the engine has a process to itself, which "
-        "many streams of a small model are worth",
+        "processes that speak HTTP; with more than 1 the engine has a process to itself. Use it "
+        "for many streams of a small model",
     )
     served_model_name: tuple[str, ...] = option(
         (), "names that requests may call the model by; answers carry the first", none="MODEL"
@@ -96,9 +96,13 @@ class ServerOptions:
             raise ValueError(
                 f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}."
             )
-        if self.api_processes > 1 and not hasattr(socket, "SO_REUSEPORT"):
+        if self.api_processes > _MAX_PROCESSES:
             raise ValueError(
-                f"api_processes must be 1 on this system, whose ports can't be shared, got "
+                f"api_processes must be at most {_MAX_PROCESSES}, got {self.api_processes}."
+            )
+        if self.api_processes > 1 and sys.platform == "win32":
+            raise ValueError(
+                f"api_processes must be 1 on Windows, where processes can't share a port, got "
                 f"{self.api_processes}."
             )
         if self.port > 65535:
@@ -138,6 +142,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 _MAX_TEXTS = 10_000
+_MAX_PROCESSES = 256
 _SECONDS = ("queue_timeout", "stream_stall_timeout", "stream_keep_alive")  # which can't be 0
 OPTIONS = {field.name: field for field in dataclasses.fields(ServerOptions)}
 """The options by name, in order."""

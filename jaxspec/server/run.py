@@ -14,6 +14,7 @@ from jaxspec.server.http_server import HttpServer
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
 from jaxspec.server.request_ids import LOG
+from jaxspec.server.service import tokenizer_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOOK = 0.5  # seconds between looks for a failure of the engine
@@ -78,18 +79,20 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
         The exit status: 0; 1 if the engine failed, or the port can't be had.
     """
     options.keys()  # what is wrong there is told before a model is loaded
-    with _bound(options) as ports, _switching():
+    with _bound(options) as port, _switching():
+        where = _address(port)
         async with make_llm() as llm:
+            tokenizer_of(llm)  # told before all is compiled
             if options.warm_up:
                 await llm.warm_up()
             front: Front
-            if len(ports) == 1:
-                front = _ThisProcess(llm, options, ports[0])
+            if options.api_processes == 1:
+                front = _ThisProcess(llm, options, port)
             else:
-                front = ApiProcesses(llm, options, ports)
+                front = ApiProcesses(llm, options, port)
             life = _Life(llm, front, options)
             with life.heard():
-                is_whole = await front.serve(lambda: _tell_where(ports[0]))
+                is_whole = await front.serve(lambda: LOG.info("Serving at %s", where))
             await life.wait()
             return 0 if is_whole and llm.error is None else 1
 
@@ -162,47 +165,25 @@ def _switching() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bound(options: ServerOptions) -> Iterator[list[socket.socket]]:
-    """The port, taken but not open: a second server fails before it loads a model.
-
-    There is a socket for each API process; the kernel shares connections out among them.
+def _bound(options: ServerOptions) -> Iterator[socket.socket]:
+    """The port, taken but not open: a server where one serves fails before it loads a model.
 
     Raises:
         OSError: it can't be had.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with contextlib.ExitStack() as kept:
-        # Nobody else may have it, so that the first one does not share; later ones of ours do.
-        listener = kept.enter_context(_listener(family, options.host, options.port))
-        if options.api_processes == 1:
-            yield [listener]
-            return
-        port = listener.getsockname()[1]
-        listener.close()
-        yield [
-            kept.enter_context(_listener(family, options.host, port, is_shared=True))
-            for _ in range(options.api_processes)
-        ]
+    with socket.socket(family) as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            port.bind((options.host, options.port))
+        except OSError as error:
+            raise OSError(
+                f"The server can't listen at {options.host}:{options.port}: {error.strerror}. "
+                "Choose another --port or --host, or end what listens there."
+            ) from error
+        yield port
 
 
-def _listener(
-    family: socket.AddressFamily, host: str, port: int, *, is_shared: bool = False
-) -> socket.socket:
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(
-            f"The server can't listen at {host}:{port}: {error.strerror}. Choose another --port or "
-            "--host, or end what listens there."
-        ) from error
-    return listener
-
-
-def _tell_where(listener: socket.socket) -> None:
-    host, port, *_ = listener.getsockname()
-    LOG.info("Serving at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+def _address(port: socket.socket) -> str:
+    host, number, *_ = port.getsockname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{number}"

@@ -5,22 +5,22 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError
-from jaxspec.async_llm import AsyncLLM, AsyncStream
+from jaxspec.async_stream import AsyncStream
+from jaxspec.config import StepShapes
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.errors import ApiError
 from jaxspec.server.figures import Figures
 from jaxspec.server.generation import Generation
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.parsers import parser_for
-from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.protocol.sampling import Sampling
-from jaxspec.server.snapshot import LocalWatch, Watch
+from jaxspec.server.snapshot import Watch
 from jaxspec.server.sse import EventStream
 from jaxspec.tokenizer import Tokenizer
 
@@ -33,30 +33,66 @@ _REJECTIONS = {
 }
 
 
+class ServedLLM(Protocol):
+    """What routes need of an engine, in this process (`AsyncLLM`) or in another (`RemoteLLM`)."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...  # noqa: D102
+    @property
+    def model_name(self) -> str: ...  # noqa: D102
+    @property
+    def max_model_len(self) -> int: ...  # noqa: D102
+    @property
+    def shapes(self) -> StepShapes: ...  # noqa: D102
+    @property
+    def is_healthy(self) -> bool: ...  # noqa: D102
+    @property
+    def submit(self) -> Callable[..., Awaitable[AsyncStream]]: ...  # noqa: D102
+    @property
+    def submit_chat(self) -> Callable[..., Awaitable[AsyncStream]]: ...  # noqa: D102
+
+    def get_default_sampling_params(self) -> SamplingParams: ...  # noqa: D102
+
+
+def tokenizer_of(llm: ServedLLM) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if llm.tokenizer is None:
+        raise ValueError(
+            "A server needs the model's tokenizer, and this model has none. Copy its "
+            "tokenizer.json into the model's folder, or name another by --tokenizer."
+        )
+    return llm.tokenizer
+
+
 class Service:
     """What all routes share."""
 
-    def __init__(self, llm: AsyncLLM | RemoteLLM, options: ServerOptions):
-        """Serve `llm`.
+    def __init__(
+        self,
+        llm: ServedLLM,
+        options: ServerOptions,
+        figures: Figures,
+        watch: Watch,
+        *,
+        created: int | None = None,
+    ):
+        """Serve `llm`; count requests in `figures`, and let `watch` look at the engine.
+
+        `created`: seconds since 1970 at which the server started; None: now.
 
         Raises:
             ValueError: the model has no tokenizer.
         """
-        if llm.tokenizer is None:
-            raise ValueError(
-                "A server needs the model's tokenizer, and this model has none. Copy its "
-                "tokenizer.json into the model's folder, or name another by --tokenizer."
-            )
-        self.llm, self.options, self.figures = llm, options, Figures()
-        if isinstance(llm, RemoteLLM):
-            self.watch: Watch = llm
-        else:
-            self.watch = LocalWatch(llm, self.figures)
-        self.tokenizer: Tokenizer = llm.tokenizer
+        self.llm, self.options, self.figures, self.watch = llm, options, figures, watch
+        self.tokenizer = tokenizer_of(llm)
         self.dialect = parser_for(self.tokenizer.chat_template)
         self.tags_are_special = any(map(self._is_hidden, self.dialect.tags))
         self.names = options.served_model_name or (_name_of(llm.model_name),)
-        self.created = int(time.time())
+        self.created = int(time.time()) if created is None else created
         self.is_draining = False  # new requests are refused, for the server ends
 
     def check_model(self, name: str | None) -> str:

@@ -1,5 +1,7 @@
 """Snapshot: all figures of a server at one moment, and who takes it."""
 
+import asyncio
+import time
 from typing import Any, NamedTuple, Protocol
 
 from jaxspec.async_llm import AsyncLLM
@@ -16,6 +18,7 @@ class Snapshot(NamedTuple):
     engine: dict[str, Any]  # as `AsyncLLM.metrics`
     by_vllm: list[Metric]  # as `AsyncLLM.get_metrics`
     requests: Figures  # those of all API processes
+    loop_lag: float  # seconds; the largest of all processes' event loops
 
 
 class Watch(Protocol):
@@ -40,13 +43,20 @@ class LocalWatch:
 
     async def snapshot(self) -> Snapshot:
         """The figures as they are now."""
-        return snapshot_of(self._llm, self._figures)
+        return snapshot_of(self._llm, self._figures, await loop_lag())
 
     async def last_steps(self, count: int) -> list[StepRow]:
         """As `StepWatch.last`."""
         return await self._steps.last(count)
 
 
-def snapshot_of(llm: AsyncLLM, requests: Figures) -> Snapshot:
-    """The figures of an engine in this process, and of requests these."""
-    return Snapshot(llm.is_healthy, llm.metrics(), llm.get_metrics(), requests)
+def snapshot_of(llm: AsyncLLM, requests: Figures, lag: float) -> Snapshot:
+    """The figures of an engine in this process, with those of requests and of event loops."""
+    return Snapshot(llm.is_healthy, llm.metrics(), llm.get_metrics(), requests, lag)
+
+
+async def loop_lag() -> float:
+    """Seconds that this event loop takes for all that waits for it now."""
+    asked = time.monotonic()
+    await asyncio.sleep(0)
+    return time.monotonic() - asked

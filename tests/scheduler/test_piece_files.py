@@ -47,3 +47,10 @@ def test_all_of_an_engine_are_deleted_and_no_others(tmp_path):
     write(tmp_path), write(tmp_path, other)
     piece_files.delete_all(tmp_path, OWN)
     assert [path.name for path in tmp_path.iterdir()] == [other]
+
+
+def test_a_file_that_can_t_be_deleted_hides_no_other(tmp_path):
+    write(tmp_path)
+    (tmp_path / f".{NAME}.part").mkdir()
+    (tmp_path / f"{OWN}-{'2' * 32}.piece").mkdir()
+    assert [file.name for file in piece_files.scan(tmp_path, OWN, 4)] == [NAME]

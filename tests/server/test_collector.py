@@ -24,9 +24,9 @@ BY_VLLM = [
 
 def text_of(figures, prefix_caching="all"):
     shapes = SimpleNamespace(page_size=16, num_pages=101, prefix_caching=prefix_caching)
-    snapshot = Snapshot(True, {**SECONDS, "num_steps": 4}, BY_VLLM, figures)
+    snapshot = Snapshot(True, {**SECONDS, "num_steps": 4}, BY_VLLM, figures, 0.25)
     registry = CollectorRegistry()
-    registry.register(Collector(snapshot, shapes, "a", 0.25))
+    registry.register(Collector(snapshot, shapes, "a"))
     return generate_latest(registry).decode()
 
 

@@ -80,7 +80,7 @@ def test_the_library_imports_nothing_of_the_extra():
 
 
 def test_without_the_extra_the_way_to_it_is_told(monkeypatch, capsys):
-    for name in ("command", "run"):
+    for name in ("command", "run", "http_server"):
         monkeypatch.delitem(sys.modules, f"jaxspec.server.{name}")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert command.main(["serve"]) == 2

@@ -18,6 +18,8 @@ def test_the_defaults_keep_to_themselves():
         ({"port": -1}, "port must be an integer of at least 0, got -1"),
         ({"port": 65536}, "port must be at most 65535, got 65536"),
         ({"port": "x"}, "port must be an integer of at least 0, got 'x'"),
+        ({"api_processes": 0}, "api_processes must be an integer of at least 1, got 0"),
+        ({"api_processes": 257}, "api_processes must be at most 256, got 257"),
         ({"max_n": 0}, "max_n must be an integer of at least 1"),
         ({"max_body_mib": 2**30}, "max_body_mib must be at most"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be a finite number, got nan"),

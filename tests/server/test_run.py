@@ -11,6 +11,7 @@ import time
 
 import httpx
 import pytest
+from scripted_llm import ScriptedLLM
 
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.run import serve
@@ -122,7 +123,7 @@ def test_after_sigterm_streams_end_well_new_requests_get_503_and_the_status_is_0
                 httpx.post(f"{server.root}/v1/completions", json={"prompt": "a"}, timeout=30),
                 httpx.get(f"{server.root}/ready"),
             ]
-        except httpx.TransportError:
+        except httpx.ConnectError:
             assert not any(reader.is_alive() for reader in readers)  # all had ended meanwhile
         for reader in readers:
             reader.join(120)
@@ -178,3 +179,15 @@ def test_after_a_failed_step_the_process_ends_with_status_1_if_that_is_asked_for
         assert found.status_code == 503
         assert server.process.wait(20) == 1
         server.wait_for("(The engine failed)")
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled():
+    class Mute(ScriptedLLM):
+        def __init__(self):
+            self.tokenizer = None
+
+        async def warm_up(self):
+            raise AssertionError("it was compiled")
+
+    with pytest.raises(ValueError, match="A server needs the model's tokenizer"):
+        asyncio.run(serve(Mute, ServerOptions(port=0, api_processes=2)))

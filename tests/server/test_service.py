@@ -9,6 +9,7 @@ from scripted_llm import ScriptedLLM, ScriptedStream
 from jaxspec.async_errors import QueueFullError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.errors import ApiError
+from jaxspec.server.figures import Figures
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.protocol.completions import CompletionRequest
 from jaxspec.server.service import MAX_CHOICES, Service
@@ -32,7 +33,7 @@ class Picky(ScriptedLLM):
 
 
 def service(**options):
-    return Service(Picky(), ServerOptions(**options))
+    return Service(Picky(), ServerOptions(**options), Figures(), None)
 
 
 def complete(served, *prompts, **fields):
@@ -44,7 +45,7 @@ def test_names_are_those_given_or_the_model_s_own():
     assert service().check_model(None) == service().check_model("scripted") == "scripted"
     folder = service()
     folder.llm.model_name = str(Path(__file__).parent)
-    assert Service(folder.llm, ServerOptions()).names == ("server",)
+    assert Service(folder.llm, ServerOptions(), Figures(), None).names == ("server",)
     named = service(served_model_name=["a", "b"])
     assert [named.check_model(name) for name in (None, "a", "b")] == ["a", "a", "b"]
     with pytest.raises(ApiError, match="model must be 'a', 'b', got 'scripted'") as caught:

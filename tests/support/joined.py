@@ -5,15 +5,14 @@ import contextlib
 import socket
 
 from jaxspec.server.figures import Figures
-from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.channel import Channel
 from jaxspec.server.processes.desk import Desk
-from jaxspec.server.processes.remote_llm import Brief, RemoteLLM
+from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.snapshot import LocalWatch
 
 
 class Joined(RemoteLLM):
-    """A RemoteLLM that brings the other side along; `closed` ends both, but not the engine."""
+    """A RemoteLLM that brings the other side along; `close` ends both, but not the engine."""
 
     desk: Desk
     hearing: list[asyncio.Task]
@@ -28,13 +27,11 @@ async def join(llm) -> Joined:
     near, far = map(Channel.of, socket.socketpair())
     near, far = await near, await far
     watch = LocalWatch(llm, Figures())
-    brief = Brief(ServerOptions(), llm.elsewhere(1))
-    desk = Desk(llm, far, brief, watch.snapshot, watch.last_steps)
-    hearing = [asyncio.create_task(desk.run()), asyncio.create_task(near.run())]
-    told = await near.ask("brief")
-    joined = Joined(told.engine, near)
-    joined.desk, joined.hearing = desk, hearing
-    return joined
+    desk = Desk(llm, far, watch.snapshot, watch.last_steps)
+    remote = Joined(llm.elsewhere(1), near)
+    remote.desk = desk
+    remote.hearing = [asyncio.create_task(each.run()) for each in (desk, near)]
+    return remote
 
 
 @contextlib.asynccontextmanager

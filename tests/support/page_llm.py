@@ -55,6 +55,7 @@ class PageLLM(ScriptedLLM):
 
     def __init__(self, pieces: Sequence[str]):
         super().__init__(pieces, _TEMPLATE)
+        self.get_metrics = list
         self.streams: list[PageStream] = []
 
     async def submit_chat(self, messages, *args, **options):

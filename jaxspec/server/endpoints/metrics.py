@@ -1,8 +1,5 @@
 """GET /metrics: the engine's figures and the server's, as Prometheus reads them."""
 
-import asyncio
-import time
-
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.responses import Response
 
@@ -16,10 +13,7 @@ router = make_router()
 @router.get("/metrics")
 async def metrics(service: ServiceOf) -> Response:
     """All figures, as text."""
-    asked = time.monotonic()
-    await asyncio.sleep(0)  # behind all that waits for the event loop
-    lag = time.monotonic() - asked
     snapshot = await service.watch.snapshot()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(snapshot, service.llm.shapes, service.names[0], lag))
+    registry.register(Collector(snapshot, service.llm.shapes, service.names[0]))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)

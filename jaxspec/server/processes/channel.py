@@ -10,6 +10,8 @@ from typing import Any, Self
 
 _LENGTH = struct.Struct("<Q")
 _ANSWER = ""  # the name of an answer's frame
+_MAX_BUFFERED = 2**28  # bytes that wait for the other side; one that reads nothing is given up
+_Frame = tuple[int | None, str, tuple[Any, ...]]
 
 
 class Channel:
@@ -17,6 +19,9 @@ class Channel:
 
     Pickles are safe here as they are in `multiprocessing`: the socket has no name, so nobody but
     the two processes can write into it.
+
+    What comes calls the function of its name in `handlers`. It is a coroutine function where an
+    answer is asked for.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -25,6 +30,7 @@ class Channel:
         self._reader, self._writer = reader, writer
         self._asked = dict[int, asyncio.Future[Any]]()
         self._num_asked = 0
+        self._is_gone = False
         self._tasks = set[asyncio.Task[None]]()  # that make answers
 
     @classmethod
@@ -37,13 +43,13 @@ class Channel:
         self._write(None, name, args)
 
     async def ask(self, name: str, *args: Any) -> Any:
-        """What the other side's handler, a coroutine function, returns.
+        """What the other side's handler returns.
 
         Raises:
             ConnectionError: the other side is gone.
             Exception: what the handler raised.
         """
-        if self._reader.at_eof() or self._writer.is_closing():
+        if self._is_gone or self._writer.is_closing():
             raise ConnectionResetError("The other process of the server is gone.")
         self._num_asked = number = self._num_asked + 1
         self._asked[number] = asyncio.get_running_loop().create_future()
@@ -53,6 +59,15 @@ class Channel:
         finally:
             del self._asked[number]
 
+    async def hear_first(self) -> Any:
+        """The argument of the first thing told. No handler is called; `run` hears what follows.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        _, _, (argument,) = pickle.loads(await self._read())
+        return argument
+
     async def run(self) -> None:
         """Hear the other side until it is gone.
 
@@ -60,10 +75,11 @@ class Channel:
             Exception: what a handler of something told raised.
         """
         try:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(EOFError, ConnectionError):
                 while True:
                     self._take(pickle.loads(await self._read()))
         finally:
+            self._is_gone = True
             self._writer.close()
             for each in self._asked.values():
                 if not each.done():
@@ -77,7 +93,7 @@ class Channel:
         (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         return await self._reader.readexactly(length)
 
-    def _take(self, frame: tuple[int | None, str, tuple[Any, ...]]) -> None:
+    def _take(self, frame: _Frame) -> None:
         number, name, args = frame
         if number is None:
             self.handlers[name](*args)
@@ -94,15 +110,17 @@ class Channel:
 
     async def _answer(self, number: int, name: str, args: tuple[Any, ...]) -> None:
         try:
-            answer = (await self.handlers[name](*args), None)
+            self._write(number, _ANSWER, (await self.handlers[name](*args), None))
         except Exception as error:
-            answer = (None, _portable(error))
-        self._write(number, _ANSWER, answer)
+            self._write(number, _ANSWER, (None, _portable(error)))
 
     def _write(self, number: int | None, name: str, args: tuple[Any, ...]) -> None:
         data = pickle.dumps((number, name, args), pickle.HIGHEST_PROTOCOL)
-        if not self._writer.is_closing():
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+        if self._writer.is_closing():
+            return
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+        if self._writer.transport.get_write_buffer_size() > _MAX_BUFFERED:
+            self._writer.transport.abort()
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,6 +1,7 @@
 """Desk: where the engine's process serves one API process."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from jaxspec.arrivals import Arrival, Receiver, Tap
@@ -9,7 +10,6 @@ from jaxspec.engine_thread import MakeTap, Settle
 from jaxspec.outputs import Sample
 from jaxspec.request import Request
 from jaxspec.server.processes.channel import Channel
-from jaxspec.server.processes.remote_llm import Brief
 from jaxspec.server.snapshot import Snapshot
 from jaxspec.timeline import StepRow
 
@@ -25,7 +25,10 @@ class Outbox(Receiver):
         make_tap: MakeTap,
         settle: Settle,
     ):
-        """Send to `desk`'s process, which calls the request `number`; the rest is as an `Inbox`."""
+        """Send to the process of `desk`, where the request has this `number`.
+
+        The rest is as in `Inbox`.
+        """
         super().__init__(desk.loop, [make_tap(sample) for sample in samples])
         self._number, self._desk, self.settle = number, desk, settle
 
@@ -47,19 +50,19 @@ class Desk:
         self,
         llm: AsyncLLM,
         channel: Channel,
-        brief: Brief,
         snapshot: Callable[[], Awaitable[Snapshot]],
         last_steps: Callable[[int], Awaitable[list[StepRow]]],
     ):
         """Serve the process at the other end of `channel`, from `run` on."""
         self.loop, self.channel = asyncio.get_running_loop(), channel
         self.ready = asyncio.Event()  # its port is open
-        self._llm, self._brief = llm, brief
+        self._llm, self._is_gone = llm, False
+        self._expected = dict[int, contextlib.ExitStack]()  # requests that are made ready there
         self._outboxes = dict[int, Outbox]()
         self._came = list[tuple[int, int, Arrival]]()  # and was not sent yet
         channel.handlers = {
-            "brief": self._tell_brief,
             "ready": self.ready.set,
+            "expect": self._expect,
             "take_over": self._take_over,
             "settle": self._settle,
             "abort": self._abort,
@@ -73,8 +76,9 @@ class Desk:
         try:
             await self.channel.run()
         finally:
-            self._llm.give_up(*self._outboxes.values())
-            self._outboxes.clear()
+            self._is_gone = True
+            for number in {*self._expected, *self._outboxes}:
+                self._abort(number)
 
     def add(self, number: int, index: int, arrival: Arrival) -> None:
         """What came for a sample goes with what else comes in this turn of the event loop."""
@@ -93,25 +97,34 @@ class Desk:
             came, self._came = self._came, []
             self.channel.tell("came", came)
 
-    async def _tell_brief(self) -> Brief:
-        return self._brief
+    async def _expect(self, number: int) -> None:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self._llm.expecting())
+            self._expected[number] = entered.pop_all()
 
     async def _take_over(self, number: int, requests: Sequence[Request]) -> None:
         def make(samples: Sequence[Sample], make_tap: MakeTap, settle: Settle) -> Outbox:
             self._outboxes[number] = Outbox(number, self, samples, make_tap, settle)
             return self._outboxes[number]
 
+        for request in requests:
+            request.tokens = list(request.prompt)  # which came once for all samples
         try:
-            await self._llm.take_over(requests, make)
+            with self._expected.pop(number):
+                await self._llm.take_over(requests, make)
         except BaseException:
             self._outboxes.pop(number, None)
             raise
+        if self._is_gone:
+            self._abort(number)
 
     def _settle(self, number: int, index: int, num_tokens: int | None) -> None:
         if (outbox := self._outboxes.get(number)) is not None:
             outbox.settle(outbox.taps[index], num_tokens)
 
     def _abort(self, number: int) -> None:
+        if (expected := self._expected.pop(number, None)) is not None:
+            expected.close()
         if (outbox := self._outboxes.pop(number, None)) is not None:
             self._llm.give_up(outbox)
 

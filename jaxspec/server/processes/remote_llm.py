@@ -2,35 +2,26 @@
 
 import asyncio
 import contextlib
-import functools
+import copy
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxspec.arrivals import Arrival, Tap
 from jaxspec.async_calls import AsyncCalls, Prepared
-from jaxspec.async_errors import EngineDeadError, ServiceError
+from jaxspec.async_errors import EngineDeadError, EngineGoneError, ServiceError
 from jaxspec.async_llm import Elsewhere
 from jaxspec.async_stream import AsyncStream, Inbox
-from jaxspec.checks import INT64_MAX, integer
 from jaxspec.conversations import TemplateOptions
 from jaxspec.inputs import InputProcessor
 from jaxspec.outputs import Sample
-from jaxspec.per_prompt import params_of
+from jaxspec.per_prompt import for_one
 from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.channel import Channel
 from jaxspec.server.snapshot import Snapshot
 from jaxspec.timeline import StepRow
 from jaxspec.tokenizer import Tokenizer
-
-
-class Brief(NamedTuple):
-    """What an API process is told when it starts."""
-
-    options: ServerOptions
-    engine: Elsewhere
 
 
 class _Maker:
@@ -45,14 +36,28 @@ class _Maker:
     def prepare_one(
         self, prompt: Prompt, params: SamplingParams | None, name: str | None, priority: int
     ) -> list[Sample]:
-        checked = params_of(params, 1, self._default_params)
-        names = None if name is None else [name]
-        priority = integer("priority", priority, -INT64_MAX)
-        (samples,) = self._inputs.process([prompt], checked, names, priority)
+        given = for_one(params, self._default_params, name, priority)
+        (samples,) = self._inputs.process([prompt], *given)
         return samples
 
     def chat_prompt(self, messages: Any, template: TemplateOptions) -> TokensPrompt:
         return self._inputs.chat(messages, template)
+
+
+class _Inbox(Inbox):
+    """An inbox whose request has a number, by which both processes know it."""
+
+    def __init__(self, number: int, samples: list[Sample], channel: Channel):
+        def settle(tap: Tap, num_tokens: int | None) -> None:
+            channel.tell("settle", number, tap.index, num_tokens)
+
+        super().__init__(asyncio.get_running_loop(), samples, _tap_of, settle)
+        self.number = number
+
+
+def _tap_of(sample: Sample) -> Tap:
+    """A tap that hands nothing on: the engine's process has another one."""
+    return Tap(sample, lambda tap, arrival: None)
 
 
 class RemoteLLM(AsyncCalls):
@@ -72,7 +77,8 @@ class RemoteLLM(AsyncCalls):
         self._default_params, self._channel = engine.default_params, channel
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._inboxes = dict[int, Inbox]()  # of requests that the engine has
+        self._inboxes = dict[int, _Inbox]()  # of requests that the engine has
+        self._queueing = set[asyncio.Task[tuple[str | None, _Inbox]]]()
         channel.handlers = {**channel.handlers, "came": self._came, "failed": self._failed}
 
     @property
@@ -95,39 +101,52 @@ class RemoteLLM(AsyncCalls):
     def end(self, error: ServiceError) -> None:
         """Nothing is served any more: every stream ends with `error`."""
         self.error = self.error or error
-        for inbox in self._inboxes.values():
-            inbox.fail(error)
-        self._inboxes.clear()
+        inboxes, self._inboxes = self._inboxes, {}
+        for inbox in inboxes.values():
+            inbox.fail(copy.copy(error))
 
     async def _submit(self, prepare: Callable[[], Prepared]) -> AsyncStream:
-        if self.error is not None:
-            raise self.error
-        loop = self._loop
-        prompt, samples = await loop.run_in_executor(self._pool, prepare)
-        number = next(self._numbers)
-        settle = functools.partial(self._settle, number)
-        inbox = Inbox(loop, samples, _tap_of, settle)
-        self._inboxes[number] = inbox
-        abort = functools.partial(self._abort, number)
-        # It goes on if this task is cancelled: only behind its answer is there what can be ended.
-        asking = asyncio.ensure_future(
-            self._ask("take_over", number, [tap.request for tap in inbox.taps])
-        )
+        # Queueing goes on if the caller is cancelled: only what the engine has can be aborted.
+        queueing = asyncio.ensure_future(self._queue(prepare))
+        self._queueing.add(queueing)
+        queueing.add_done_callback(self._queueing.discard)
         try:
-            await asyncio.shield(asking)
+            prompt, inbox = await asyncio.shield(queueing)
         except asyncio.CancelledError:
-            asking.add_done_callback(functools.partial(self._drop, number))
+            queueing.add_done_callback(self._drop)
             raise
-        except Exception:
+        return AsyncStream(inbox, prompt, self._abort, keeps=self)
+
+    def _drop(self, queueing: asyncio.Task[tuple[str | None, _Inbox]]) -> None:
+        """Nobody waits for this request any more."""
+        if not queueing.cancelled() and queueing.exception() is None:
+            _, inbox = queueing.result()
+            inbox.close()
+            self._end(inbox)
+
+    async def _queue(self, prepare: Callable[[], Prepared]) -> tuple[str | None, _Inbox]:
+        number = next(self._numbers)
+        await self._ask("expect", number)
+        try:
+            prompt, samples = await self._loop.run_in_executor(self._pool, prepare)
+            inbox = self._inboxes[number] = _Inbox(number, samples, self._channel)
+            requests = [tap.request for tap in inbox.taps]
+            for request in requests:
+                request.tokens = []  # the prompt's: once is enough on the way
+            await self._ask("take_over", number, requests)
+        except BaseException:
             self._inboxes.pop(number, None)
+            self._channel.tell("abort", number)
             raise
-        return AsyncStream(inbox, prompt, abort, keeps=self)
+        return prompt, inbox
 
     async def _ask(self, name: str, *args: Any) -> Any:
+        if self.error is not None:
+            raise copy.copy(self.error)  # each with a traceback of its own
         try:
             return await self._channel.ask(name, *args)
         except ConnectionError as error:
-            raise self.error or EngineDeadError(error) from error
+            raise EngineGoneError from error
 
     def _came(self, arrivals: list[tuple[int, int, Arrival]]) -> None:
         """What a step brought."""
@@ -139,35 +158,23 @@ class RemoteLLM(AsyncCalls):
             inbox.receive(tap, arrival)
             tap.is_over = bool(arrival.finish or tap.reader.request.finish)  # by a stop string
             if tap.is_over and all(each.is_over for each in inbox.taps):
-                del self._inboxes[number]
-                self._channel.tell("let_go", number)
+                self._end(inbox)
 
     def _failed(self, number: int, error: Exception) -> None:
         """The engine gave a request up."""
+        if isinstance(error, EngineDeadError):
+            self.error = self.error or error
         if (inbox := self._inboxes.pop(number, None)) is not None:
-            inbox.fail(error)
+            inbox.fail(copy.copy(error))
 
-    def _settle(self, number: int, tap: Tap, num_tokens: int | None) -> None:
-        self._channel.tell("settle", number, tap.index, num_tokens)
+    def _end(self, inbox: _Inbox) -> None:
+        """Nothing comes any more. What nobody read to its end is settled by an abort."""
+        if self._inboxes.pop(inbox.number, None) is not None:
+            was_read = not (inbox.is_closed or inbox.error)
+            self._channel.tell("let_go" if was_read else "abort", inbox.number)
 
-    def _abort(self, number: int, inbox: Inbox) -> None:
+    def _abort(self, inbox: Inbox) -> None:
         """Any thread may call, as the garbage collector does."""
-        del inbox
+        assert isinstance(inbox, _Inbox)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._abort_here, number)
-
-    def _drop(self, number: int, asked: asyncio.Future[None]) -> None:
-        """A request was queued, or refused, behind the task that wanted it."""
-        if asked.cancelled() or asked.exception() is not None:
-            self._inboxes.pop(number, None)
-        else:
-            self._abort_here(number)
-
-    def _abort_here(self, number: int) -> None:
-        if self._inboxes.pop(number, None) is not None:
-            self._channel.tell("abort", number)
-
-
-def _tap_of(sample: Sample) -> Tap:
-    """A tap that hands nothing on: the engine's process has another one."""
-    return Tap(sample, lambda tap, arrival: None)
+            self._loop.call_soon_threadsafe(self._end, inbox)

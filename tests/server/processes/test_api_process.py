@@ -16,8 +16,8 @@ from jaxspec.inputs import InputProcessor
 from jaxspec.loading import EMBEDDED_MODEL
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.options import ServerOptions
+from jaxspec.server.processes.brief import Brief
 from jaxspec.server.processes.channel import Channel
-from jaxspec.server.processes.remote_llm import Brief
 from jaxspec.tokenizer import Tokenizer
 
 PROGRAM = "jaxspec.server.processes.api_process"
@@ -33,7 +33,8 @@ def brief():
         seed=0,
     )
     shapes = FakeLLMEngine().shapes
-    return Brief(ServerOptions(), Elsewhere(inputs.twin(1), "some/model", shapes, SamplingParams()))
+    engine = Elsewhere(inputs.twin(1), "some/model", shapes, SamplingParams())
+    return Brief(ServerOptions(), engine, 1_700_000_000)
 
 
 def with_process(test):
@@ -51,12 +52,8 @@ def with_process(test):
                 stderr=subprocess.DEVNULL,
             )
         channel, ready = await Channel.of(own), asyncio.Event()
-        told = brief()
-
-        async def tell_brief():
-            return told
-
-        channel.handlers = {"brief": tell_brief, "ready": ready.set}
+        channel.handlers = {"ready": ready.set}
+        channel.tell("brief", brief())
         hearing = asyncio.create_task(channel.run())
         try:
             async with asyncio.timeout(60):
@@ -74,18 +71,20 @@ def with_process(test):
 
 def test_it_answers_by_what_the_engine_s_process_says_and_ends_when_told():
     async def test(channel, client, process):
-        async def refuse(number, requests):
+        async def refuse(number):
             raise DrainingError
 
-        channel.handlers = {**channel.handlers, "take_over": refuse}
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "some/model"
+        channel.handlers = {**channel.handlers, "expect": refuse, "abort": print}
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["created"]) == ("some/model", 1_700_000_000)
         assert (await client.get("/ready")).status_code == 200
         asked = {"prompt": "a", "max_tokens": 3}
         refused = await client.post("/v1/completions", json=asked)
         assert refused.status_code == 503 and "drains" in refused.text
         bad = await client.post("/v1/completions", json={**asked, "top_p": 7})
-        assert bad.status_code == 400  # which the engine's process never hears of
-        figures = await channel.ask("figures")
+        assert bad.status_code == 400
+        figures, lag = await channel.ask("figures")
+        assert lag >= 0
         assert figures.rejections == {"draining": 1}
         channel.tell("drain")
         await channel.ask("figures")  # behind it
@@ -106,3 +105,19 @@ def test_signals_are_the_engine_s_process_s_and_without_it_nothing_goes_on():
         channel.hang_up()
 
     with_process(test)
+
+
+def test_one_that_nobody_speaks_to_ends_without_a_word():
+    own, other = socket.socketpair()
+    with socket.socket() as port, other:
+        port.bind(("127.0.0.1", 0))
+        own.close()
+        ends = other.fileno(), port.fileno()
+        found = subprocess.run(
+            [sys.executable, "-m", PROGRAM, *map(str, ends)],
+            pass_fds=ends,
+            env={**os.environ, "PYTHONPATH": str(pathlib.Path.cwd())},
+            capture_output=True,
+            timeout=60,
+        )
+    assert (found.returncode, found.stderr) == (1, b"")

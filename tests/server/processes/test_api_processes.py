@@ -6,7 +6,10 @@ How they end with a signal: test_run.py.
 import asyncio
 import collections
 import contextlib
+import os
+import signal
 import socket
+import time
 
 import httpx
 import pytest
@@ -14,14 +17,7 @@ from storms import storm, texts
 
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
-
-
-def ports(count):
-    found = [socket.socket() for _ in range(count)]
-    for each in found:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        each.bind(("127.0.0.1", found[0].getsockname()[1]))
-    return found
+from jaxspec.server.request_ids import LOG
 
 
 @contextlib.asynccontextmanager
@@ -30,25 +26,28 @@ async def fronted(llm, count):
 
     The task must have ended, or the processes are told to end, before the block is left.
     """
-    with contextlib.ExitStack() as kept:
-        bound, opened = ports(count), asyncio.Event()
-        for each in bound:
-            kept.enter_context(each)
-        front = ApiProcesses(llm, ServerOptions(), bound)
+    port, opened = socket.socket(), asyncio.Event()
+    with port:
+        port.bind(("127.0.0.1", 0))
+        root = f"http://127.0.0.1:{port.getsockname()[1]}"
+        front = ApiProcesses(llm, ServerOptions(api_processes=count), port)
         serving = asyncio.create_task(front.serve(opened.set))
         async with asyncio.timeout(180):
             await opened.wait()
-            yield front, serving, f"http://127.0.0.1:{bound[0].getsockname()[1]}"
+            yield front, serving, root
             await serving
 
 
-def test_processes_share_a_port_and_their_figures_and_the_server_ends_when_one_is_gone(served):
+def test_processes_share_a_port_and_their_figures_and_the_server_ends_when_one_is_gone(
+    served, caplog
+):
     async def counted(client, name):
         lines = (await client.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     async def run():
         async with fronted(served.llm, 2) as (front, serving, root):
+            LOG.addHandler(caplog.handler)
             texts = set()
             for _ in range(20):  # each by a connection of its own
                 async with httpx.AsyncClient(base_url=root, timeout=60) as client:
@@ -60,13 +59,51 @@ def test_processes_share_a_port_and_their_figures_and_the_server_ends_when_one_i
             async with httpx.AsyncClient(base_url=root, timeout=60) as client:
                 assert await counted(client, "vllm:request_success_total") == 20
                 assert await counted(client, "vllm:prompt_tokens_total") > 20
-            served_by = [await desk.channel.ask("figures") for desk in front._desks]
-            assert all(sum(each.ends.values()) for each in served_by), "one process did nothing"
             front._processes[0].kill()
             assert await serving is False
+        assert "API process 1 of 2 ended by itself with status -9" in caplog.text
         assert [process.poll() is not None for process in front._processes] == [True, True]
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(root)
+
+    try:
+        asyncio.run(run())
+    finally:
+        LOG.removeHandler(caplog.handler)
+
+
+def test_a_process_that_hangs_holds_up_neither_figures_nor_an_end_at_once(served):
+    async def run():
+        async with fronted(served.llm, 2) as (front, serving, _):
+            os.kill(front._processes[0].pid, signal.SIGSTOP)
+            asked = time.monotonic()
+            snapshot = await front._snapshot()
+            assert snapshot.is_healthy and time.monotonic() - asked < 5
+            front.end()
+            front.end(now=True)
+            assert await serving is True
+            assert time.monotonic() - asked < 10
+        assert all(process.returncode is not None for process in front._processes)
 
     asyncio.run(run())
+
+
+def test_a_start_that_is_given_up_leaves_no_process(served):
+    async def run():
+        with socket.socket() as port:
+            port.bind(("127.0.0.1", 0))
+            front = ApiProcesses(served.llm, ServerOptions(api_processes=2), port)
+            serving = asyncio.create_task(front.serve(lambda: None))
+            while len(front._processes) < 2:
+                await asyncio.sleep(0.001)
+            serving.cancel()
+            await asyncio.wait([serving])
+        assert all(process.returncode is not None for process in front._processes)
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began < 12
 
 
 @pytest.mark.soak

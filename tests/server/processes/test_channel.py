@@ -7,6 +7,8 @@ import socket
 import pytest
 
 from jaxspec.async_errors import QueueFullError
+from jaxspec.server.http_server import event_loop
+from jaxspec.server.processes import channel as channel_module
 from jaxspec.server.processes.channel import Channel
 
 
@@ -46,8 +48,10 @@ def in_a_loop(test):
         async with asyncio.timeout(30), pair() as found:
             await test(*found)
 
-    def wrapped():
-        asyncio.run(run())
+    @pytest.mark.parametrize("loop", [event_loop, asyncio.new_event_loop])
+    def wrapped(loop):
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(run())
 
     return wrapped
 
@@ -68,9 +72,42 @@ async def test_errors_come_back_or_at_least_their_words(near, far, told, tasks):
     async def fail():
         raise Unsendable("its words", 2)
 
-    far.handlers = {"fail": fail}
+    async def give_a_function():
+        return lambda: None
+
+    far.handlers = {"fail": fail, "give": give_a_function}
     with pytest.raises(RuntimeError, match="^Unsendable: its words$"):
         await near.ask("fail")
+    with pytest.raises(Exception, match="pickle"):
+        await near.ask("give")
+
+
+@in_a_loop
+async def test_the_first_word_is_heard_before_there_are_handlers(near, far, told, tasks):
+    first, second = [await Channel.of(end) for end in socket.socketpair()]
+    first.tell("brief", 3)
+    first.tell("note", 4)
+    assert await second.hear_first() == 3
+    heard = []
+    second.handlers = {"note": heard.append}
+    running = asyncio.create_task(second.run())
+    first.hang_up()
+    await running
+    assert heard == [4]
+    with pytest.raises(EOFError):
+        await second.hear_first()
+
+
+@in_a_loop
+async def test_a_side_that_reads_nothing_is_given_up(near, far, told, tasks):
+    deaf, other = [await Channel.of(end) for end in socket.socketpair()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel_module, "_MAX_BUFFERED", 1000)
+        other.tell("note", b"x" * 10_000_000)
+    with pytest.raises(ConnectionError):
+        await asyncio.sleep(0)
+        await other.ask("note")
+    deaf.hang_up()
 
 
 @in_a_loop

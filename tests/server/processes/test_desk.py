@@ -34,11 +34,18 @@ class At:
 
     def __init__(self, llm, **options):
         self.llm, self.channel = llm(max_num_seqs=5, decode_rows=(5,), **options), Recorded()
-        self.desk = Desk(self.llm, self.channel, "brief", None, None)
+        self.desk = Desk(self.llm, self.channel, None, None)
         self.running = asyncio.create_task(self.desk.run())
 
     async def ask(self, name, *args):
         return await self.channel.handlers[name](*args)
+
+    async def take_over(self, number, requests):
+        """As a process does that makes requests."""
+        await self.ask("expect", number)
+        for request in requests:
+            request.is_streamed, request.tokens = True, []
+        await self.ask("take_over", number, requests)
 
     def tell(self, name, *args):
         self.channel.handlers[name](*args)
@@ -95,9 +102,9 @@ def test_what_a_step_brings_is_sent_at_once_for_all_requests(over):
         requests = [ask.requests(first_key=0) for ask in asks]
         for group in requests:
             for index, request in enumerate(group):
-                request.index, request.is_streamed = index, True
+                request.index = index
         for number, group in enumerate(requests):
-            await at.ask("take_over", number, group)
+            await at.take_over(number, group)
         await at.idle()
         await at.until(lambda: all(all(r for _, r in at.tokens(n).values()) for n in range(3)))
         for number, ask in enumerate(asks):
@@ -114,14 +121,20 @@ def test_what_a_step_brings_is_sent_at_once_for_all_requests(over):
 def test_a_request_that_is_aborted_or_whose_process_is_gone_frees_its_row(over):
     async def test(at):
         at.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.05)
+        requests = [LONG.requests(first_key=0) for _ in range(2)]
         for number in range(2):
-            await at.ask("take_over", number, LONG.requests(first_key=0))
+            await at.take_over(number, requests[number])
+        await at.ask("expect", 2)
+        await at.ask("expect", 3)
         at.tell("abort", 0)
+        at.tell("abort", 3)
         at.tell("abort", 7)  # nobody knows it
+        assert at.llm.num_waiting >= 1
         at.channel.gone.set()
         await at.running
         await at.idle()
-        assert not at.desk._outboxes
+        assert not at.desk._outboxes and not at.desk._expected
+        assert [group[0].finish.reason for group in requests] == ["abort", "abort"]
 
     over(test)
 
@@ -130,7 +143,7 @@ def test_a_stop_string_that_the_other_side_found_ends_the_sample(over):
     async def test(at):
         (request,) = Ask(prompt=0, max_tokens=12, ends_at=3, letters=1).requests(first_key=0)
         want, _, _ = expected(request)
-        await at.ask("take_over", 0, [request])
+        await at.take_over(0, [request])
         await at.until(lambda: at.tokens(0) and len(at.tokens(0)[0][0]) >= len(want))
         at.tell("settle", 0, 0, len(want))
         at.tell("settle", 9, 0, 1)  # nobody knows it
@@ -144,19 +157,46 @@ def test_a_stop_string_that_the_other_side_found_ends_the_sample(over):
 def test_what_there_is_no_room_for_is_refused_and_forgotten(over):
     async def test(at):
         at.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.2)
+        await at.ask("expect", 0)  # it is tokenized there
         with pytest.raises(QueueFullError):
-            for number in range(9):
-                await at.ask("take_over", number, LONG.requests(first_key=0))
-        assert number not in at.desk._outboxes
+            await at.ask("expect", 1)
+        at.tell("abort", 0)
+        with pytest.raises(QueueFullError):
+            for number in range(2, 11):
+                await at.take_over(number, LONG.requests(first_key=0))
+        assert number not in at.desk._outboxes and not at.desk._expected
 
     over(test, max_num_queued_reqs=1)
+
+
+def test_a_process_that_goes_while_its_request_is_checked_leaves_none(over):
+    async def test(at):
+        (request,) = LONG.requests(first_key=0)
+        at.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.05)
+        admit = at.llm._engine.admit
+
+        def slowly(samples):
+            time.sleep(0.1)
+            admit(samples)
+
+        at.llm._engine.admit = slowly
+        taking = asyncio.create_task(at.take_over(0, [request]))
+        await asyncio.sleep(0.02)
+        at.channel.gone.set()
+        await at.running
+        await taking
+        await at.idle()
+        await at.until(lambda: request.finish.reason == "abort")
+        assert not at.desk._outboxes
+
+    over(test)
 
 
 def test_a_request_that_waits_too_long_is_given_up_here(over):
     async def test(at):
         at.llm._engine.schedule.runner.at["result"] = lambda: time.sleep(0.3)
         for number in range(8):
-            await at.ask("take_over", number, LONG.requests(first_key=0))
+            await at.take_over(number, LONG.requests(first_key=0))
         await at.until(lambda: any(name == "failed" for name, *_ in at.channel.told))
         failed = {args[0]: args[1] for name, *args in at.channel.told if name == "failed"}
         assert failed and all(isinstance(error, QueueTimeoutError) for error in failed.values())
@@ -167,7 +207,7 @@ def test_a_request_that_waits_too_long_is_given_up_here(over):
 
 def test_a_step_that_fails_is_told_behind_what_came_before(over):
     async def test(at):
-        await at.ask("take_over", 0, LONG.requests(first_key=0))
+        await at.take_over(0, LONG.requests(first_key=0))
 
         def fail():
             raise OSError("planted")
@@ -177,6 +217,6 @@ def test_a_step_that_fails_is_told_behind_what_came_before(over):
         name, number, error = at.channel.told[-1]
         assert number == 0 and isinstance(error, EngineDeadError) and not at.desk._outboxes
         with pytest.raises(EngineDeadError):
-            await at.ask("take_over", 1, LONG.requests(first_key=0))
+            await at.ask("expect", 1)
 
     over(test)

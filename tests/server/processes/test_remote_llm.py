@@ -85,6 +85,7 @@ def test_chats_figures_and_steps_come_through(served):
 
 def test_who_leaves_early_leaves_nothing(served):
     async def test(remote):
+        num_tokens = served.llm.metrics()["num_tokens"]
         async with await remote.submit("x = [", LONG.clone()) as stream:
             await anext(stream)
         dropped = await remote.submit("x = [", LONG.clone())
@@ -100,6 +101,8 @@ def test_who_leaves_early_leaves_nothing(served):
         await asyncio.sleep(0.05)
         reading.cancel()
         await asyncio.wait([reading])
+        await nothing_is_left(served.llm, remote)
+        assert served.llm.metrics()["num_tokens"] - num_tokens < 400  # of 9 x 200: they were ended
 
     with_remote(served, test)
 
@@ -136,5 +139,36 @@ def test_what_fails_on_the_way_ends_streams_with_its_error(served):
         remote.end(EngineDeadError(OSError("gone")))
         with pytest.raises(EngineDeadError):
             await read(stream)
+
+    with_remote(served, test)
+
+
+@pytest.mark.parametrize("is_closed, told", [(False, "let_go"), (True, "abort")])
+def test_what_nobody_read_to_its_end_is_settled_by_an_abort(served, is_closed, told):
+    """Its reader left in the same turn of the event loop."""
+
+    async def test(remote):
+        stream = await remote.submit("x = [", SamplingParams(max_tokens=2, stop=["never"]))
+        number, inbox = next(iter(remote._inboxes.items()))
+        inbox.is_closed, heard = is_closed, []
+        tell = remote._channel.tell
+        remote._channel.tell = lambda name, *args: (heard.append(name), tell(name, *args))
+        async with asyncio.timeout(30):
+            while number in remote._inboxes:
+                await asyncio.sleep(0.005)
+        assert heard[-1] == told
+        del stream
+
+    with_remote(served, test)
+
+
+def test_refusals_do_not_share_a_traceback(served):
+    async def test(remote):
+        remote.end(DrainingError())
+        for _ in range(3):
+            with pytest.raises(DrainingError) as caught:
+                await remote.submit("a")
+            assert caught.value is not remote.error
+        assert remote.error.__traceback__ is None
 
     with_remote(served, test)
