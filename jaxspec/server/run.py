@@ -76,7 +76,11 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
     The port opens last, so who can connect will be served.
 
     Returns:
-        The exit status: 0; 1 if the engine failed, or the port can't be had.
+        The exit status: 0; 1 if the engine failed or an API process ended by itself.
+
+    Raises:
+        OSError: the port can't be had.
+        ValueError: the file of keys can't be read, or the model has no tokenizer.
     """
     options.keys()  # what is wrong there is told before a model is loaded
     with _bound(options) as port, _switching():
