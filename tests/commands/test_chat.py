@@ -63,7 +63,12 @@ def typed(monkeypatch, capsys):
         if is_terminal:
             monkeypatch.setattr(stdin, "isatty", lambda: True)
             monkeypatch.setattr(stdout, "isatty", lambda: True, raising=False)
-        status = main(["chat", *words])
+        # A shell starts what it runs in the background with this signal ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            status = main(["chat", *words])
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert Scripted.made.is_closed
         return status, *capsys.readouterr()
 

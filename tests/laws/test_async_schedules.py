@@ -204,8 +204,8 @@ def objects():
 
 @pytest.mark.parametrize("depth, kept, interval", [(2, "off", 1), (0, "off", 4), (3, "pages", 1)])
 def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, depth, kept, interval):
-    """Three rounds; memory does not grow."""
-    num_threads, sizes = threading.active_count(), []
+    """Three rounds; memory does not grow, which is looked at once, for looking takes long."""
+    num_threads, sizes, is_traced = threading.active_count(), [], depth == 2
 
     async def rounds():
         happened = collections.Counter()
@@ -218,14 +218,15 @@ def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, dep
             assert llm.is_healthy
         return happened
 
-    tracemalloc.start()
+    if is_traced:
+        tracemalloc.start()
     try:
         happened = asyncio.run(rounds())
     finally:
         tracemalloc.stop()
     print(dict(happened), sizes)
     assert happened["stop"] and happened["length"] and happened["abort"] + happened[None]
-    assert sizes[2] - sizes[1] < 100_000, "memory grows"
+    assert bool(sizes[1]) == is_traced and sizes[2] - sizes[1] < 100_000, "memory grows"
     assert_threads_are_gone(num_threads)
 
 
