@@ -56,8 +56,12 @@ def pytest_configure(config):
     config.stash[NOT_HERE] = collections.Counter()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest asks for markers
 def pytest_collection_modifyitems(config, items):
     """`LONG` modules come first; tests that this machine can't run are left out and counted."""
+    for item in items:
+        if {"interpreter", "h200"} & set(item.fixturenames):
+            item.add_marker("mosaic")
     items.sort(key=lambda item: not getattr(item.module, "LONG", False))
     reasons = {item: reason for item in items if (reason := _why_not_here(item))}
     config.stash[NOT_HERE].update(reasons.values())
@@ -70,8 +74,7 @@ def _why_not_here(item):
     _, missing = dispatch.kernels_here()
     if missing and item.get_closest_marker("gpu"):
         return f"need a Hopper GPU with kernels ({missing})"
-    needs_mosaic = {"interpreter", "h200"} & set(item.fixturenames)
-    if jax.__version_info__ < (0, 11) and (needs_mosaic or item.get_closest_marker("mosaic")):
+    if jax.__version_info__ < (0, 11) and item.get_closest_marker("mosaic"):
         return f"need jax 0.11 and Python 3.12 (this is jax {jax.__version__})"
     if "h200" in item.fixturenames and not importlib.util.find_spec("jax_cuda13_plugin"):
         return "need the compiler for GPUs (jax-cuda13-pjrt and jax-cuda13-plugin, with --no-deps)"

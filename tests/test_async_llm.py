@@ -120,12 +120,12 @@ def assert_same(got, want):
 def test_many_streams_at_once_give_what_generate_gives(llm, over):
     """Of requests with seeds, stop strings, samples, logprobs and characters of several bytes."""
     random = np.random.default_rng(0)
-    prompts, params = zip(*[random_request(random) for _ in range(120)], strict=True)
+    prompts, params = zip(*[random_request(random) for _ in range(90)], strict=True)
     free = llm.generate(list(prompts), list(params))
     params = [with_stops(random, *each) for each in zip(free, params, strict=True)]
     want = llm.generate(list(prompts), list(params))
-    assert sum(o.outputs[0].stop_reason is not None for o in want) > 30
-    assert sum("\N{REPLACEMENT CHARACTER}" in o.outputs[0].text for o in want) > 12
+    assert sum(o.outputs[0].stop_reason is not None for o in want) > 22
+    assert sum("\N{REPLACEMENT CHARACTER}" in o.outputs[0].text for o in want) > 9
 
     async def stream(llm, prompt, param):
         found = await llm.submit(prompt, param)

@@ -212,7 +212,7 @@ def test_whatever_streams_do_others_notice_nothing_and_nothing_is_left(make, dep
         options = {"max_in_flight": depth, "prefix_caching": kept, "stream_interval": interval}
         async with make(max_num_queued_reqs=40, **options) as llm:
             for number in range(3):
-                happened += await storm(llm, 10 * depth + number, 40)
+                happened += await storm(llm, 10 * depth + number, 30)
                 await assert_nothing_is_left(llm)
                 sizes.append(tracemalloc.get_traced_memory()[0])
             assert llm.is_healthy
