@@ -1,24 +1,25 @@
-"""Service: an `AsyncLLM` as the routes see it; who asks the engine, and in which words."""
+"""Service: an engine as the routes see it; who asks the engine, and in which words."""
 
 import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError
+from jaxspec.async_llm import AsyncLLM
 from jaxspec.async_stream import AsyncStream
-from jaxspec.config import StepShapes
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.errors import ApiError
 from jaxspec.server.figures import Figures
 from jaxspec.server.generation import Generation
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.parsers import parser_for
+from jaxspec.server.processes.remote_llm import RemoteLLM
 from jaxspec.server.protocol.sampling import Sampling
 from jaxspec.server.snapshot import Watch
 from jaxspec.server.sse import EventStream
@@ -26,32 +27,13 @@ from jaxspec.tokenizer import Tokenizer
 
 MAX_CHOICES = 2048
 """Samples of all prompts of a request."""
+ServedLLM = AsyncLLM | RemoteLLM
+"""An engine in this process, or in another one."""
 _REJECTIONS = {
     QueueFullError: "queue_full",
     DrainingError: "draining",
     EngineDeadError: "engine_dead",
 }
-
-
-class ServedLLM(Protocol):
-    """What routes need of an engine, in this process (`AsyncLLM`) or in another (`RemoteLLM`)."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...  # noqa: D102
-    @property
-    def model_name(self) -> str: ...  # noqa: D102
-    @property
-    def max_model_len(self) -> int: ...  # noqa: D102
-    @property
-    def shapes(self) -> StepShapes: ...  # noqa: D102
-    @property
-    def is_healthy(self) -> bool: ...  # noqa: D102
-    @property
-    def submit(self) -> Callable[..., Awaitable[AsyncStream]]: ...  # noqa: D102
-    @property
-    def submit_chat(self) -> Callable[..., Awaitable[AsyncStream]]: ...  # noqa: D102
-
-    def get_default_sampling_params(self) -> SamplingParams: ...  # noqa: D102
 
 
 def tokenizer_of(llm: ServedLLM) -> Tokenizer:

@@ -73,6 +73,12 @@ def test_a_silent_stream_says_that_it_lives():
     asyncio.run(run())
 
 
+async def stuck(message):
+    """A client that takes the head of an answer and no more."""
+    if message["type"] == "http.response.body":
+        await asyncio.sleep(60)
+
+
 def test_a_client_that_takes_nothing_is_given_up_and_the_events_are_closed():
     closed = []
 
@@ -82,10 +88,6 @@ def test_a_client_that_takes_nothing_is_given_up_and_the_events_are_closed():
                 yield b"data: 1\n\n"
         finally:
             closed.append(True)
-
-    async def stuck(message):
-        if message["type"] == "http.response.body":
-            await asyncio.sleep(60)
 
     async def run():
         task, _ = await sent(events(), stall=0.02, send=stuck)
@@ -104,10 +106,6 @@ def test_a_client_that_does_not_take_the_sign_of_life_either_is_given_up():
             yield b"data: 1\n\n"
         finally:
             closed.append(True)
-
-    async def stuck(message):
-        if message["type"] == "http.response.body":
-            await asyncio.sleep(60)
 
     async def run():
         async with asyncio.timeout(20):
