@@ -126,7 +126,10 @@ class HostTier:
     # What requests find.
 
     def versions(self) -> tuple[int, ...]:
-        """Others whenever `find` may lead elsewhere. What the disk has done is noted first."""
+        """Numbers that differ once `find` may give something else.
+
+        What the disk has done is noted first.
+        """
         if self.disk is not None:
             self.disk.poll()
         return tuple(index.version for index in self._indices())

@@ -52,7 +52,7 @@ class PieceIndex:
         self._keys: OrderedDict[Piece, tuple[Key, ...]] = OrderedDict()
         # How many states stand behind so many tokens of the page that follows a text.
         self._lengths: dict[bytes, Counter[int]] = {}
-        self.version = next(_versions)  # another one, of all indices, whenever something changes
+        self.version = next(_versions)  # changes with the index; no two indices share a number
 
     def __len__(self) -> int:
         """Pieces."""
