@@ -27,8 +27,9 @@ def largest(
         return _sorted(values, count)
     size = _block_size(width, count)
     padded = jnp.pad(values, ((0, 0), (0, -width % size)), constant_values=-jnp.inf)
-    blocks = padded.reshape(len(values), -1, size)
-    if blocks.shape[1] <= count:
+    num_blocks = padded.shape[1] // size  # a step without prompts has no rows: -1 would divide by 0
+    blocks = padded.reshape(len(values), num_blocks, size)
+    if num_blocks <= count:
         return _sorted(values, count)
     _, chosen = largest(jnp.max(blocks, axis=2), count)
     # In the order of their columns: then equal values of two blocks are in that order as well.

@@ -30,7 +30,9 @@ def sums_above(
 
 def why_not_kernel(logits):
     """Why `sums_above_kernel` does not take these logits, or None."""
-    vocab = logits.shape[1]
+    rows, vocab = logits.shape
+    if not rows:
+        return "no rows"
     if logits.dtype != jnp.float32 or vocab < TILE or vocab % 4:
         return f"{vocab:,} ids in {logits.dtype}"
     return None
@@ -40,7 +42,7 @@ def sums_above_reference(logits, largest, limits, counts, wanted):
     """The specification of `sums_above`."""
     n, vocab = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -vocab % PART)), constant_values=jnp.nan)
-    x, top = padded.reshape(n, -1, PART), largest[:, None, None]
+    x, top = padded.reshape(n, padded.shape[1] // PART, PART), largest[:, None, None]
     mass = jnp.where(x == top, 1.0, jnp.exp(x - top))  # not exp(inf - inf)
     added = jnp.where(counts[:, None, None], 1.0, mass)
     sums = [
