@@ -180,6 +180,12 @@ class AsyncLLM(AsyncCalls):
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._pool, self._engine.warm_up, samplers)
 
+    async def get_ready(self) -> None:
+        """`LLM.get_ready`, while the event loop goes on; the engine serves nobody meanwhile."""
+        check_process(self._process)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._pool, self._engine.get_ready)
+
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests, and wait for the others to end; after `timeout` seconds abort them.
 

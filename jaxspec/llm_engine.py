@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from jaxspec.outputs import Sample
 from jaxspec.per_prompt import for_one
 from jaxspec.process import check_process, first_process
 from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
-from jaxspec.runner.warmup import Notice, warm_up
-from jaxspec.sampler import SAMPLERS, Sampler, samplers_named, to_compile
+from jaxspec.runner.compiler import Compiler
+from jaxspec.sampler import LADDER, Sampler, samplers_named
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
 from jaxspec.session import Session
@@ -50,8 +51,6 @@ class LLMEngine(Diagnostics):
         folder, model_config, proposer = loaded.folder, loaded.model, loaded.proposer
         self.tokenizer, self.vocab_size = loaded.tokenizer, model_config.vocab_size
         self._show_progress = progress
-        self._notice: Notice = "line" if config.show_progress is None else "none"
-        self._samplers: set[Sampler] = set()  # those that programs are compiled for
         self._default_params = loaded.default_params
         runner = loaded.runner
         self._inputs = InputProcessor(
@@ -82,9 +81,22 @@ class LLMEngine(Diagnostics):
             method=loaded.speculation.method if loaded.speculation else None,
             model_name=str(model or folder.name),
         )
+        notice = "line" if config.show_progress is None else "none"
+        self._compiler = Compiler(
+            runner,
+            in_turn=functools.partial(_in_usable_turn, self.session),
+            guard=self.session.guarded,
+            publish=scheduler.programs.add,
+            on_run=scheduler.step_seconds.guess,
+            notice="bar" if progress else notice,
+            in_background=config.background_compilation,
+        )
+        self._compile_seconds = self._compiler.seconds
+        weakref.finalize(self, self._compiler.close)
 
     def close(self) -> None:
         """End what runs with "abort" and give the device's memory back; later calls are refused."""
+        self._compiler.close()
         self.session.close()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -104,38 +116,37 @@ class LLMEngine(Diagnostics):
         return self._default_params.clone()
 
     def warm_up(self, samplers: Kind | Iterable[Kind] | None = None) -> None:
-        """Compile what these kinds of requests need; None: all words, and calls without parameters.
+        """Compile every program of these kinds of requests, and wait for them.
 
-        A kind is the `SamplingParams` of a request, or a word: "greedy", "sampled" (temperature),
-        "top_k" (up to 128) or "full" (any top-k, top-p). `generate` does it for what it is given.
+        No request needs the call: the first one compiles what serves any request, and the other
+        programs, which make steps cheaper, are compiled in the background
+        (`background_compilation`). It is for measurements, and for those who would rather wait.
+
+        Args:
+            samplers: Kinds of requests, each the `SamplingParams` of one or a word: "greedy",
+                "sampled" (temperature), "top_k" (up to 128), "full" (any top-k, top-p) or
+                "everything". None means all.
 
         Raises:
-            ValueError: there is no such kind.
-            RuntimeError: as in `generate`.
+            ValueError: There is no such kind.
+            RuntimeError: As in `generate`.
         """
         self.session.require_usable()
-        kinds = [*SAMPLERS, self._default_params] if samplers is None else samplers
-        self._compile(set(samplers_named(kinds)))
+        self._compiler.complete(LADDER if samplers is None else samplers_named(samplers))
+
+    def get_ready(self) -> None:
+        """Compile what serves any request, so that the first one need not wait.
+
+        Without `background_compilation` these are all programs, as in `warm_up`.
+
+        Raises:
+            RuntimeError: As in `generate`.
+        """
+        self.session.require_usable()
+        self._compile(set(LADDER))
 
     def _compile(self, samplers: set[Sampler]) -> None:
-        if not samplers <= self._samplers:  # else there is no turn to wait for
-            self.session.in_turn(lambda: self._compile_in_turn(samplers))
-
-    def _compile_in_turn(self, samplers: set[Sampler]) -> None:
-        """Programs run on the engine's state once they are compiled."""
-        self.session.require_usable()  # another thread may have closed it
-        wanted = self._samplers | samplers  # a step may have rows of any two that ever came
-        if wanted == self._samplers:
-            return
-        self._compile_seconds |= warm_up(
-            self._runner,
-            wanted,
-            notice="bar" if self._show_progress else self._notice,
-            guard=self.session.guarded,
-            on_run=self.session.scheduler.step_seconds.guess,
-        )
-        self.session.scheduler.samplers = tuple(to_compile(wanted))
-        self._samplers = wanted  # last: who finds a sampler here goes on without a turn
+        self._compiler.ensure(samplers)
 
     def prepare(
         self,
@@ -199,3 +210,11 @@ class LLMEngine(Diagnostics):
         """
         self.session.require_usable()
         return self._inputs.chat(messages, template)
+
+
+def _in_usable_turn(session: Session, act: Callable[[], object]) -> object:
+    def checked() -> object:
+        session.require_usable()  # another thread may have closed it
+        return act()
+
+    return session.in_turn(checked)

@@ -14,7 +14,7 @@ from jaxspec.config import StepShapes
 from jaxspec.layout import Field, PackedLayout
 from jaxspec.piece_plan import Piece, Read, Write, pack_piece, piece_layout
 from jaxspec.row import row_layout
-from jaxspec.sampler import BIAS, GREEDY, PENALTIES, PROMPT_LOGPROBS, Sampler
+from jaxspec.sampler import BIAS, GREEDY, PENALTIES, Sampler
 from jaxspec.table_plan import table_layout
 
 
@@ -36,8 +36,8 @@ class Program:
 
     def __post_init__(self) -> None:
         """Drop what changes nothing: equal programs are compiled once."""
-        if not self.prefill_tokens and PROMPT_LOGPROBS in self.sampler:
-            object.__setattr__(self, "sampler", self.sampler.without(PROMPT_LOGPROBS))
+        if not self.prefill_tokens:
+            object.__setattr__(self, "sampler", self.sampler.of_decoding)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,30 +55,26 @@ class Program:
         return self in (READ_STATE, WRITE_STATE)
 
 
-# Places rows and copies slots and pages, and computes nothing: a hot program has no room for moves,
-# because the copies would cost as much without moves as with all there is room for.
-MOVES = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
-COUNTED_MOVES = dataclasses.replace(MOVES, sampler=Sampler.of(PENALTIES))  # and counts of tokens
+_NOTHING = Program(decode_rows=0, prefill_tokens=0, sampler=GREEDY, num_steps=0)
+# Places rows, copies slots, their counts of tokens and pages, and computes nothing: a hot program
+# has no room for moves, because the copies would cost as much without moves as with all there is
+# room for.
+MOVES = dataclasses.replace(_NOTHING, sampler=Sampler.of(PENALTIES))
 # Writes the tables of one slot, and touches nothing else.
-TABLES = dataclasses.replace(MOVES, sampler=Sampler.of(BIAS))
+TABLES = dataclasses.replace(_NOTHING, sampler=Sampler.of(BIAS))
 # Keeps the state of one row for requests to come, and touches no row.
-EXPORT = dataclasses.replace(MOVES, checkpoint="export")
+EXPORT = dataclasses.replace(_NOTHING, checkpoint="export")
 # Places rows as `MOVES` does. Its one source is a checkpoint, if the model keeps states at all.
-RESTORE = dataclasses.replace(MOVES, checkpoint="restore")
+RESTORE = dataclasses.replace(_NOTHING, checkpoint="restore")
 
 # Fill a piece with pages, or with a kept state, in the host's memory; and put one back.
-READ = dataclasses.replace(MOVES, checkpoint="read")
-WRITE = dataclasses.replace(MOVES, checkpoint="write")
-READ_STATE = dataclasses.replace(MOVES, checkpoint="read_state")
-WRITE_STATE = dataclasses.replace(MOVES, checkpoint="write_state")
+READ = dataclasses.replace(_NOTHING, checkpoint="read")
+WRITE = dataclasses.replace(_NOTHING, checkpoint="write")
+READ_STATE = dataclasses.replace(_NOTHING, checkpoint="read_state")
+WRITE_STATE = dataclasses.replace(_NOTHING, checkpoint="write_state")
 
 PIECES = READ, WRITE, READ_STATE, WRITE_STATE
-WITHOUT_STEPS = MOVES, COUNTED_MOVES, TABLES, EXPORT, RESTORE, *PIECES
-
-
-def moves_of(sampler: Sampler) -> Program:
-    """The program that copies slots of requests that want `sampler`."""
-    return COUNTED_MOVES if PENALTIES in sampler else MOVES
+WITHOUT_STEPS = MOVES, TABLES, EXPORT, RESTORE, *PIECES
 
 
 def plan_layout(program: Program, shapes: StepShapes) -> PackedLayout:

@@ -1,7 +1,8 @@
-"""Sampler: what a compiled program's sampling can do, and the least that a request needs of it.
+"""Sampler: the sampling features of a compiled program, and those that a request needs.
 
 The host chooses it and the device acts on it (`jaxspec.sampling.processors`, `runner.logprobs`), so
-it is data: names, and no JAX here.
+it is data: names, and no JAX here. Programs are compiled for the samplers of `LADDER` alone, so
+their number does not grow with the kinds of requests.
 """
 
 import functools
@@ -61,6 +62,11 @@ class Sampler(NamedTuple):
         return Sampler.of(*(own for own in self.names if own != name))
 
     @property
+    def of_decoding(self) -> "Sampler":
+        """What a step without a prompt needs of it: all but logprobs of prompts."""
+        return self.without(PROMPT_LOGPROBS) if PROMPT_LOGPROBS in self else self
+
+    @property
     def processors(self) -> tuple[str, ...]:
         """Names in `sampling.processors.PROCESSORS`."""
         return tuple(name for name in self.names if name not in REPORTS)
@@ -77,8 +83,7 @@ class Sampler(NamedTuple):
 
     def __str__(self) -> str:
         """Its word in `SAMPLERS`, or its names: part of a program's name."""
-        words = {sampler: word for word, sampler in SAMPLERS.items()}
-        return words.get(self, "_and_".join(self.names))
+        return _WORDS.get(self, "_and_".join(self.names))
 
     @staticmethod
     def named(word: str) -> "Sampler":
@@ -96,8 +101,22 @@ GREEDY = Sampler.of()
 SAMPLED = Sampler.of(TEMPERATURE)
 TOP_K = Sampler.of(TEMPERATURE, SMALL_TOP_K)
 FULL = Sampler.of(TEMPERATURE, TOP_K_TOP_P)
-# The words that users know.
-SAMPLERS = {"greedy": GREEDY, "sampled": SAMPLED, "top_k": TOP_K, "full": FULL}
+EVERYTHING = Sampler.of(BIAS, PENALTIES, TEMPERATURE, MIN_P, TOP_K_TOP_P, LOGPROBS)
+# Words of the API; the last rung of the ladder has one for the names of its programs alone.
+SAMPLERS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "top_k": TOP_K,
+    "full": FULL,
+    "everything": EVERYTHING,
+}
+LADDER = GREEDY, TOP_K, EVERYTHING, EVERYTHING | Sampler.of(PROMPT_LOGPROBS)
+"""The samplers that programs are compiled for, each of which can do what those before it can.
+
+Logprobs of prompts are a rung of their own: they cost an output head for every prompt token.
+"""
+_WORDS = {sampler: word for word, sampler in SAMPLERS.items()}
+_WORDS[LADDER[-1]] = "everything_and_prompt_logprobs"
 
 
 def samplers_named(kinds: Any) -> list[Sampler]:
@@ -118,6 +137,16 @@ def samplers_named(kinds: Any) -> list[Sampler]:
 def join(samplers: Iterable[Sampler]) -> Sampler:
     """The least sampler that can do what all of `samplers` can."""
     return functools.reduce(operator.or_, set(samplers), GREEDY)
+
+
+def rung(needed: Sampler) -> Sampler:
+    """Return the least sampler of `LADDER` that can do what is needed.
+
+    A processor that is registered from outside is in none of them: then it is the last rung and
+    what is needed.
+    """
+    found = least(LADDER, needed)
+    return found if found in LADDER else LADDER[-1] | needed
 
 
 def to_compile(samplers: Iterable[Sampler]) -> list[Sampler]:

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.runner.programs import program_cache
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
@@ -129,6 +130,19 @@ def every_program_is_traced():
     """None comes from disk, but in the tests of that: others change functions under the sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_cache, "_folder", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_compile_on_demand():
+    """In the background they would take the cores of other tests; tests of that ask for it."""
+    made = EngineConfig.of
+
+    def of(model, options):
+        return made(model, {"background_compilation": False} | dict(options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineConfig, "of", staticmethod(of))
         yield
 
 

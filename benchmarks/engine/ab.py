@@ -87,6 +87,7 @@ class Arm:
             prefill_buckets=[96],
             long_prefill_token_threshold=40 if drafts else None,
             show_progress=False,
+            background_compilation=False,
             enable_prefix_caching=False,  # the same prompts come again and again
         )
         self._seconds, self._metrics = 0.0, RequestMetrics()

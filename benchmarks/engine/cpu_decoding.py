@@ -98,6 +98,7 @@ def make_llm(rows: int, drafts: int) -> LLM:
         decode_buckets=[rows],
         prefill_buckets=[96 * min(rows, 4)],
         show_progress=False,
+        background_compilation=False,
         enable_prefix_caching=False,  # the same prompts come again and again
     )
 

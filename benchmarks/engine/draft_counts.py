@@ -61,6 +61,7 @@ def make_llm(args: argparse.Namespace, folder: Path, rates: Rates | None) -> LLM
     return LLM(
         folder,
         load_format="dummy",
+        background_compilation=False,
         speculative_config=speculation if rates else None,
         max_num_seqs=args.rows[-1],
         decode_buckets=args.rows,

@@ -87,6 +87,7 @@ def make_llm(case: Case, folder: Path, **sizes: Any) -> LLM:
         steps_per_dispatch=case.steps_per_dispatch,
         page_size=PAGE_SIZE,
         show_progress=False,
+        background_compilation=False,  # nothing else runs while steps are timed
         enable_prefix_caching=False,  # the same prompts come again and again
         **sizes,
     )

@@ -28,9 +28,9 @@ TICK = 0.005  # seconds between two looks at the event loop
 class WatchedLLM(AsyncLLM):
     """It compiles for greedy requests, and tells what its host does."""
 
-    async def warm_up(self, samplers: Any = None) -> None:
+    async def get_ready(self) -> None:
         began = time.monotonic()
-        await super().warm_up(["greedy"])
+        await self.warm_up(["greedy"])
         self._compile_seconds = time.monotonic() - began
         self._lags: list[float] = []
         self._ticking = asyncio.create_task(self._tick())

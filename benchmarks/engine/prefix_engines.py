@@ -31,6 +31,7 @@ def engine(args: argparse.Namespace, **sizes: Any) -> Iterator[LLM]:
             LLM,
             folder,
             load_format="dummy",
+            background_compilation=False,
             speculative_config=speculation if args.drafts else None,
             compilation_cache=args.compilation_cache,
             show_progress=False,

@@ -38,6 +38,7 @@ def make_llm(path: Path, drafts: dict[str, Any] | None) -> LLM:
     """One program for its steps, and one for prompts of up to 256 tokens."""
     sizes = {"max_num_seqs": 1, "decode_buckets": [1], "prefill_buckets": [256]}
     options = {**sizes, "max_model_len": 512, "dtype": "float32", "show_progress": False}
+    options["background_compilation"] = False
     return LLM(path, speculative_config=drafts, **options)
 
 

@@ -84,6 +84,7 @@ def main() -> None:
                     dtype=args.dtype,
                     decode_buckets=[rows],
                     prefill_buckets=[512],
+                    background_compilation=False,
                     enable_prefix_caching=False,  # the same prompts come again and again
                 )
                 runs = [measure(llm, rows) for _ in range(args.repeats)]

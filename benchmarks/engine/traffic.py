@@ -118,6 +118,7 @@ def llm_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, 
     longest = max(sum(each) for name in args.lengths for each in workload.lengths(name))
     return {
         "load_format": "dummy",
+        "background_compilation": False,
         "speculative_config": speculation if args.drafts else None,
         "compilation_cache": args.compilation_cache,
         "show_progress": False,

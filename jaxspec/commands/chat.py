@@ -32,7 +32,11 @@ _WORDS = """\
   /quit          end, as Ctrl-D does
   //...          a message that begins with /
 Ctrl-C stops an answer; what has come of it stays."""
-_LLM_DEFAULTS = {"max_num_seqs": 1, "enable_prefix_caching": True}
+_LLM_DEFAULTS = {
+    "max_num_seqs": 1,
+    "enable_prefix_caching": True,
+    "background_compilation": False,  # all its requests are of one kind
+}
 
 
 def main(words: Sequence[str]) -> int:

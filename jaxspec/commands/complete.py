@@ -135,7 +135,10 @@ def _run(args: argparse.Namespace) -> tuple[int, int]:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
-    options: dict[str, Any] = engine_options(args) | {"max_num_seqs": min(len(prompts), 8)}
+    options: dict[str, Any] = engine_options(args) | {
+        "max_num_seqs": min(len(prompts), 8),
+        "background_compilation": False,  # all its requests are of one kind
+    }
     if len(prompts) == 1:
         options["enable_prefix_caching"] = False  # nobody comes who would begin alike
     llm = LLM(**options)

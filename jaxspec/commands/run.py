@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     args = parser().parse_args(words)
     requests = read_batch(args.input_file)
     options = ServerOptions(served_model_name=tuple(args.served_model_name))
-    engine = engine_options(args)
+    engine = engine_options(args, background_compilation=False)  # all requests are there
     with _opened(args) as file, asyncio.Runner() as runner:
         return runner.run(_answer_all(engine, options, requests, file))
 

@@ -81,6 +81,8 @@ class ModelRunner:
         self._depends = program_key.words(self._config) or self._config  # all programs do
         self._places: dict[Program, Path | None] = {}  # on disk
         self._state: EngineState | None = self._new_state()
+        # The arrays that a program is lowered for: other threads lower while steps replace them.
+        self._like = jax.tree.map(_like, self._state)
         self._steps: dict[Program, jax.stages.Wrapped] = {}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
@@ -189,23 +191,30 @@ class ModelRunner:
         return self._step(program, args).lower(*args)
 
     def warm_up(self, program: Program) -> float:
-        """Run `program` on an empty plan, which changes nothing; it is compiled if it was not.
+        """Compile `program` if it is not compiled, and run it on an empty plan.
 
         Three times: a GPU records its command buffers in the second run, and the third is timed.
-        JAX keeps what it compiled with what it lowered, so what another thread made of
-        `lower(program)` is found here.
 
-        Returns the seconds of the last run.
+        Returns:
+            The seconds of the last run.
         """
         if program in PIECES:
             self._state, seconds = self.pieces.warm_up(program, self.state)
             return seconds
-        step, started = self.lower(program).compile(), 0.0
-        for _ in range(3):
-            started = time.perf_counter()
-            self._run(program, step, self._empty_plan(program)).result()
-        self._programs[program] = step
+        compiled = self.lower(program).compile()  # JAX keeps what another thread compiled of this
+        seconds = [self.run_empty(program, compiled) for _ in range(3)]
+        self.install(program, compiled)
+        return seconds[-1]
+
+    def run_empty(self, program: Program, compiled: jax.stages.Compiled) -> float:
+        """Run a step on an empty plan, which changes nothing, and return its seconds."""
+        started = time.perf_counter()
+        self._run(program, compiled, self._empty_plan(program)).result()
         return time.perf_counter() - started
+
+    def install(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        """Let plans name `program`."""
+        self._programs[program] = compiled
 
     def is_warm(self, program: Program) -> bool:
         """Whether `program` is compiled."""
@@ -216,8 +225,7 @@ class ModelRunner:
         return self._holdings.bytes(self.shapes)
 
     def _args(self, program: Program) -> tuple[Any, ...]:
-        state = self.state.of(program)
-        return self._weights, self._tables, state, self._empty_plan(program)
+        return self._weights, self._tables, self._like.of(program), self._empty_plan(program)
 
     def _place(self, program: Program) -> Path | None:
         """Where the program is kept on disk."""
@@ -268,3 +276,9 @@ class ModelRunner:
         fields["prev_positions"][:] = np.arange(self.shapes.max_num_seqs)
         fields["new_row_index"][:] = -1
         return packed
+
+
+def _like(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+    )

@@ -129,7 +129,7 @@ def _make_moves(
         )
         return state, _no_output(config)
 
-    moves.__name__ = f"moves_{program.sampler}" if program != RESTORE else "restore"
+    moves.__name__ = "restore" if program == RESTORE else "moves"
     return moves
 
 

@@ -22,10 +22,9 @@ from jaxspec.plan import (
     WRITE,
     WRITE_STATE,
     Program,
-    moves_of,
 )
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.sampler import BIAS, Sampler, to_compile
+from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
 """How people are told that programs compile: by a bar, by a line, or not at all."""
@@ -40,21 +39,65 @@ _OF_PREFIXES = {
 
 
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
-    """Every program that plans can need, if their rows need no other samplers than these.
+    """Return every program that plans can need, if their rows need no other samplers than these.
 
-    They are those of the samplers that `to_compile` names. An engine of one row needs no `MOVES`:
-    there is no second row to copy a state to.
+    They are those of the samplers that `to_compile` names.
     """
-    kinds = to_compile(samplers)
-    steps = dict.fromkeys(  # in order, each once
-        Program(rows, tokens, sampler, num_steps, drafts)
-        for sampler in kinds
-        for rows, tokens, drafts in shapes.compiled()
-        for num_steps in shapes.num_steps(tokens)
+    return [*_steps(shapes, to_compile(samplers)), *_between_steps(shapes)]
+
+
+def first_programs(shapes: StepShapes) -> list[Program]:
+    """Return the fewest programs that can run any request.
+
+    One decodes and one reads prompts, both of the largest size and with every sampling feature.
+    """
+    rows, drafts = shapes.max_num_seqs, shapes.num_drafts
+    return [
+        Program(rows, 0, EVERYTHING, 1, drafts),
+        Program(rows, shapes.prefill_tokens[-1], LADDER[-1], 1, drafts),
+        *_between_steps(shapes),
+    ]
+
+
+def later_programs(shapes: StepShapes, first: Iterable[Sampler] = ()) -> list[Program]:
+    """Return the programs of the ladder that are no `first_programs`, the most useful ones first.
+
+    Args:
+        shapes: The sizes of the engine's programs.
+        first: Rungs of the ladder whose programs come before the others.
+    """
+    there, wanted = set(first_programs(shapes)), set(first)
+    order = sorted(LADDER, key=lambda each: (each not in wanted, LADDER.index(each)))
+    return [program for program in _steps(shapes, order) if program not in there]
+
+
+def _steps(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
+    return list(
+        dict.fromkeys(  # in order, each once
+            Program(rows, tokens, sampler, num_steps, drafts)
+            for sampler in samplers
+            for rows, tokens, drafts in _shapes_of(shapes, sampler)
+            for num_steps in shapes.num_steps(tokens)
+        )
     )
-    moves = dict.fromkeys(map(moves_of, kinds)) if shapes.max_num_seqs > 1 else ()
-    tables = [TABLES] if any(BIAS in sampler for sampler in kinds) else []
-    return [*steps, *moves, *tables, *_of_prefixes(shapes)]
+
+
+def _shapes_of(shapes: StepShapes, sampler: Sampler) -> list[tuple[int, int, int]]:
+    """Return the compiled shapes; logprobs of prompts are rare, so two sizes of prompts do."""
+    if PROMPT_LOGPROBS not in sampler:
+        return shapes.compiled()
+    sizes = shapes.prefill_tokens[0], shapes.prefill_tokens[-1]
+    return [
+        shape
+        for shape in shapes.compiled()
+        if not shape[1] or (shape[1] in sizes and shape[0] == shapes.max_num_seqs)
+    ]
+
+
+def _between_steps(shapes: StepShapes) -> list[Program]:
+    """Return what moves rows and writes tables; an engine of one row has no row to copy to."""
+    moves = [MOVES] if shapes.max_num_seqs > 1 else []
+    return [*moves, TABLES, *_of_prefixes(shapes)]
 
 
 def _of_prefixes(shapes: StepShapes) -> list[Program]:
@@ -73,20 +116,25 @@ def of_pieces(shapes: StepShapes) -> list[Program]:
 
 def warm_up(
     runner: ModelRunner,
-    samplers: Iterable[Sampler],
+    wanted: Iterable[Program],
     *,
     notice: Notice = "none",
     guard: Callable[[Callable[[], None]], None] = lambda run: run(),
     on_run: Callable[[Program, float], None] = lambda program, seconds: None,
 ) -> dict[str, float]:
-    """Compile the `programs` of `samplers` that are not compiled yet, with a notice of them.
+    """Compile those of the `wanted` programs that are not compiled yet, and run each.
 
-    Then they run on the state of `runner`. `guard` calls what does that: an interrupt loses the
-    state. `on_run` hears what each of them took, on an empty plan.
+    Args:
+        runner: Compiles them, and runs them on its state, which they leave as it is.
+        wanted: The programs.
+        notice: How people are told.
+        guard: Calls what runs the programs: an interrupt loses the state.
+        on_run: Is called with each program and the seconds of an empty run.
 
-    Returns the seconds that each took by its label. Some are compiled at the same time.
+    Returns:
+        Seconds of compiling by the label of each program. Several compile at the same time.
     """
-    missing = [p for p in programs(runner.shapes, samplers) if not runner.is_warm(p)]
+    missing = [program for program in wanted if not runner.is_warm(program)]
     if not missing:
         return {}
     # The label comes last: a narrow terminal cuts it off.
@@ -113,7 +161,7 @@ def warm_up(
 @contextlib.contextmanager
 def _line(missing: Sequence[Program]) -> Iterator[None]:
     """One line on standard error: what compiles, and in the end how long it took."""
-    kinds = dict.fromkeys(str(program.sampler) for program in missing if program != MOVES)
+    kinds = dict.fromkeys(str(program.sampler) for program in missing if program.num_steps)
     what = f" ({', '.join(kinds)})" if kinds else ""
     count = f"{len(missing)} program" + "s" * (len(missing) > 1)
     started, end = time.perf_counter(), "stopped after"
@@ -141,14 +189,14 @@ def _compile(
     bar.set_postfix_str("tracing")
     with contextlib.closing(runner.trace_ahead(missing)) as traced:
         for program in traced:
-            bar.set_postfix_str(_label(program))
+            bar.set_postfix_str(label(program))
             start = time.perf_counter()
             lowered = runner.lower(program)
             compiling[program] = pool.submit(_timed, lowered, time.perf_counter() - start)
     seconds = {}
     for program in missing:
-        bar.set_postfix_str(_label(program))
-        seconds[_label(program)] = compiling[program].result()
+        bar.set_postfix_str(label(program))
+        seconds[label(program)] = compiling[program].result()
         bar.update()
     return seconds
 
@@ -160,14 +208,14 @@ def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
     return seconds + time.perf_counter() - start
 
 
-def _label(program: Program) -> str:
+def label(program: Program) -> str:
     """A program as a person would name it: "8 rows, 3 drafts, 64 prompt tokens, greedy"."""
     if program == TABLES:
         return "tables of what a request forbids"
     if program.checkpoint != "none":
         return _OF_PREFIXES[program.checkpoint]
     if program.is_moves:
-        return "copies of a prompt's state" + (program != MOVES) * " and counts"
+        return "copies of a prompt's state"
     rows = f"{program.decode_rows} row" + "s" * (program.decode_rows > 1)
     drafts = f", {program.num_drafts} draft" + "s" * (program.num_drafts > 1)
     drafts = drafts if program.num_drafts else ""

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import RowOutput
-from jaxspec.sampler import GREEDY, Sampler
+from jaxspec.plan import Program, RowOutput
+from jaxspec.sampler import Sampler
 from jaxspec.scheduler.decode_seconds import DecodeSeconds, Load, load_of
+from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 from jaxspec.scheduler.scheduled_step import DraftChoice, NextStep, ScheduledStep
 
 # Verifies after which one counts a third of the newest: some, and some steps of all rows.
@@ -37,9 +38,9 @@ class DraftCount:
     then, as often as costs half a percent of the tokens.
     """
 
-    def __init__(self, shapes: StepShapes, seconds: DecodeSeconds):
-        """Begin with all drafts, and the hope that most stand."""
-        self._shapes, self._seconds = shapes, seconds
+    def __init__(self, shapes: StepShapes, seconds: DecodeSeconds, programs: ReadyPrograms):
+        """Start with all drafts, as if most had been accepted."""
+        self._shapes, self._seconds, self._programs = shapes, seconds, programs
         share, weight = _PRIOR_SHARE, _PRIOR_WEIGHT
         self._stood = [weight * share ** (j + 1) for j in range(shapes.num_drafts)]
         self._verified = [weight * share**j for j in range(shapes.num_drafts)]
@@ -50,26 +51,30 @@ class DraftCount:
         self._since_trial = 0  # steps
         self._ran: set[tuple[Load, int, int]] = set()  # with which numbers of drafts and steps
 
-    def dispatch(
-        self, step: NextStep, num_prompt_tokens: int, sampler: Sampler
-    ) -> tuple[tuple[int, int, int], DraftChoice]:
-        """The shape of the program for a step, and what is to be known of its drafts.
+    def dispatch(self, step: NextStep, needs: StepNeeds) -> tuple[Program, DraftChoice]:
+        """Return the program for a step, and what is known of its drafts.
 
         The step counts as dispatched. With prompt tokens there is one number of drafts.
-        """
-        num_rows, drafts = len(step.decodes), self._shapes.num_drafts
-        if not num_prompt_tokens:
-            most = max(request.max_drafts for request in step.decodes)
-            drafts = self.choose(num_rows, step.num_steps, most, sampler)
-        choice = DraftChoice(self._num_made, self._is_trial and not num_prompt_tokens)
-        self._num_made = drafts
-        return self._shapes.round_up(num_rows, num_prompt_tokens, drafts), choice
 
-    def choose(self, num_rows: int, num_steps: int, most: int, sampler: Sampler = GREEDY) -> int:
-        """For the next `num_steps` steps of so many rows, none of which wants more than `most`."""
-        counts = self._shapes.draft_counts
+        Args:
+            step: What the step computes.
+            needs: What a program must do for it; its number of drafts is chosen here.
+        """
+        drafts = self._shapes.num_drafts
+        if not needs.num_prompt_tokens:
+            drafts = self.choose(needs, max(request.max_drafts for request in step.decodes))
+        choice = DraftChoice(self._num_made, self._is_trial and not needs.num_prompt_tokens)
+        self._num_made = drafts
+        return self._programs.choose(needs._replace(num_drafts=drafts)), choice
+
+    def choose(self, needs: StepNeeds, most: int) -> int:
+        """Return the drafts of the next steps, of which no row wants more than `most`."""
+        counts = self._programs.draft_counts(needs)
         if len(counts) == 1:
+            self._is_trial = False
             return counts[0]
+        num_rows, num_steps = needs.num_decode, needs.num_steps
+        sampler = self._programs.choose(needs).sampler
         allowed = [count for count in counts if count < most]
         allowed += [count for count in counts if count >= most][:1]
         self._is_trial = self._trial > 0 and self._current in allowed

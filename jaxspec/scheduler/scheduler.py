@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable
 
 from jaxspec.config import StepShapes
-from jaxspec.plan import Fork, Program, StepOutput, moves_of
+from jaxspec.plan import MOVES, Fork, StepOutput
 from jaxspec.request import Finish, Request
-from jaxspec.sampler import Sampler, join, least
+from jaxspec.sampler import join
 from jaxspec.scheduler.decode_steps import num_decode_steps
 from jaxspec.scheduler.draft_count import DraftCount
 from jaxspec.scheduler.forks import Followers, fork, num_own_pages
@@ -20,6 +20,7 @@ from jaxspec.scheduler.host_tier import HostTier
 from jaxspec.scheduler.page_pool import check_fits
 from jaxspec.scheduler.prefix_cache import PrefixCache
 from jaxspec.scheduler.prompt_budget import prompt_budget
+from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 from jaxspec.scheduler.row_plans import RowPlans
 from jaxspec.scheduler.scheduled_step import NextStep, Progress, ScheduledStep, launch
 from jaxspec.scheduler.step_seconds import StepSeconds
@@ -42,7 +43,7 @@ class Scheduler:
         self.plans = RowPlans(shapes, self.drafter, self.prefixes)
         self.step_seconds = StepSeconds(shapes, max_step_ms)
         self.num_preemptions = 0
-        self.samplers: tuple[Sampler, ...] = ()  # that programs are compiled for; (): for any
+        self.programs = ReadyPrograms(shapes)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by urgency, then admission; the last is preempted first
         self.reset()
@@ -60,7 +61,7 @@ class Scheduler:
         self.pages = self.prefixes.new_pool()
         self._free_slots = list(range(self.shapes.num_slots - 1, 0, -1))
         self._followers = Followers()
-        self.draft_count = DraftCount(self.shapes, self.step_seconds.decode)
+        self.draft_count = DraftCount(self.shapes, self.step_seconds.decode, self.programs)
         self.drafter.clear()
 
     @property
@@ -124,7 +125,9 @@ class Scheduler:
             num_free,
             self.step_seconds.within_bound,
         )
-        num_steps = num_decode_steps(self.shapes, self.running, budget, self.pages.num_free)
+        num_steps = num_decode_steps(
+            self.shapes, self.programs, self.running, budget, self.pages.num_free
+        )
         step = NextStep(budget, num_steps)
         index = 0
         while index < len(self.running):  # victims leave from the end
@@ -209,10 +212,9 @@ class Scheduler:
                 child.num_pages_sent = len(child.pages)
             if not (followers and self._free_slots and step.num_new == self.shapes.max_new_rows):
                 self._followers.dismiss(leader)
-        program = moves_of(join(r.sampler for r in self.running if r.row < 0))
         if not forks:
             return None
-        return ScheduledStep(self.plans.plan(program, step, self.running, forks), (), (), 0)
+        return ScheduledStep(self.plans.plan(MOVES, step, self.running, forks), (), (), 0)
 
     def _has_row(self, step: NextStep) -> bool:
         return bool(self._free_slots) and step.num_new < self.shapes.max_new_rows
@@ -296,13 +298,12 @@ class Scheduler:
 
     def _dispatch(self, step: NextStep) -> ScheduledStep:
         chunks = [request for request, _ in step.prefills]
-        sampler = least(self.samplers, join(r.sampler for r in (*step.decodes, *chunks)))
         num_prompt_tokens = sum(length for _, length in step.prefills)
-        shape, choice = self.draft_count.dispatch(step, num_prompt_tokens, sampler)
-        rows, tokens, drafts = shape
-        program = Program(rows, tokens, sampler, step.num_steps, drafts)
+        sampler = join(r.sampler for r in (*step.decodes, *chunks))
+        needs = StepNeeds(len(step.decodes), num_prompt_tokens, sampler, step.num_steps)
+        program, choice = self.draft_count.dispatch(step, needs)
         plan = self.plans.plan(program, step, self.running)
-        decodes, prefills = launch(step, drafts)
+        decodes, prefills = launch(step, program.num_drafts)
         for request in chunks:
             self.prefixes.computed(request)
         return ScheduledStep(plan, decodes, prefills, num_prompt_tokens, choice)

@@ -78,7 +78,9 @@ class ServerOptions:
         "/health tells",
     )
     warm_up: bool = option(
-        True, "whether all is compiled before the port opens; else the first requests wait for it"
+        True,
+        "whether what serves any request is compiled before the port opens; else the first request "
+        "waits for it",
     )
     access_log: bool = option(True, "whether each request is logged, by route and status")
 

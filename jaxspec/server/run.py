@@ -88,7 +88,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
         async with make_llm() as llm:
             tokenizer_of(llm)  # told before all is compiled
             if options.warm_up:
-                await llm.warm_up()
+                await llm.get_ready()
             front: Front
             if options.api_processes == 1:
                 front = _ThisProcess(llm, options, port)

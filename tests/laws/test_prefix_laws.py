@@ -9,7 +9,7 @@ import pytest
 from harness import GREEDY, REPLAY, SAMPLED, Harness, expected, prompts
 from logprobs import check_logprobs
 
-from jaxspec.plan import COUNTED_MOVES, TABLES, Program
+from jaxspec.plan import MOVES, TABLES, Program
 from jaxspec.request import Finish, Request
 from jaxspec.runner import step as step_module
 from jaxspec.runner import verify as verify_module
@@ -130,7 +130,7 @@ def test_samples_of_one_prompt_share_its_counts_and_get_tables_of_their_own():
         engine.add(prompt, params, 0, STOPS, words_of(prompt, ALL, 0))
     seen = spy(engine)
     assert engine.run().check() <= 1
-    assert COUNTED_MOVES in seen and seen.count(TABLES) >= 9
+    assert MOVES in seen and seen.count(TABLES) >= 9
 
 
 def spy(engine):

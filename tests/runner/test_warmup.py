@@ -25,9 +25,11 @@ SIZES = StepShapes(
     num_drafts=0,
     decode_rows=(1, 3),
     prefill_tokens=(16,),
+    vocab_size=model("qwen3").vocab_size,
 )
 NAMES = ["1 row, greedy", "3 rows, greedy", "3 rows, 16 prompt tokens, greedy"]
 FORK = "copies of a prompt's state"
+TABLES = "tables of what a request forbids"
 
 
 def make_runner():
@@ -67,19 +69,19 @@ def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by
         runner.lower(program)
     assert before == {id(leaf) for leaf in jax.tree.leaves(runner.state)}  # nothing is donated yet
     ran = {}
-    seconds = warm_up(runner, [GREEDY], on_run=ran.setdefault)
-    assert list(seconds) == [*NAMES, FORK] and min(seconds.values()) >= 0
+    seconds = warm_up(runner, programs(SIZES, [GREEDY]), on_run=ran.setdefault)
+    assert list(seconds) == [*NAMES, FORK, TABLES] and min(seconds.values()) >= 0
     assert list(ran) == programs(SIZES, [GREEDY]) and 0 < max(ran.values()) < sum(seconds.values())
-    assert len(compiled_by) == 4
+    assert len(compiled_by) == 5
     assert all(name.startswith("jaxspec-compile") for name in compiled_by)
     assert all(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
-    assert warm_up(runner, [GREEDY]) == {}
+    assert warm_up(runner, programs(SIZES, [GREEDY])) == {}
 
 
 def test_outputs_lie_on_the_host_and_stay(runner):
     """A step writes its own there: nobody asks for a copy, and no later step goes over it."""
     (program, *_) = programs(SIZES, [GREEDY])
-    warm_up(runner, [GREEDY])
+    warm_up(runner, programs(SIZES, [GREEDY]))
     plan = StepPlan(program, runner._empty_plan(program))
     pending = [runner.dispatch(plan) for _ in range(4)]
     assert pending[0]._packed.sharding.memory_kind == "pinned_host"
@@ -104,10 +106,10 @@ def test_what_keeps_prefixes_is_compiled_where_they_are_kept():
 
 
 def test_engines_of_equal_shape_share_what_is_compiled(runner, compiled_by):
-    warm_up(runner, [GREEDY])
+    warm_up(runner, programs(SIZES, [GREEDY]))
     other = make_runner()
     compiled_by.clear()
-    assert list(warm_up(other, [GREEDY])) == [*NAMES, FORK]
+    assert list(warm_up(other, programs(SIZES, [GREEDY]))) == [*NAMES, FORK, TABLES]
     assert compiled_by == []
 
 
@@ -117,6 +119,6 @@ def test_an_error_ends_the_others_and_warms_nothing(runner, monkeypatch):
 
     monkeypatch.setattr(runner, "lower", fail)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        warm_up(runner, [GREEDY])
+        warm_up(runner, programs(SIZES, [GREEDY]))
     assert not any(runner.is_warm(program) for program in programs(SIZES, [GREEDY]))
     assert not [t for t in threading.enumerate() if t.name.startswith("jaxspec-compile")]

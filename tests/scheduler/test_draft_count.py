@@ -10,6 +10,7 @@ from jaxspec.plan import Program, RowOutput, StepPlan
 from jaxspec.sampler import GREEDY
 from jaxspec.scheduler.decode_seconds import DecodeSeconds
 from jaxspec.scheduler.draft_count import DraftCount
+from jaxspec.scheduler.ready_programs import ReadyPrograms, StepNeeds
 from jaxspec.scheduler.scheduled_step import Entry, NextStep, ScheduledStep
 
 GOOD, POOR = (0.8, 0.6, 0.45), (0.4, 0.15, 0.05)
@@ -28,12 +29,16 @@ SHAPES = StepShapes.of(
 FEW_ROWS, MANY_ROWS, EXPERTS = (4.2, 4.8, 6.2), (4.2, 6.0, 10.8), (5.5, 8.4, 13.0)
 
 
+def chooser(shapes):
+    return DraftCount(shapes, DecodeSeconds(), ReadyPrograms(shapes))
+
+
 class Device:
     """Runs what is chosen, and tells of it two dispatches late."""
 
     def __init__(self, milliseconds, rates, *, num_rows=1, num_steps=1, guesses=None):
         self.seconds = DecodeSeconds()
-        self.chooser = DraftCount(SHAPES, self.seconds)
+        self.chooser = DraftCount(SHAPES, self.seconds, ReadyPrograms(SHAPES))
         self.milliseconds = dict(zip((0, 1, 3), milliseconds, strict=True))
         self.rates, self.num_rows, self.num_steps = rates, num_rows, num_steps
         self.load = 1.0  # what all times grow by
@@ -54,7 +59,9 @@ class Device:
         for _ in range(num_dispatches):
             rows = [SimpleNamespace(max_drafts=most)] * self.num_rows
             step = NextStep(0, self.num_steps, decodes=rows)
-            (_, _, count), choice = self.chooser.dispatch(step, 0, GREEDY)
+            needs = StepNeeds(self.num_rows, 0, GREEDY, self.num_steps)
+            program, choice = self.chooser.dispatch(step, needs)
+            count = program.num_drafts
             self.counts.append(count)
             self.give(count, choice)
         return self
@@ -202,7 +209,7 @@ def test_no_row_is_given_many_more_drafts_than_one_of_them_wants():
 
 
 def test_a_program_that_was_never_timed_is_tried():
-    assert DraftCount(SHAPES, DecodeSeconds()).choose(1, 1, 15) == 3
+    assert chooser(SHAPES).choose(StepNeeds(1, 0, GREEDY), 15) == 3
 
 
 def test_one_number_needs_no_choice():
@@ -210,4 +217,4 @@ def test_one_number_needs_no_choice():
         max_num_seqs=2, max_model_len=64, page_size=8, num_pages=20, num_drafts=2,
         decode_rows=(2,), prefill_tokens=(64,),
     )  # fmt: skip
-    assert DraftCount(shapes, DecodeSeconds()).choose(2, 1, 0) == 2
+    assert chooser(shapes).choose(StepNeeds(2, 0, GREEDY), 0) == 2

@@ -15,8 +15,7 @@ from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.request import Finish, Request
 from jaxspec.runner.model_runner import ModelRunner
-from jaxspec.runner.warmup import warm_up
-from jaxspec.sampler import to_compile
+from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.disk_tier import DiskTier
@@ -161,7 +160,8 @@ class Harness:
             kv_dtype=kv_dtype,
             drafter=drafter and drafting(drafter),
         )
-        warm_up(self.runner, samplers)
+        compiled = programs(self.buckets, samplers)
+        warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)
         pieces, tier = self.runner.pieces, None
         if host_bytes:
@@ -170,7 +170,7 @@ class Harness:
             disk = folder and DiskTier(folder, 2**30, self.runner.fingerprint, page_size, like)
             tier = HostTier(host_bytes, page_size, pieces, disk, has_states=len(kinds) > 1)
         self.scheduler = Scheduler(self.buckets, drafter=drafts_on_host, tier=tier)
-        self.scheduler.samplers = tuple(to_compile(samplers))
+        self.scheduler.programs.add(compiled if samplers else ())
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=max_in_flight)
         self.requests: list[Request] = []
         self.emitted: dict[Request, list[int]] = {}

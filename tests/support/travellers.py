@@ -9,6 +9,7 @@ from jaxspec.handover import RequestState
 from jaxspec.inputs import InputProcessor
 from jaxspec.llm_engine import LLMEngine
 from jaxspec.request import Finish
+from jaxspec.scheduler.ready_programs import StepNeeds
 from jaxspec.session import Session
 
 
@@ -41,7 +42,8 @@ class Traveller:
         return groups
 
     def _compile(self, samplers):
-        assert all(each in self.harness.scheduler.samplers for each in samplers)
+        needs = (StepNeeds(1, 0, each, num_drafts=0) for each in samplers)
+        assert all(map(self.harness.scheduler.programs.can_run, needs))
 
     def sample(self, prompt, params, name="x"):
         ((sample,),) = self.prepare([list(prompt)], [params], [name])

@@ -1,0 +1,248 @@
+"""Compiler: compiles an engine's programs before requests need them, and the rest behind them."""
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax.stages
+
+from jaxspec.plan import Program
+from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.warmup import (
+    Notice,
+    first_programs,
+    label,
+    later_programs,
+    programs,
+    warm_up,
+)
+from jaxspec.sampler import LADDER, Sampler, rung
+
+_log = logging.getLogger(__name__)
+_BATCH = 8  # programs that are traced side by side; the end of Python waits for them
+_MOST_AT_ONCE = 4  # programs that compile at the same time: XLA takes several cores for each
+_EMPTY_RUNS = 3  # a GPU records its command buffers in the second, and the third is timed
+_SECONDS_AT_EXIT = 60.0  # that the end of Python waits for a program that compiles
+Guarded = Callable[[Callable[[], object]], object]
+
+
+class Compiler:
+    """Compiles the programs of a runner, and publishes each that can be used.
+
+    In the background, after the few that can run any request: then no request waits for a program
+    but the first. On demand: the programs of a rung of the ladder, before its first request.
+
+    A thread compiles in the background. It runs a new program between two steps, in a turn of its
+    own for each run, so that no row waits longer than for one step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        in_turn: Guarded,
+        guard: Guarded,
+        publish: Callable[[Iterable[Program]], None],
+        on_run: Callable[[Program, float], None],
+        notice: Notice,
+        in_background: bool,
+    ):
+        """Start without programs.
+
+        Args:
+            runner: Compiles and runs programs.
+            in_turn: Calls a function while no step is dispatched.
+            guard: Calls a function that may lose the runner's state, in a turn.
+            publish: Is given programs that plans may name from now on, in a turn.
+            on_run: Is called with each program and the seconds of an empty run, in a turn.
+            notice: How people are told of programs that a request waits for.
+            in_background: Whether programs are compiled in the background.
+        """
+        self._runner, self._in_turn, self._guard = runner, in_turn, guard
+        self._publish, self._on_run, self._notice = publish, on_run, notice
+        self._in_background = in_background
+        self._served: frozenset[Sampler] = frozenset()  # rungs whose requests need not wait
+        self._background: _Background | None = None
+        self._lock = threading.Lock()  # of the background's start and end
+        self._is_closed = False
+        self.seconds: dict[str, float] = {}  # of compiling, by the label of a program
+
+    def ensure(self, samplers: Iterable[Sampler]) -> None:
+        """Compile what requests with these needs can't run without; return at once if it is there.
+
+        Raises:
+            RuntimeError: As `in_turn`.
+        """
+        rungs = frozenset(map(rung, samplers))
+        if rungs <= self._served:
+            return
+        if self._in_background and rungs <= set(LADDER):
+            self._in_turn(lambda: self._compile(first_programs(self._runner.shapes)))
+            self._served |= frozenset(LADDER)
+            self._start(rungs)
+        else:
+            self.complete(rungs)
+
+    def complete(self, samplers: Iterable[Sampler] = LADDER) -> None:
+        """Compile all programs of the rungs that these samplers need, and wait for them.
+
+        Raises:
+            RuntimeError: As `in_turn`.
+        """
+        self._in_turn(lambda: None)  # refuses a call from within a step, which would wait for ever
+        self._stop()
+        shapes, rungs = self._runner.shapes, frozenset(map(rung, samplers))
+        self._in_turn(lambda: self._compile(programs(shapes, rungs | self._served)))
+        self._served |= rungs
+        if self._in_background:
+            self._in_turn(lambda: self._compile(first_programs(shapes)))
+            self._served |= frozenset(LADDER)
+            self._start(())
+
+    def close(self) -> None:
+        """Compile nothing more; a program that compiles now is dropped when it is done."""
+        self._is_closed = True
+        if self._background is not None:
+            self._background.stop.set()
+
+    def _compile(self, wanted: Sequence[Program]) -> None:
+        self.seconds |= warm_up(
+            self._runner,
+            wanted,
+            notice=self._notice,
+            guard=lambda run: self._guard(run) and None,
+            on_run=self._on_run,
+        )
+        self._publish(wanted)
+
+    def _start(self, first: Iterable[Sampler]) -> None:
+        with self._lock:
+            left = later_programs(self._runner.shapes, first)
+            left = [program for program in left if not self._runner.is_warm(program)]
+            if left and not self._is_closed and self._background is None:
+                self._background = _Background(self._runner, left, self._install)
+
+    def _stop(self) -> None:
+        with self._lock:
+            if self._background is not None:
+                self._background.stop.set()
+                self._background.thread.join()
+                self._background = None
+
+    def _install(self, program: Program, compiled: jax.stages.Compiled, seconds: float) -> None:
+        """Run a program that was compiled in the background, and let plans name it."""
+        times = []
+        for _ in range(_EMPTY_RUNS):
+            run = self._guarded(lambda: times.append(self._runner.run_empty(program, compiled)))
+            self._in_turn(run)
+        self._in_turn(lambda: self._add(program, compiled, times[-1]))
+        self.seconds[label(program)] = seconds
+
+    def _guarded(self, act: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            if self._is_closed:
+                raise _ClosedError
+            return self._guard(act)
+
+        return run
+
+    def _add(self, program: Program, compiled: jax.stages.Compiled, seconds: float) -> None:
+        if not self._is_closed:
+            self._runner.install(program, compiled)
+            self._on_run(program, seconds)
+            self._publish([program])
+
+
+class _ClosedError(Exception):
+    """The engine was closed while a program compiled for it."""
+
+
+class _Background:
+    """A thread that compiles programs; it ends with the list, with `stop` or with Python."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        left: Sequence[Program],
+        install: Callable[[Program, jax.stages.Compiled, float], None],
+    ):
+        self.stop = threading.Event()
+        self.thread = threading.Thread(
+            target=_compile_all,
+            args=(runner, left, install, self.stop),
+            name="jaxspec-background",
+            daemon=True,
+        )
+        self.thread.start()
+
+
+def _compile_all(
+    runner: ModelRunner,
+    left: Sequence[Program],
+    install: Callable[[Program, jax.stages.Compiled, float], None],
+    stop: threading.Event,
+) -> None:
+    thread = threading.current_thread()
+
+    def end() -> None:
+        # Python ends: a thread that is within XLA then would crash.
+        stop.set()
+        thread.join(_SECONDS_AT_EXIT)
+
+    atexit.register(end)
+    count = max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // 4))
+    pool = ThreadPoolExecutor(count, "jaxspec-compile")
+    try:
+        for start in range(0, len(left), _BATCH):
+            _compile_batch(runner, left[start : start + _BATCH], install, stop, pool, count)
+    except (_ClosedError, RuntimeError) as error:  # of a closed engine, or as Python ends
+        _log.info("nothing more is compiled in the background: %r", error)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        atexit.unregister(end)
+
+
+def _compile_batch(
+    runner: ModelRunner,
+    batch: Sequence[Program],
+    install: Callable[[Program, jax.stages.Compiled, float], None],
+    stop: threading.Event,
+    pool: ThreadPoolExecutor,
+    count: int,
+) -> None:
+    """Lower programs one after the other, and compile `count` of them at the same time."""
+    compiling = deque[tuple[Program, Future[tuple[jax.stages.Compiled, float]]]]()
+
+    def install_oldest() -> None:
+        program, future = compiling.popleft()
+        try:
+            compiled, seconds = future.result()
+        except Exception as error:  # the programs that are there run its steps
+            _log.warning("a program is not compiled (%s): %r", label(program), error)
+        else:
+            if not stop.is_set():
+                install(program, compiled, seconds)
+
+    with contextlib.closing(runner.trace_ahead(batch)) as traced:
+        for program in traced:
+            if stop.is_set():
+                return
+            if runner.is_warm(program):
+                continue
+            started = time.perf_counter()
+            lowered = runner.lower(program)
+            compiling.append((program, pool.submit(_compiled, lowered, started)))
+            while len(compiling) > count or (compiling and compiling[0][1].done()):
+                install_oldest()
+    while compiling:
+        install_oldest()
+
+
+def _compiled(lowered: jax.stages.Lowered, started: float) -> tuple[jax.stages.Compiled, float]:
+    return lowered.compile(), time.perf_counter() - started

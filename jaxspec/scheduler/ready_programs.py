@@ -1,0 +1,92 @@
+"""ReadyPrograms: the step programs that are compiled, of which each step takes the cheapest."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxspec.config import StepShapes
+from jaxspec.plan import Program
+from jaxspec.sampler import Sampler
+
+
+class StepNeeds(NamedTuple):
+    """What a program must have room for and be able to do, to run a step."""
+
+    num_decode: int  # rows
+    num_prompt_tokens: int
+    sampler: Sampler  # that of all rows together
+    num_steps: int = 1
+    num_drafts: int = 0  # that a row verifies, at least
+
+
+class ReadyPrograms:
+    """The step programs that are compiled.
+
+    An engine begins with one program that decodes and one that reads prompts, both of the largest
+    size and with every sampling feature. They can run any step; others are added later, in the turn
+    of a caller, and make the steps cheaper.
+    """
+
+    def __init__(self, shapes: StepShapes):
+        """Start with every program of `shapes`, until some are added: tests compile on demand."""
+        self._shapes = shapes
+        self._programs: list[Program] = []
+        self._chosen: dict[StepNeeds, Program] = {}
+        self._counts: dict[StepNeeds, list[int]] = {}
+
+    def add(self, programs: Iterable[Program]) -> None:
+        """Let steps take these programs, too."""
+        new = [p for p in programs if p.num_steps and p not in self._programs]
+        self._programs = sorted([*self._programs, *new], key=_cost)
+        self._chosen.clear()
+        self._counts.clear()
+
+    def can_run(self, needs: StepNeeds) -> bool:
+        """Return whether a program can run the step."""
+        return not self._programs or any(_can_run(program, needs) for program in self._programs)
+
+    def choose(self, needs: StepNeeds) -> Program:
+        """Return the cheapest program that can run a step.
+
+        Raises:
+            RuntimeError: No program can.
+        """
+        if not self._programs:
+            rows, tokens, drafts = self._shapes.round_up(
+                needs.num_decode, needs.num_prompt_tokens, needs.num_drafts
+            )
+            return Program(rows, tokens, needs.sampler, needs.num_steps, drafts)
+        if needs not in self._chosen:
+            able = (program for program in self._programs if _can_run(program, needs))
+            if (program := next(able, None)) is None:
+                raise RuntimeError(
+                    f"A step must have a program that is compiled, and none can run {needs}. "
+                    "This is a bug in jaxspec."
+                )
+            self._chosen[needs] = program
+        return self._chosen[needs]
+
+    def draft_counts(self, needs: StepNeeds) -> list[int]:
+        """Return the numbers of drafts for which a program can run a step, ascending."""
+        if not self._programs:
+            return list(self._shapes.draft_counts)
+        if needs not in self._counts:
+            able = (program for program in self._programs if _can_run(program, needs))
+            self._counts[needs] = sorted({program.num_drafts for program in able})
+        return self._counts[needs]
+
+
+def _can_run(program: Program, needs: StepNeeds) -> bool:
+    needed = needs.sampler if program.prefill_tokens else needs.sampler.of_decoding
+    return (
+        program.decode_rows >= needs.num_decode
+        and program.prefill_tokens >= needs.num_prompt_tokens
+        and (program.prefill_tokens > 0) == (needs.num_prompt_tokens > 0)
+        and program.num_drafts >= needs.num_drafts
+        and program.num_steps == needs.num_steps
+        and program.sampler | needed == program.sampler
+    )
+
+
+def _cost(program: Program) -> tuple[int, int, int, int, tuple[str, ...]]:
+    names = program.sampler.names
+    return program.prefill_tokens, program.decode_rows, program.num_drafts, len(names), names
