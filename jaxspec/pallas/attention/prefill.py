@@ -26,7 +26,8 @@ def prefill_attention(
     softmax are float32. Padding, which is tokens outside every chunk and chunks that are not live,
     comes out as 0.
     """
-    if dispatch.runs_kernel("prefill_attention", _why_not_kernel(queries, kv)):
+    why = _why_not_kernel(queries, kv)
+    if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)

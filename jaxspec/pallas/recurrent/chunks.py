@@ -52,7 +52,7 @@ def chunk_by_chunk(
 
         def taken(x):
             x = jax.lax.dynamic_slice_in_dim(x, start, CHUNK)
-            return jnp.where(real.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
+            return jnp.where(real.reshape((CHUNK,) + (1,) * (x.ndim - 1)), x, 0)
 
         state = jnp.where(offset == 0, initial[seq], state)
         state, new = step(state, jax.tree.map(taken, tokens))
