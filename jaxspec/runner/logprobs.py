@@ -59,8 +59,8 @@ def prompt_logprobs(
     num_pieces = -(-count // size)
     missing = num_pieces * size - count
     pieces = (
-        jnp.pad(hidden, ((0, missing), (0, 0))).reshape(num_pieces, size, -1),
+        jnp.pad(hidden, ((0, missing), (0, 0))).reshape(num_pieces, size, hidden.shape[1]),
         jnp.pad(tokens, (0, missing)).reshape(num_pieces, size),
     )
     fields = jax.lax.map(lambda piece: pack_logprobs(model.logits(piece[0]), piece[1]), pieces)
-    return fields.reshape(num_pieces * size, -1)[:count]
+    return fields.reshape(num_pieces * size, fields.shape[2])[:count]
