@@ -111,6 +111,8 @@ _REFERENCE_ROWS = 8  # of a tile: a decode step has fewer for most experts
 def moe_experts_reference(x, experts, choices):
     """The specification of `moe_experts`: tile by tile, so only experts with work are read."""
     (tokens, parts), up, down = choices.experts.shape, experts.up.array, experts.down.array
+    if not tokens:  # no tile, of which the loop's body would take one
+        return jnp.zeros((parts, 0, x.shape[1]), jnp.float32)
     work = work_list(choices, experts.number, _REFERENCE_ROWS)
     at_place, weights = work.choices, choices.weights.reshape(-1)
 
