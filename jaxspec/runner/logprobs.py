@@ -55,7 +55,7 @@ def prompt_logprobs(
     _, hidden = inputs.places.split_tokens(hidden)
     _, tokens = inputs.places.split_tokens(next_tokens(inputs, acceptance))
     count = len(tokens)
-    size = min(_PIECE, count)
+    size = min(_PIECE, max(count, 1))
     num_pieces = -(-count // size)
     missing = num_pieces * size - count
     pieces = (
