@@ -195,14 +195,14 @@ class StepOutput:
         A verify emits the drafts that stand, in order, and then one token of the target's. NumPy
         counts for all rows at once: meanwhile the host cannot plan the next step.
         """
-        num_rows, width = self.tokens.shape[1:]
-        tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, -1)
+        steps, num_rows, width = self.tokens.shape
+        tokens = self.tokens.transpose(1, 0, 2).reshape(num_rows, steps * width)
         emitted = tokens != -1
         ends = emitted.sum(axis=1).cumsum().tolist()
         spans = list(map(slice, [0, *ends[:-1]], ends))
         places = np.arange(1, width + 1)
         stood = self.num_accepted[:, :, None] >= places
-        positions = (stood * places).transpose(1, 0, 2).reshape(num_rows, -1)
+        positions = (stood * places).transpose(1, 0, 2).reshape(tokens.shape)
         flat = tuple(tokens[emitted].tolist())
         flat_positions = tuple(positions[emitted].tolist())
         fields = (

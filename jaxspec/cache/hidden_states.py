@@ -49,6 +49,7 @@ class HiddenStates:
         pool: States, kv_slots: Int[Array, " tokens"], states: Float[Array, "tokens features"]
     ) -> States:
         """The pool with `states` at `kv_slots` (int32, page * page_size + offset; -1: nowhere)."""
-        rows = pool.reshape(-1, pool.shape[2])
+        num_pages, page_size, features = pool.shape
+        rows = pool.reshape(num_pages * page_size, features)
         where = jnp.where(kv_slots < 0, rows.shape[0], kv_slots)
         return rows.at[where].set(states.astype(pool.dtype), mode="drop").reshape(pool.shape)

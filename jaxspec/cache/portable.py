@@ -34,7 +34,8 @@ def token_arrays(
     for spec in paged(specs):
         for name, leaf in _named(spec.name, pages[spec.name]):
             tokens = np.moveaxis(np.asarray(leaf), 1 + spec.page_axis, 1)
-            arrays[name] = tokens.reshape(-1, *tokens.shape[2:])[:num_tokens]
+            num_pages, page_size, *one = tokens.shape
+            arrays[name] = tokens.reshape(num_pages * page_size, *one)[:num_tokens]
     return arrays
 
 

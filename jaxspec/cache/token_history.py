@@ -67,4 +67,5 @@ class TokenHistory:
         pool: History, page_tables: Int[Array, "slots pages"], slots: Int[Array, " rows"]
     ) -> Int[Array, "rows positions"]:
         """The tokens of each row's request, by their index in it."""
-        return pool[page_tables[slots]].reshape(slots.shape[0], -1)
+        positions = page_tables.shape[1] * pool.shape[1]
+        return pool[page_tables[slots]].reshape(slots.shape[0], positions)

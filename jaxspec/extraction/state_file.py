@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,8 @@ def _contents(
     )
     left = len(tokens) - 1
     for part in sample.states:
-        rows = np.asarray(part).reshape(-1, features)[:left]  # waits for the device
+        rows = np.asarray(part)  # waits for the device
+        rows = rows.reshape(math.prod(rows.shape[:-1]), features)[:left]
         left -= len(rows)
         yield rows.reshape(-1).view(np.uint8).data
     yield tokens.view(np.uint8).data

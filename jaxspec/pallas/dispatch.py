@@ -19,12 +19,20 @@ _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
 _heard: list[tuple[str, str, int]] | None = None  # all choices, while somebody listens
 
 
-def runs_kernel(op: str, why_not: str | None, *, by_choice: bool = False) -> bool:
+def runs_kernel(op: str, why_not: str | None, *, rows: int, by_choice: bool = False) -> bool:
     """Whether `op` runs its kernel here; noted for `implementations`, and logged when new.
 
-    `why_not` says why the kernel does not take these operands; None means that it does. With
-    `by_choice` the reference should run in that case, so nobody is warned.
+    Without rows no kernel runs, because a launch must have a block: XLA drops the reference, whose
+    arrays are empty, so nothing runs and nothing is noted.
+
+    Args:
+        op: the name of the op.
+        why_not: why the kernel does not take these operands; None means that it does.
+        rows: rows or tokens of the operands, padding included.
+        by_choice: the reference is preferred where `why_not` is given, so no warning is logged.
     """
+    if not rows:
+        return False
     is_hopper, missing = kernels_here()
     why = missing or why_not
     chosen = "kernel" if why is None else f"XLA: {why}"

@@ -55,12 +55,12 @@ def prompt_logprobs(
     _, hidden = inputs.places.split_tokens(hidden)
     _, tokens = inputs.places.split_tokens(next_tokens(inputs, acceptance))
     count = len(tokens)
-    size = min(_PIECE, count)
+    size = min(_PIECE, max(count, 1))
     num_pieces = -(-count // size)
     missing = num_pieces * size - count
     pieces = (
-        jnp.pad(hidden, ((0, missing), (0, 0))).reshape(num_pieces, size, -1),
+        jnp.pad(hidden, ((0, missing), (0, 0))).reshape(num_pieces, size, hidden.shape[1]),
         jnp.pad(tokens, (0, missing)).reshape(num_pieces, size),
     )
     fields = jax.lax.map(lambda piece: pack_logprobs(model.logits(piece[0]), piece[1]), pieces)
-    return fields.reshape(num_pieces * size, -1)[:count]
+    return fields.reshape(num_pieces * size, fields.shape[2])[:count]

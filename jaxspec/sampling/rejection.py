@@ -143,11 +143,12 @@ class _Drawn:
     def of(logits, tokens, draft_logits, inputs, positions, sampler) -> "_Drawn":
         rows, emits, vocab = logits.shape
         drafts = emits - 1
-        flat = logits.reshape(-1, vocab), inputs.repeat(emits), positions.reshape(-1)
+        flat_logits = logits.reshape(rows * emits, vocab)
+        flat = flat_logits, inputs.repeat(emits), positions.reshape(-1)
         target = process_logits(*flat, sampler=sampler).reshape(rows, emits, vocab)
         draft_positions = positions[:, :drafts].reshape(-1)
         draft = draft_distribution(
-            draft_logits.reshape(-1, vocab), inputs.repeat(drafts), draft_positions
+            draft_logits.reshape(rows * drafts, vocab), inputs.repeat(drafts), draft_positions
         )
         return _Drawn(
             tokens=tokens,

@@ -68,7 +68,7 @@ def count_leading(stands: Bool[Array, "rows drafts"]) -> Int[Array, " rows"]:
 
 def at_index(values: Array, index: Int[Array, " rows"]) -> Array:
     """`values[r, index[r]]` of each row `r`."""
-    column = index.reshape(-1, *(1 for _ in values.shape[1:]))
+    column = index.reshape(index.shape[0], *(1 for _ in values.shape[1:]))
     return jnp.take_along_axis(values, column, axis=1)[:, 0]
 
 

@@ -22,7 +22,7 @@ def on(monkeypatch, platform="gpu", capability="9.0", version=(0, 11, 2)):
 
 def test_a_kernel_runs_on_hopper(monkeypatch):
     on(monkeypatch)
-    assert dispatch.runs_kernel("op", None)
+    assert dispatch.runs_kernel("op", None, rows=1)
     assert dispatch.implementations() == {"op": ("kernel",)}
 
 
@@ -32,7 +32,7 @@ def test_a_kernel_runs_on_hopper(monkeypatch):
 def test_elsewhere_xla_runs_and_a_hopper_without_its_kernels_warns(monkeypatch, machine, caplog):
     on(monkeypatch, **machine)
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
-        assert not dispatch.runs_kernel("op", None)
+        assert not dispatch.runs_kernel("op", None, rows=1)
     assert dispatch.implementations()["op"][0].startswith("XLA: the ")
     assert caplog.records[0].levelname == ("WARNING" if "version" in machine else "INFO")
 
@@ -41,7 +41,7 @@ def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
     on(monkeypatch)
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
         for why_not in (None, "heads of 5", None, "heads of 5"):
-            assert dispatch.runs_kernel("op", why_not) == (why_not is None)
+            assert dispatch.runs_kernel("op", why_not, rows=1) == (why_not is None)
     assert dispatch.implementations() == {"op": ("kernel", "XLA: heads of 5")}
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("INFO", "op runs as kernel"),
@@ -52,12 +52,21 @@ def test_operands_no_kernel_takes_are_reported_once(monkeypatch, caplog):
 def test_a_reference_that_is_preferred_warns_nobody(monkeypatch, caplog):
     on(monkeypatch)
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
-        assert not dispatch.runs_kernel("op", "it is faster", by_choice=True)
+        assert not dispatch.runs_kernel("op", "it is faster", rows=1, by_choice=True)
     assert dispatch.implementations() == {"op": ("XLA: it is faster",)}
     assert [r.levelname for r in caplog.records] == ["INFO"]
+
+
+def test_no_kernel_is_launched_for_no_rows(monkeypatch, caplog):
+    """An empty grid is no launch, and XLA drops a reference without elements: nothing is noted."""
+    on(monkeypatch)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        assert not dispatch.runs_kernel("op", None, rows=0)
+        assert not dispatch.runs_kernel("op", "heads of 5", rows=0)
+    assert dispatch.implementations() == {} and not caplog.records
 
 
 def test_the_default_device_decides(monkeypatch):
     on(monkeypatch)
     with jax.default_device(jax.devices("cpu")[0]):
-        assert not dispatch.runs_kernel("op", None)
+        assert not dispatch.runs_kernel("op", None, rows=1)

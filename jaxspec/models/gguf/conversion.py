@@ -82,14 +82,15 @@ def by_key_head(key_heads: int, parts: tuple[int, ...]) -> Order:
 def _by_pairs(heads: int, count: int) -> np.ndarray | None:
     if count % (2 * heads):
         return None
-    return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return np.arange(count).reshape(heads, count // (2 * heads), 2).swapaxes(1, 2).reshape(-1)
 
 
 @functools.lru_cache(64)
 def _tiled(key_heads: int, value_heads: int, before: int, count: int) -> np.ndarray | None:
     if count <= before or (count - before) % value_heads or value_heads % key_heads:
         return None
-    turns = np.arange(before, count).reshape(value_heads // key_heads, key_heads, -1)
+    sizes = value_heads // key_heads, key_heads, (count - before) // value_heads
+    turns = np.arange(before, count).reshape(sizes)
     return np.concatenate([np.arange(before), turns.swapaxes(0, 1).reshape(-1)])
 
 
@@ -98,7 +99,8 @@ def _by_key_head(key_heads: int, parts: tuple[int, ...], count: int) -> np.ndarr
     if count != key_heads * sum(parts):
         return None
     ends = np.cumsum([key_heads * part for part in parts])[:-1]
-    heads = [part.reshape(key_heads, -1) for part in np.split(np.arange(count), ends)]
+    rows = np.split(np.arange(count), ends)
+    heads = [of.reshape(key_heads, part) for of, part in zip(rows, parts, strict=True)]
     return np.concatenate(heads, axis=1).reshape(-1)
 
 

@@ -125,7 +125,7 @@ class Attention(nnx.Module):
 
     def output(self, heads: _Heads, tokens: AttentionTokens) -> Pending:
         """The output projection of all heads of a token."""
-        return self.out.pending(heads.reshape(heads.shape[0], -1))
+        return self.out.pending(heads.reshape(heads.shape[0], self.out.in_features))
 
     def checkpoint(self, prefix: str) -> Iterator[Placement]:
         """The published tensors, under `self_attn.`."""

@@ -1,6 +1,7 @@
 """Gated DeltaNet: the recurrent token mixer of Qwen3-Next and Qwen3.5."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -218,7 +219,8 @@ class GatedDeltaNet(nnx.Module):
         values = served * sizes.value_dim
         qkvz = sizes.key_dim, sizes.key_dim, values, values
         for name, counts in ("in_proj_qkvz", qkvz), ("in_proj_ba", (served, served)):
-            rows = np.arange(sizes.key_heads * sum(counts)).reshape(sizes.key_heads, -1)
+            shape = sizes.key_heads, sum(counts)
+            rows = np.arange(math.prod(shape)).reshape(shape)
             for part in np.split(rows, np.cumsum(counts)[:-1], axis=1):
                 yield Placement(
                     f"{prefix}{name}.weight",

@@ -111,13 +111,15 @@ class Mixer(Protocol[Tokens]):
 def rectangle(
     projected: Float[Array, "tokens columns"], rows: DecodeRegion
 ) -> Float[Array, "rows width columns"]:
-    """The rectangle's tokens row by row."""
-    return projected.reshape(rows.slots.shape[0], -1, projected.shape[1])
+    """The rectangle's tokens row by row; one without rows is as narrow as any program's."""
+    (tokens, columns), num_rows = projected.shape, rows.slots.shape[0]
+    return projected.reshape(num_rows, tokens // num_rows if num_rows else 1, columns)
 
 
 def flat(heads: Float[Array, "rows width *features"]) -> Float[Array, "tokens ..."]:
     """The rectangle's heads token by token."""
-    return heads.reshape(-1, *heads.shape[2:])
+    rows, width, *features = heads.shape
+    return heads.reshape(rows * width, *features)
 
 
 class FeedForward(Protocol):

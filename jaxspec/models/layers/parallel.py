@@ -103,4 +103,5 @@ class Parallel(nnx.Module):
 
 def _joined(mixed: _Finished, attended: Float[Array, "tokens heads head_dim"]) -> _Finished:
     """The features of both as `summed` has their rows."""
-    return jnp.concatenate([mixed, attended.reshape(attended.shape[0], -1)], axis=1)
+    tokens, heads, head_dim = attended.shape
+    return jnp.concatenate([mixed, attended.reshape(tokens, heads * head_dim)], axis=1)

@@ -46,7 +46,8 @@ def attention_inputs(
         ValueError: the projection has other columns.
     """
     _check_columns(qkv, kv, heads, gated)
-    if dispatch.runs_kernel("attention_inputs", _why_not_kernel(qkv, norm, angles, kv)):
+    why = _why_not_kernel(qkv, norm, angles, kv)
+    if dispatch.runs_kernel("attention_inputs", why, rows=qkv.shape[0]):
         from jaxspec.pallas.attention.inputs_kernel import attention_inputs_kernel
 
         on_device = dispatch.layer_index(kv, layer)
@@ -79,7 +80,7 @@ def _queries_keys_values(qkv, norm, angles, kv, heads, gated):
     tokens, (kv_heads, head_dim) = qkv.shape[0], kv.shape[4:]
     query_columns = (1 + gated) * heads * head_dim
     q, k, v = jnp.split(qkv, [query_columns, query_columns + kv_heads * head_dim], axis=-1)
-    q = q.reshape(tokens, heads, -1)[..., :head_dim]
+    q = q.reshape(tokens, heads, (1 + gated) * head_dim)[..., :head_dim]
     k, v = (x.reshape(tokens, kv_heads, head_dim) for x in (k, v))
     if norm is not None:
         q, k = (

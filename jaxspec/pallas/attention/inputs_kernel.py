@@ -71,8 +71,8 @@ def attention_inputs_kernel(
     )
     pool = jax.new_ref(kv, memory_space=plgpu.GMEM)
     # Two views of one array: with a gate, a query head is the first half of a wider head.
-    by_query = qkv.reshape(tokens, -1, (1 + gated) * head_dim)
-    by_head = qkv.reshape(tokens, -1, head_dim)
+    widths = (1 + gated) * head_dim, head_dim
+    by_query, by_head = (qkv.reshape(tokens, qkv.shape[1] // n, n) for n in widths)
     weights = None if norm is None else norm.weights
     queries = kernel(by_query, by_head, weights, angles, layer[None], kv_slots, pool)
     return queries, jax.freeze(pool)

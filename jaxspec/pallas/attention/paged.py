@@ -52,7 +52,7 @@ def paged_attention(
     num_rows, width, heads, head_dim = queries.shape
     if gate is not None:
         gate.check(num_rows * width, heads, head_dim)
-    if dispatch.runs_kernel("paged_attention", _why_not_kernel(queries, kv)):
+    if dispatch.runs_kernel("paged_attention", _why_not_kernel(queries, kv), rows=num_rows):
         from jaxspec.pallas.attention.paged_kernel import paged_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
@@ -60,7 +60,9 @@ def paged_attention(
     on_cpu = device.default_device().platform == "cpu"
     attend = _attend_longest_row if on_cpu else paged_attention_reference
     out = attend(queries, kv, layer, page_tables, rows)
-    return out if gate is None else gate(out.reshape(-1, heads, head_dim)).reshape(out.shape)
+    if gate is None:
+        return out
+    return gate(out.reshape(num_rows * width, heads, head_dim)).reshape(out.shape)
 
 
 def _attend_longest_row(queries, kv, layer, page_tables, rows):

@@ -48,7 +48,7 @@ def paged_attention_kernel(
     pages = PageTiles.of(kv, page_tables, tiling.block_kv)
     sizes = BlockSizes(tiling, width, group, tokens, pages)
     operands = {
-        "queries": queries.reshape(-1, heads, head_dim),
+        "queries": queries.reshape(num_rows * width, heads, head_dim),
         "pool": flatten_pool(kv),
         "layer": layer[None],
         "page_tables": page_tables,
@@ -65,12 +65,14 @@ def paged_attention_kernel(
         in_kernel, by_xla = None, gate
     if tiling.splits == 1:
         if in_kernel is not None:
-            operands["gates"] = in_kernel.projected.reshape(num_rows * width, -1, divisor)
+            projected = in_kernel.projected
+            by_head = num_rows * width, projected.shape[1] // divisor, divisor
+            operands["gates"] = projected.reshape(by_head)
         (out,) = _attend(sizes, operands, kv_heads, params)
     else:
         out, lse = _attend(sizes, operands, kv_heads, params)
         out = _merge(sizes, out, lse, in_kernel, queries, params)
-    out = out.reshape(-1, heads, head_dim)
+    out = out.reshape(num_rows * width, heads, head_dim)
     return (out if by_xla is None else by_xla(out)).reshape(queries.shape)
 
 

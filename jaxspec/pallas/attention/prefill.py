@@ -26,7 +26,8 @@ def prefill_attention(
     softmax are float32. Padding, which is tokens outside every chunk and chunks that are not live,
     comes out as 0.
     """
-    if dispatch.runs_kernel("prefill_attention", _why_not_kernel(queries, kv)):
+    why = _why_not_kernel(queries, kv)
+    if dispatch.runs_kernel("prefill_attention", why, rows=queries.shape[0]):
         from jaxspec.pallas.attention.prefill_kernel import prefill_attention_kernel
 
         on_device = dispatch.layer_index(kv, layer)
@@ -37,6 +38,8 @@ def prefill_attention(
 def prefill_attention_reference(queries, kv, layer, page_tables, chunks):
     """The specification of `prefill_attention`: tile by tile, so that only real tokens cost."""
     num_tokens, num_seqs = queries.shape[0], chunks.slots.shape[0]
+    if not num_seqs:  # no chunk has tokens
+        return jnp.zeros_like(queries)
     length = jnp.where(chunks.is_live(page_tables.shape[0]), chunks.query_len, 0)
     tiles_end = jnp.cumsum((length + _TILE - 1) // _TILE, dtype=jnp.int32)
     padded = jnp.pad(queries, ((0, _TILE), (0, 0), (0, 0)))  # the last tile may reach beyond

@@ -127,7 +127,7 @@ def prefill_attention_kernel(
         **params,
     )(work, flat, flatten_pool(kv), layer[None], page_tables)
     # XLA fuses this gather of rows with the caller's next operation.
-    out = out.reshape(-1, heads, head_dim)
+    out = out.reshape(out.shape[0], heads, head_dim)
     return out.at[row].get(mode="fill", fill_value=0)
 
 

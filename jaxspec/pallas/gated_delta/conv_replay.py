@@ -38,7 +38,7 @@ def gdn_conv_replay(
     num_rows, width = projected.shape[:2]
     replay_op.check(num_rows, width, states, ring, norm)
     why = _why_not_kernel(projected, params, conv, states, ring)
-    if dispatch.runs_kernel("gdn_conv_replay", why, by_choice=True):
+    if dispatch.runs_kernel("gdn_conv_replay", why, rows=num_rows, by_choice=True):
         from jaxspec.pallas.gated_delta.replay_kernel import Projection, gdn_conv_replay_kernel
 
         tokens = Projection(projected, params.conv, params.decay)

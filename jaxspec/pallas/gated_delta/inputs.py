@@ -52,9 +52,8 @@ def gdn_inputs(
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
     is_toy = params.conv.shape[1] < 2048  # no published model is so small: no warning
-    if dispatch.runs_kernel(
-        "gdn_inputs", _why_not_kernel(projected, params, conv), by_choice=is_toy
-    ):
+    why, num_rows = _why_not_kernel(projected, params, conv), projected.shape[0]
+    if dispatch.runs_kernel("gdn_inputs", why, rows=num_rows, by_choice=is_toy):
         from jaxspec.pallas.gated_delta.inputs_kernel import gdn_inputs_kernel
 
         taps, decay, heads = params
@@ -109,7 +108,10 @@ def split_qkv(y: Float[Array, "*tokens channels"], heads: GdnHeads) -> tuple[Key
     keys = key_heads * key_dim
     parts = jnp.split(y.astype(jnp.float32), [keys, 2 * keys], axis=-1)
     counts = key_heads, key_heads, value_heads
-    q, k, v = (part.reshape(*y.shape[:-1], n, -1) for part, n in zip(parts, counts, strict=True))
+    q, k, v = (
+        part.reshape(*y.shape[:-1], n, part.shape[-1] // n)
+        for part, n in zip(parts, counts, strict=True)
+    )
     return _normalise(q) * key_dim**-0.5, _normalise(k), v
 
 

@@ -53,7 +53,9 @@ def gdn_inputs_kernel(projected, taps, decay, pool, layer, rows, heads, *, inter
         return jax.ShapeDtypeStruct((num_rows, width, *dims), jnp.float32)
 
     key, value, gate = array(key_heads, key_dim), array(value_heads, key_dim), array(value_heads)
-    taps, pool_in_heads = (a.reshape(*a.shape[:-1], -1, key_dim) for a in (taps, pool))
+    taps, pool_in_heads = (
+        a.reshape(*a.shape[:-1], a.shape[-1] // key_dim, key_dim) for a in (taps, pool)
+    )
     tokens, after = conv_update_kernel.launch(
         body,
         (projected, decay, ConvOperands.of(taps, layer, rows)),

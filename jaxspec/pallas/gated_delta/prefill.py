@@ -34,7 +34,8 @@ def gdn_prefill(
         u_t + beta_t sum_{i<t} e^{G_t - G_i} (k_i . k_t) u_i = beta_t (v_t - e^{G_t} S_0 k_t)
         o_t = e^{G_t} S_0 q_t + sum_{i<=t} e^{G_t - G_i} (k_i . q_t) u_i
     """
-    if dispatch.runs_kernel("gdn_prefill", _why_not_kernel(tokens.v, states)):
+    why = _why_not_kernel(tokens.v, states)
+    if dispatch.runs_kernel("gdn_prefill", why, rows=tokens.v.shape[0]):
         from jaxspec.pallas.gated_delta.prefill_kernel import gdn_prefill_kernel
 
         return gdn_prefill_kernel(tokens, states, dispatch.layer_index(states, layer), chunks)

@@ -96,7 +96,11 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
 
     q, k = (x.astype(v.dtype).reshape(num_tokens, key_heads * key_dim) for x in (q, k))
     prepared = prepare(sizes, Operands(q, k, g, beta), chunk_rows, interpret)
-    flat = (sizes.layers * sizes.num_slots * sizes.candidates, -1, key_dim)
+    flat = (
+        sizes.layers * sizes.num_slots * sizes.candidates,
+        sizes.value_heads * sizes.value_dim,
+        key_dim,
+    )
     pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
     indices = _Sequences(
         query_start=seqs.query_start,
@@ -106,7 +110,7 @@ def gdn_prefill_kernel(tokens, states, layer, chunks, *, interpret=None):
         num_computed=seqs.num_computed,
         layer=layer[None],
     )
-    wide = _Tokens(q, k, v.reshape(num_tokens, -1))
+    wide = _Tokens(q, k, v.reshape(num_tokens, sizes.value_heads * sizes.value_dim))
     out = _walk(sizes, wide, prepared, indices, pool, interpret)
     return out, jax.freeze(pool).reshape(states.shape)
 

@@ -48,7 +48,7 @@ def gdn_replay(
     """
     num_rows, width = tokens.q.shape[:2]
     check(num_rows, width, states, ring, norm)
-    if dispatch.runs_kernel("gdn_replay", why_not_kernel(width, states, ring)):
+    if dispatch.runs_kernel("gdn_replay", why_not_kernel(width, states, ring), rows=num_rows):
         from jaxspec.pallas.gated_delta.replay_kernel import gdn_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)

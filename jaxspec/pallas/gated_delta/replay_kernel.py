@@ -155,7 +155,7 @@ def _launch(name, tokens, pools, layer, rows, norm, splits, interpret):
         **({} if interpret is None else {"interpret": interpret}),
     )
     out, pools = in_place(kernel, operands.values(), pools)
-    return out if norm is None else out.reshape(num_rows, width, -1), pools
+    return out if norm is None else out.reshape(num_rows, width, heads * value_dim), pools
 
 
 def _plan(tokens, pools, norm, splits):

@@ -39,7 +39,8 @@ def gdn_step(
             f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
             f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
         )
-    if dispatch.runs_kernel("gdn_step", _why_not_kernel(width, states)):
+    why = _why_not_kernel(width, states)
+    if dispatch.runs_kernel("gdn_step", why, rows=tokens.q.shape[0]):
         from jaxspec.pallas.gated_delta.step_kernel import gdn_step_kernel
 
         return gdn_step_kernel(tokens, states, dispatch.layer_index(states, layer), rows)

@@ -38,7 +38,7 @@ def mamba2_conv_replay(
     check_columns(projected, params)
     check_ring(projected.shape[1], ring.window, ring.num_rows)
     why = _why_not_kernel(projected, params, conv, states, ring)
-    if dispatch.runs_kernel("mamba2_conv_replay", why, by_choice=True):
+    if dispatch.runs_kernel("mamba2_conv_replay", why, rows=projected.shape[0], by_choice=True):
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_conv_replay_kernel
 
         on_device = dispatch.layer_index(states, layer)

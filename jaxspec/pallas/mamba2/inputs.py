@@ -41,9 +41,8 @@ def mamba2_inputs(
     check_window(projected, params.conv, conv)
     check_columns(projected, params)
     is_toy = params.heads.channels < 1536  # no published model is so small: no warning
-    if dispatch.runs_kernel(
-        "mamba2_inputs", _why_not_kernel(projected, params, conv), by_choice=is_toy
-    ):
+    why, num_rows = _why_not_kernel(projected, params, conv), projected.shape[0]
+    if dispatch.runs_kernel("mamba2_inputs", why, rows=num_rows, by_choice=is_toy):
         from jaxspec.pallas.mamba2.inputs_kernel import mamba2_inputs_kernel
 
         return mamba2_inputs_kernel(

@@ -78,7 +78,8 @@ def mamba2_inputs_kernel(projected, params, pool, layer, rows, *, interpret=None
         interpret=interpret,
     )
     x = tokens.x.reshape(num_rows, width, heads.heads, heads.head_dim)
-    b, c = (y.reshape(num_rows, width, heads.groups, -1) for y in (tokens.b, tokens.c))
+    by_group = num_rows, width, heads.groups, heads.state_dim
+    b, c = (y.reshape(by_group) for y in (tokens.b, tokens.c))
     return tokens._replace(x=x, b=b, c=c), after
 
 

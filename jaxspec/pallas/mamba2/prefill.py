@@ -34,7 +34,8 @@ def mamba2_prefill(
         y_t = e^{G_t} S_0 C_t + sum_{i<=t} e^{G_t - G_i} (B_i . C_t) dt_i x_i + D x_t
         S_T = e^{G_T} S_0 + sum_i e^{G_T - G_i} dt_i x_i B_i^T
     """
-    if dispatch.runs_kernel("mamba2_prefill", _why_not_kernel(tokens.x, states)):
+    why = _why_not_kernel(tokens.x, states)
+    if dispatch.runs_kernel("mamba2_prefill", why, rows=tokens.x.shape[0]):
         from jaxspec.pallas.mamba2.prefill_kernel import mamba2_prefill_kernel
 
         padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)

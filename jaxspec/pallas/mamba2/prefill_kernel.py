@@ -50,9 +50,13 @@ def mamba2_prefill_kernel(tokens, states, layer, chunks, *, tile=None, interpret
     sizes = tiles.Sizes(*states.shape, groups=groups, tokens=num_tokens, tile=tile, dtype=dtype)
     schedule = _schedule(sizes, sequences(chunks, num_tokens, sizes.num_slots))
 
-    x, b, c = (y.astype(dtype).reshape(num_tokens, -1) for y in (x, b, c))
+    x, b, c = (y.astype(dtype).reshape(num_tokens, y.shape[1] * y.shape[2]) for y in (x, b, c))
     operands = tiles.Operands(x=x, b=b, dt=dt.T, a=a, schedule=schedule, layer=layer[None])
-    flat = (sizes.layers * sizes.num_slots * sizes.candidates, -1, state_dim)
+    flat = (
+        sizes.layers * sizes.num_slots * sizes.candidates,
+        sizes.heads * sizes.head_dim,
+        state_dim,
+    )
     pool = jax.new_ref(states.reshape(flat), memory_space=plgpu.GMEM)
     is_cut = tile < num_tokens
     tile_sums = tiles.add_tiles(sizes, operands, pool, interpret) if is_cut else None

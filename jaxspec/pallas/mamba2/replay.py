@@ -39,7 +39,8 @@ def mamba2_replay(
         ValueError: the ring is too small for steps of this width (`check_ring`).
     """
     check_ring(tokens.x.shape[1], ring.window, ring.num_rows)
-    if dispatch.runs_kernel("mamba2_replay", why_not_kernel(tokens.x, states, ring)):
+    why = why_not_kernel(tokens.x, states, ring)
+    if dispatch.runs_kernel("mamba2_replay", why, rows=tokens.x.shape[0]):
         from jaxspec.pallas.mamba2.replay_kernel import mamba2_replay_kernel
 
         padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)

@@ -34,7 +34,8 @@ def mamba2_step(
             f"A slot must hold one state for each of the {width} tokens of a row, but the pool "
             f"has {candidates} a slot. Allocate the pool with num_drafts >= {width - 1}."
         )
-    if dispatch.runs_kernel("mamba2_step", why_not_kernel(tokens.x, states)):
+    why = why_not_kernel(tokens.x, states)
+    if dispatch.runs_kernel("mamba2_step", why, rows=tokens.x.shape[0]):
         from jaxspec.pallas.mamba2.step_kernel import mamba2_step_kernel
 
         padded, on_device = tokens.padded_to(states.shape[4]), dispatch.layer_index(states, layer)

@@ -36,7 +36,8 @@ def argmax_matmul(
         ValueError: `weight` is not for the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if not dispatch.runs_kernel("argmax_matmul", why_not_kernel(x, weight), by_choice=True):
+    why = why_not_kernel(x, weight)
+    if not dispatch.runs_kernel("argmax_matmul", why, rows=x.shape[0], by_choice=True):
         return argmax_matmul_reference(x, weight, forbidden)
     from jaxspec.pallas.matmul.argmax_matmul_kernel import argmax_matmul_kernel
 
@@ -63,8 +64,8 @@ def why_not_kernel(x, weight):
     """Why `argmax_matmul_kernel` does not take these operands, or None."""
     rows, features = x.shape
     if isinstance(weight, Float8):
-        if x.dtype not in products.DTYPES or rows < 1:
-            return f"{rows} rows in {x.dtype} for 8 bits"
+        if x.dtype not in products.DTYPES:
+            return f"{x.dtype} for 8 bits"
         return _why_not_shape(weight, _FLOAT8_TILE)
     if why := products.why_not_dtypes(x, weight):
         return why

@@ -26,7 +26,7 @@ def matmul_silu(x: Float[Array, "tokens features"], weight: Weight) -> Float[Arr
     check_inner(x.shape[1], weight)
     Activation.SWIGLU.check(weight.outer)
     why, wave = gemm.choose(x, weight, x.shape[1], gate_up=True)
-    if dispatch.runs_kernel("matmul_silu", why, by_choice=True):
+    if dispatch.runs_kernel("matmul_silu", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_silu_kernel
 
         return matmul_silu_kernel(x, weight.array, wave)

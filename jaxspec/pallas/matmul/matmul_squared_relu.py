@@ -23,7 +23,7 @@ def matmul_squared_relu(
     """
     check_inner(x.shape[1], weight)
     why, wave = gemm.choose(x, weight, x.shape[1])
-    if dispatch.runs_kernel("matmul_squared_relu", why, by_choice=True):
+    if dispatch.runs_kernel("matmul_squared_relu", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.gemm_kernel import matmul_squared_relu_kernel
 
         return matmul_squared_relu_kernel(x, weight.array, wave)

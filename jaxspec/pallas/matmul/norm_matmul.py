@@ -45,7 +45,7 @@ def norm_matmul(
         why, wave = why_not_skinny(stream, pending, norm, weight), None
     else:
         why, wave = gemm.choose(stream, weight, features)
-    runs_kernel = dispatch.runs_kernel("norm_matmul", why, by_choice=True)
+    runs_kernel = dispatch.runs_kernel("norm_matmul", why, rows=rows, by_choice=True)
     sums = pending.shape[0] * features if pending is not None and pending.ndim == 3 else 0
     if runs_kernel and rows <= _MAX_FUSED_ROWS and sums <= MAX_SUMS:
         from jaxspec.pallas.matmul.norm_matmul_kernel import norm_matmul_kernel

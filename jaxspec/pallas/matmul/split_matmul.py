@@ -36,7 +36,7 @@ def split_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pending:
         why, wave = skinny_gemm.why_not_kernel(x, weight, hidden, widths), None
     else:
         why, wave = gemm.choose(x, weight, hidden, max_parts=gemm.MAX_PARTS)
-    if not dispatch.runs_kernel("split_matmul", why, by_choice=True):
+    if not dispatch.runs_kernel("split_matmul", why, rows=x.shape[0], by_choice=True):
         return split_matmul_reference(x, weight)
     if is_skinny:
         from jaxspec.pallas.matmul.split_matmul_kernel import split_matmul_kernel
@@ -66,7 +66,8 @@ def gated_matmul(x: Float[Array, "tokens twice_inner"], weight: Weight) -> Pendi
     """
     Activation.SWIGLU.check(x.shape[1])
     products.check_inner(x.shape[1] // 2, weight)
-    if dispatch.runs_kernel("gated_matmul", why_not_gate(x, weight), by_choice=True):
+    why = why_not_gate(x, weight)
+    if dispatch.runs_kernel("gated_matmul", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_matmul_kernel
 
         return gated_matmul_kernel(x, weight.array)
@@ -88,7 +89,8 @@ def squared_relu_matmul(x: Float[Array, "tokens inner"], weight: Weight) -> Pend
         ValueError: `weight` is not for the columns of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if dispatch.runs_kernel("squared_relu_matmul", why_not_gate(x, weight), by_choice=True):
+    why = why_not_gate(x, weight)
+    if dispatch.runs_kernel("squared_relu_matmul", why, rows=x.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import squared_relu_matmul_kernel
 
         return squared_relu_matmul_kernel(x, weight.array)
@@ -125,7 +127,7 @@ def gated_norm_matmul(heads: Heads, norm: GatedNorm, weight: Weight) -> Pending:
     if heads.ndim == 2:
         return split_matmul(heads, weight)
     why = why_not_norm(heads, norm, weight)
-    if dispatch.runs_kernel("gated_norm_matmul", why, by_choice=True):
+    if dispatch.runs_kernel("gated_norm_matmul", why, rows=heads.shape[0], by_choice=True):
         from jaxspec.pallas.matmul.split_matmul_kernel import gated_norm_matmul_kernel
 
         return gated_norm_matmul_kernel(heads, norm, weight.array)

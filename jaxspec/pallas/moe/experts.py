@@ -50,7 +50,7 @@ def moe_experts(
     * from tiles of 32 on each part is rounded to the dtype of `x`, and so is their sum, which is
       `[tokens, features]`.
     """
-    if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, experts)):
+    if not dispatch.runs_kernel("moe_experts", why_not_kernel(x, experts), rows=x.shape[0]):
         return moe_experts_reference(x, experts, choices)
     if x.shape[0] <= MAX_DIRECT:
         return _few_tokens(x, experts, choices)
@@ -111,6 +111,8 @@ _REFERENCE_ROWS = 8  # of a tile: a decode step has fewer for most experts
 def moe_experts_reference(x, experts, choices):
     """The specification of `moe_experts`: tile by tile, so only experts with work are read."""
     (tokens, parts), up, down = choices.experts.shape, experts.up.array, experts.down.array
+    if not tokens:  # no tile, of which the loop's body would take one
+        return jnp.zeros((parts, 0, x.shape[1]), jnp.float32)
     work = work_list(choices, experts.number, _REFERENCE_ROWS)
     at_place, weights = work.choices, choices.weights.reshape(-1)
 
@@ -125,7 +127,7 @@ def moe_experts_reference(x, experts, choices):
     # Tiles of padding come behind those of experts.
     count = jnp.sum(work.expert < experts.number, dtype=jnp.int32)
     out = lax.fori_loop(0, count, one_tile, out)
-    return jnp.swapaxes(out.reshape(tokens, parts, -1), 0, 1)
+    return jnp.swapaxes(out.reshape(tokens, parts, x.shape[1]), 0, 1)
 
 
 def _product(x, matrix):

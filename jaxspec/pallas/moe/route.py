@@ -106,7 +106,7 @@ def moe_route(
     independent. A live row with a NaN among the scores of those that compete gets some experts, and
     NaN as the weight of each of the chosen.
     """
-    if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule)):
+    if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule), rows=live.shape[0]):
         from jaxspec.pallas.moe.route_kernel import moe_route_kernel
 
         return Choices(*moe_route_kernel(scores, bias, live, rule))
@@ -155,7 +155,7 @@ def _in_top_groups(
     compared: Float[Array, "tokens experts"], rule: Routing
 ) -> Bool[Array, "tokens experts"]:
     """Whether an expert's group is one of the token's best."""
-    grouped = compared.reshape(compared.shape[0], rule.groups, -1)
+    grouped = compared.reshape(compared.shape[0], rule.groups, rule.num_experts // rule.groups)
     best_two, _ = lax.top_k(grouped, 2)
     _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)
     chosen = jnp.any(groups[:, :, None] == jnp.arange(rule.groups)[None, None, :], axis=1)

@@ -31,7 +31,8 @@ def moe_scores(
         ValueError: `weight` is not for the features of `x`.
     """
     products.check_inner(x.shape[1], weight)
-    if not dispatch.runs_kernel("moe_scores", why_not_kernel(x, weight), by_choice=True):
+    why = why_not_kernel(x, weight)
+    if not dispatch.runs_kernel("moe_scores", why, rows=x.shape[0], by_choice=True):
         return moe_scores_reference(x, weight)
     if x.shape[0] <= skinny_gemm.MAX_ROWS:
         from jaxspec.pallas.matmul.split_matmul_kernel import split_matmul_kernel
@@ -56,7 +57,7 @@ def why_not_kernel(x: Float[Array, "tokens features"], weight: Weight) -> str | 
         return f"scores of {inner} x {outer}"
     rows = x.shape[0]  # the last checks: rows alone change from program to program
     if rows <= skinny_gemm.MAX_ROWS:
-        return None if rows else "no rows"
+        return None
     if inner % _XLA_UNIT == 0:
         return f"{inner} features, which XLA splits as they are"
     if rows % 8 or rows > _MAX_PADDED_ROWS:

@@ -1,7 +1,7 @@
 """The kernels that bring tokens to their tiles and back (Pallas, Mosaic GPU): a block a token."""
 
 import functools
-from math import gcd
+from math import gcd, prod
 
 import jax
 import jax.numpy as jnp
@@ -111,4 +111,4 @@ def from_tiles_kernel(tiled, work, choices, *, none, interpret=None):
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiled.reshape(-1, features), work.place, choices.experts)
+    return kernel(tiled.reshape(prod(tiled.shape[:-1]), features), work.place, choices.experts)

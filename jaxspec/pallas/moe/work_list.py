@@ -35,7 +35,7 @@ class WorkList:
         tokens, parts = self.place.shape
         empty = jnp.full(self.expert.shape[0] * self.rows, -1, jnp.int32)
         at_place = empty.at[self.place.reshape(-1)].set(jnp.arange(tokens * parts))
-        return at_place.reshape(-1, self.rows)
+        return at_place.reshape(self.expert.shape[0], self.rows)
 
 
 def max_tiles(choices: int, num_experts: int, rows: int) -> int:
@@ -81,14 +81,15 @@ def _counted(
     float32.
     """
     tokens, kinds = amounts.shape
-    size = min(tokens, _BLOCK)
-    padded = jnp.pad(amounts, ((0, -tokens % size), (0, 0)))
-    blocks = padded.reshape(-1, size, kinds).astype(jnp.bfloat16)
+    size = min(max(tokens, 1), _BLOCK)
+    number = max(-(-tokens // size), 1)  # no tokens are a block of padding: the last one is read
+    padded = jnp.pad(amounts, ((0, number * size - tokens), (0, 0)))
+    blocks = padded.reshape(number, size, kinds).astype(jnp.bfloat16)
     earlier = jnp.tril(jnp.ones((size, size), jnp.bfloat16), -1)
     within = jnp.matmul(earlier, blocks, preferred_element_type=jnp.float32)
     of_block = within[:, -1] + blocks[:, -1].astype(jnp.float32)
     up_to = jnp.cumsum(of_block, axis=0)
-    counted = (within + (up_to - of_block)[:, None, :]).reshape(-1, kinds)[:tokens]
+    counted = (within + (up_to - of_block)[:, None, :]).reshape(number * size, kinds)[:tokens]
     return counted.astype(jnp.int32), up_to[-1].astype(jnp.int32)
 
 

@@ -25,7 +25,7 @@ def add_norm(stream: Stream, pending: Pending, norm: Norm) -> tuple[Stream, Stre
     if pending is None:
         return stream, norm(stream)
     why, is_small = why_not_kernel(stream, pending, norm), stream.shape[1] < _SMALL
-    if dispatch.runs_kernel("add_norm", why, by_choice=is_small):
+    if dispatch.runs_kernel("add_norm", why, rows=stream.shape[0], by_choice=is_small):
         from jaxspec.pallas.norm.add_norm_kernel import add_norm_kernel
 
         return add_norm_kernel(stream, pending, norm)

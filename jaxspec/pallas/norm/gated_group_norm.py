@@ -80,7 +80,7 @@ class GatedGroupNorm:
         self.check(tokens, features)
         y, why = heads.reshape(tokens, features), _why_not_kernel(self, heads)
         is_small = self.weight is None or features < _SMALL
-        if dispatch.runs_kernel("gated_group_norm", why, by_choice=is_small):
+        if dispatch.runs_kernel("gated_group_norm", why, rows=tokens, by_choice=is_small):
             from jaxspec.pallas.norm.gated_group_norm_kernel import gated_group_norm_kernel
 
             return gated_group_norm_kernel(self, y)
@@ -104,7 +104,8 @@ def gated_group_norm_reference(
 
 def _normed(y, weight, norm):
     """`rms` of the groups, times the weight."""
-    parts = y.reshape(y.shape[0], norm.groups, -1)
+    tokens, features = y.shape
+    parts = y.reshape(tokens, norm.groups, features // norm.groups)
     root = lax.rsqrt(jnp.mean(parts * parts, axis=2, keepdims=True) + norm.eps)
     return (parts * root).reshape(y.shape) * jnp.broadcast_to(weight, y.shape)
 

@@ -65,4 +65,4 @@ class GatedNorm:
         tokens, number, dim = heads.shape
         gate = self.gates[:, self.first : self.first + number * dim].reshape(heads.shape)
         gated = rms_norm(heads, self.weight, self.eps) * jax.nn.silu(gate.astype(jnp.float32))
-        return gated.reshape(tokens, -1).astype(self.gates.dtype)
+        return gated.reshape(tokens, number * dim).astype(self.gates.dtype)

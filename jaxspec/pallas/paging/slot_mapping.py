@@ -26,7 +26,7 @@ def slot_mapping(
     """
     # One number a token, as vLLM has it, which the writers divide by the constant page size. A pair
     # (page, offset) would cost a second store here and a second load in every block that writes.
-    if dispatch.runs_kernel("slot_mapping", None):
+    if dispatch.runs_kernel("slot_mapping", None, rows=positions.shape[0]):
         from jaxspec.pallas.paging.slot_mapping_kernel import slot_mapping_kernel
 
         return slot_mapping_kernel(page_tables, slots, positions, live, page_size=page_size)

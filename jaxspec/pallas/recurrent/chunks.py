@@ -32,6 +32,8 @@ def chunk_by_chunk(
     """
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens = jax.tree.leaves(tokens)[0].shape[0]
+    if not seqs:
+        return _without_chunks(num_tokens, states)
     length = jnp.where(chunks.is_live(num_slots), chunks.query_len, 0)
     chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
     initial = _initial_states(states, layer, chunks)
@@ -52,7 +54,7 @@ def chunk_by_chunk(
 
         def taken(x):
             x = jax.lax.dynamic_slice_in_dim(x, start, CHUNK)
-            return jnp.where(real.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
+            return jnp.where(real.reshape((CHUNK,) + (1,) * (x.ndim - 1)), x, 0)
 
         state = jnp.where(offset == 0, initial[seq], state)
         state, new = step(state, jax.tree.map(taken, tokens))
@@ -75,6 +77,8 @@ def token_by_token(
     """The specification of `chunk_by_chunk`, with `step(state, token)` for one token."""
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens, start = jax.tree.leaves(tokens)[0].shape[0], chunks.query_start
+    if not seqs:
+        return _without_chunks(num_tokens, states)
     live = chunks.is_live(num_slots)
     initial = _initial_states(states, layer, chunks)
 
@@ -92,6 +96,11 @@ def token_by_token(
     final, out = jax.lax.scan(take_token, initial, (owner, real, tokens))
     target = jnp.where(live, chunks.slots, num_slots)
     return out, states.at[layer, target, 0].set(final.astype(states.dtype), mode="drop")
+
+
+def _without_chunks(num_tokens, states):
+    """Every token is padding."""
+    return jnp.zeros((num_tokens, *states.shape[3:5]), jnp.float32), states
 
 
 def _initial_states(states, layer, chunks):

@@ -49,7 +49,7 @@ def conv_update(
     why = why_not_convolve(x, weight, conv)
     if conv.shape[3] % (device.THREADS * CHANNELS_PER_THREAD):
         why = f"{conv.shape[3]} channels"
-    if dispatch.runs_kernel("conv_update", why):
+    if dispatch.runs_kernel("conv_update", why, rows=x.shape[0]):
         from jaxspec.pallas.recurrent.conv_update_kernel import conv_update_kernel
 
         on_device = dispatch.layer_index(conv, layer)

@@ -8,6 +8,7 @@ ring's tokens take part in that through the products of their keys with the fact
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,8 @@ def in_place(kernel, operands, pools):
     layers, slots, candidates and heads; a ring's layers, slots, rows and heads.
     """
     arrays, tree = jax.tree.flatten(pools)
-    refs = [jax.new_ref(x.reshape(-1, *x.shape[4:]), memory_space=plgpu.GMEM) for x in arrays]
+    flat = [x.reshape(math.prod(x.shape[:4]), *x.shape[4:]) for x in arrays]
+    refs = [jax.new_ref(x, memory_space=plgpu.GMEM) for x in flat]
     out = kernel(*operands, *refs)
     after = [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, arrays, strict=True)]
     return out, jax.tree.unflatten(tree, after)

@@ -20,8 +20,9 @@ def state_select(
     candidate is true. Slots and offsets out of range are clamped: a padding row reads another
     slot's state, and must not use it.
     """
+    why, num_rows = _why_not_kernel(states), rows.slots.shape[0]
     by_choice = states.dtype == jnp.float32
-    if dispatch.runs_kernel("state_select", _why_not_kernel(states), by_choice=by_choice):
+    if dispatch.runs_kernel("state_select", why, rows=num_rows, by_choice=by_choice):
         from jaxspec.pallas.recurrent.state_select_kernel import state_select_kernel
 
         return state_select_kernel(states, dispatch.layer_index(states, layer), rows)

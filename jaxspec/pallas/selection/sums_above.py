@@ -21,7 +21,7 @@ def sums_above(
     row's largest logit, which itself adds 1. A NaN is below every limit. Rows that are not `wanted`
     get zeros, and the kernel does not read them. All but the bools are float32.
     """
-    if dispatch.runs_kernel("sums_above", why_not_kernel(logits)):
+    if dispatch.runs_kernel("sums_above", why_not_kernel(logits), rows=logits.shape[0]):
         from jaxspec.pallas.selection.sums_above_kernel import sums_above_kernel
 
         return sums_above_kernel(logits, largest, limits, counts, wanted)
@@ -30,9 +30,7 @@ def sums_above(
 
 def why_not_kernel(logits):
     """Why `sums_above_kernel` does not take these logits, or None."""
-    rows, vocab = logits.shape
-    if not rows:
-        return "no rows"
+    vocab = logits.shape[1]
     if logits.dtype != jnp.float32 or vocab < TILE or vocab % 4:
         return f"{vocab:,} ids in {logits.dtype}"
     return None

@@ -19,7 +19,6 @@ from jaxspec.weight import Dense
         (1, 1024, 8256, jnp.bfloat16, 1024, None),
         (8, 6144, 2048, jnp.float16, 2048, None),
         (9, 1024, 8256, jnp.bfloat16, 1024, "not 1 to 8 rows"),
-        (0, 1024, 8256, jnp.bfloat16, 1024, "not 1 to 8 rows"),
         (1, 1024, 8256, jnp.float32, 1024, "float32 and float32"),
         (1, 4096, 8192, jnp.bfloat16, 4096, "4096 features"),
         (1, 1000, 1024, jnp.bfloat16, 1024, "a weight of 1000 x 1024"),

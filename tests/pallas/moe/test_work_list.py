@@ -87,3 +87,9 @@ def test_the_example_of_the_docstring():
     assert choices[:4].tolist() == [[0, 2], [5, -1], [3, -1], [1, 4]]
     assert work.place.tolist() == [[0, 6], [1, 4], [7, 2]]
     assert max_tiles(9, 256, 8) == 9 and max_tiles(2304, 257, 16) == 384
+
+
+def test_no_tokens_make_no_tiles():
+    work = work_list(Choices(jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2))), 4, 8)
+    assert work.expert.shape == (0,) and work.place.shape == (0, 2)
+    assert work.choices.shape == (0, 8)

@@ -50,7 +50,7 @@ class Counted:
 
     def step(self, state, y):
         self.count += 1
-        dispatch.runs_kernel("add", None)
+        dispatch.runs_kernel("add", None, rows=1)
         total = jax.device_put(state["x"].sum() + y, jax.memory.Space.Host)
         return {"x": state["x"] + 1}, total
 
