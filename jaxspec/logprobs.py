@@ -1,7 +1,9 @@
 """Logprobs: how the device reports them, and how users read them. No JAX here."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,26 +46,71 @@ def readable(
     """
     if not len(rows):
         return []
-    texts: dict[int, str | None] = {}
-
-    def logprob(token: int, value: float, rank: int) -> Logprob:
-        if token not in texts:
-            texts[token] = text_of(token) if text_of else None
-        return Logprob(value, rank, texts[token])
-
     fields = LAYOUT.unpack(np.stack(rows))
-    top_logits = fields["top_logits"]
-    largest, log_total = top_logits[:, :1], fields["log_total"][:, None]
+    num_real = np.count_nonzero(fields["top_ids"][0] >= 0)  # of a small vocabulary: all ids
+    ids, logits = (fields[name][:, : min(num_top, num_real)] for name in ("top_ids", "top_logits"))
+    values = np.concatenate([fields["logit"][:, None], logits], axis=1)
     with np.errstate(invalid="ignore"):  # an infinite logit has no log-probability
-        own = (fields["logit"][:, None] - largest - log_total)[:, 0]
-        top = top_logits - largest - log_total
-    found = []
-    columns = (own, fields["rank"], fields["top_ids"], top, top_logits)
-    for token, *values in zip(tokens, *(each.tolist() for each in columns), strict=True):
-        own_value, rank, top_ids, top_values, logits = values
-        entry = {token: logprob(token, own_value, rank)}
-        for other, value, logit in zip(top_ids[:num_top], top_values, logits, strict=False):
-            if other >= 0 and other != token:
-                entry[other] = logprob(other, value, 1 + logits.index(logit))
-        found.append(entry)
-    return found
+        values = values - fields["top_logits"][:, :1] - fields["log_total"][:, None]
+    # Equal logits share the rank of the first of them.
+    places = np.arange(logits.shape[1])
+    is_first = np.ones(logits.shape, bool)
+    is_first[:, 1:] = logits[:, 1:] != logits[:, :-1]
+    top_ranks = 1 + np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
+    ranks = np.concatenate([fields["rank"][:, None], top_ranks], axis=1)
+    shown = np.concatenate([np.asarray(tokens, np.int32)[:, None], ids], axis=1).ravel().tolist()
+    texts = _texts(shown, text_of)
+    columns = zip(values.ravel().tolist(), ranks.ravel().tolist(), texts, strict=True)
+    pairs = zip(shown, map(_make, columns), strict=True)
+    # The token comes first. If it is among the likeliest too, it has the same entry there.
+    return [dict(islice(pairs, ranks.shape[1])) for _ in rows]
+
+
+_make = functools.partial(tuple.__new__, Logprob)  # half the time of calling `Logprob`
+
+
+def _texts(ids: list[int], text_of: Callable[[int], str] | None) -> Iterable[str | None]:
+    if text_of is None:
+        return repeat(None, len(ids))
+    texts = {token: text_of(token) for token in set(ids)}
+    return [texts[token] for token in ids]
+
+
+class Deferred(NamedTuple):
+    """Logprobs that are made when they are first read."""
+
+    make: Callable[[], Any]
+
+
+def none() -> None:
+    """Return None. As a `default_factory` it leaves no class attribute, as `default` would."""
+
+
+class DeferredLogprobs:
+    """Base of dataclasses whose field `logprobs` may be given as `Deferred`.
+
+    To make the dictionaries takes the host longer than the device takes to report them, and many
+    are never read.
+    """
+
+    def __post_init__(self) -> None:
+        """Set a deferred field aside, so that `__getattr__` is called for it."""
+        fields = self.__dict__
+        if type(fields["logprobs"]) is Deferred:
+            fields["_deferred"] = fields.pop("logprobs")
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the field, and keep it."""
+        deferred = self.__dict__.get("_deferred") if name == "logprobs" else None
+        if deferred is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        made = self.__dict__["logprobs"] = deferred.make()
+        self.__dict__.pop("_deferred", None)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields with the logprobs made: what makes them need not be picklable."""
+        made = self.logprobs
+        return {name: x for name, x in self.__dict__.items() if name != "_deferred"} | {
+            "logprobs": made
+        }

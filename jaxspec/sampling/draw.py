@@ -3,14 +3,19 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.scores import NO_TOKEN, argmax_or_none
+from jaxspec.pallas.matmul.scores import NO_TOKEN, argmax_or_none, has_argmax
 from jaxspec.pallas.selection import LastKept, best_noisy
-from jaxspec.sampler import SAMPLED, SMALL_TOP_K, TOP_K_TOP_P, Sampler
+from jaxspec.sampler import SAMPLED, Sampler
 from jaxspec.sampling.candidates import MAX_SORTED
-from jaxspec.sampling.kept_draw import draw_kept
+from jaxspec.sampling.kept_draw import CUTS, draw_kept
 from jaxspec.sampling.noise import Use, gumbel_noise, row_keys
 from jaxspec.sampling.params import SamplingInputs
-from jaxspec.sampling.processors import has_choice, process_logits
+from jaxspec.sampling.processors import (
+    PROCESSORS,
+    adjusted_logits,
+    cuts,
+    process_logits,
+)
 
 
 def draw(
@@ -33,22 +38,17 @@ def draw(
     rows, vocab = logits.shape
     if not rows:  # a step without chunks has no row at their ends
         return jnp.zeros(0, jnp.int32)
-    is_sound = has_choice(logits, inputs, positions, sampler=sampler)
-    if not sampler.draws:
-        scores = process_logits(logits, inputs, positions, sampler=sampler)
-        return argmax_or_none(scores, is_sound)
-    top_k_or_p = {SMALL_TOP_K, TOP_K_TOP_P} & set(sampler.names)
-    if top_k_or_p and vocab > MAX_SORTED:
-        # Few ids of these rows can be drawn, so most of them need neither noise nor a mask.
-        for name in top_k_or_p:
-            sampler = sampler.without(name)
-        scores = process_logits(logits, inputs, positions, sampler=sampler)
+    scores = adjusted_logits(logits, inputs, positions, sampler=sampler)
+    is_sound, names = has_argmax(scores), cuts(sampler)
+    if sampler.draws and names and set(names) <= CUTS and vocab > MAX_SORTED:
         keys = row_keys(inputs.seed, positions, use)
-        tokens = draw_kept(scores, inputs, keys, has_search=TOP_K_TOP_P in top_k_or_p)
-    else:
-        scores = process_logits(logits, inputs, positions, sampler=sampler)
-        tokens = _best_noisy(scores, inputs, positions, use)
-    return jnp.where(is_sound, tokens, NO_TOKEN)
+        tokens = draw_kept(scores, inputs, keys, frozenset(names))
+        return jnp.where(is_sound, tokens, NO_TOKEN)
+    for name in names:
+        scores = PROCESSORS[name](scores, inputs, positions)
+    if not sampler.draws:
+        return argmax_or_none(scores, is_sound)
+    return jnp.where(is_sound, _best_noisy(scores, inputs, positions, use), NO_TOKEN)
 
 
 def draw_draft(
@@ -65,8 +65,7 @@ def draw_draft(
     """
     scores = draft_distribution(logits, inputs, positions)
     tokens = _best_noisy(scores, inputs, positions, Use.DRAFT.at_place(place))
-    is_sound = has_choice(logits, inputs, positions, sampler=SAMPLED)
-    return jnp.where(is_sound, tokens, NO_TOKEN)
+    return jnp.where(has_argmax(scores), tokens, NO_TOKEN)
 
 
 def draft_distribution(

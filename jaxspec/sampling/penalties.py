@@ -23,7 +23,7 @@ def penalize(
     if inputs.tables is None or inputs.tables.seen is None or inputs.tokens is None:
         raise ValueError("Penalties must have counts of tokens. This is a bug in jaxspec.")
     seen, ids = inputs.tables.seen, jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    # Rows without penalties read slot 0, which stays in the L2 cache: the others read 3 bytes an id.
+    # Rows without penalties read slot 0, which the L2 cache holds: others read 3 bytes an id.
     slot = jnp.where(has_penalty(inputs), inputs.slot, 0)
     in_prompt, counts = seen.in_prompt[slot], seen.counts[slot].astype(jnp.int32)
     # By comparison and not by a scatter: XLA makes all of this one pass over the logits.

@@ -6,6 +6,7 @@ requests with a top-k of at most `MAX_SMALL_TOP_K`: it needs one pass over the l
 both, so its tokens do not depend on the batch that it is in.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -98,18 +99,21 @@ def last_in_large(
     top_k: Int[Array, " n"],
     top_p: Float[Array, " n"],
     wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float = -math.inf,
 ) -> LastKept:
     """The last kept ids, by a search; anything in rows that are not `wanted`.
 
-    Without top-k the `few` largest mostly reach the mass of top-p. Then nothing is searched.
+    Logits under the `floor` count as if they were -inf. Without top-k the `few` largest mostly
+    reach the mass of top-p. Then nothing is searched.
     """
     first = few.logits[:, 0]
     has_top_k = wanted & (top_k > 0) & (top_k < logits.shape[1])
     has_top_p = wanted & (top_p < 1.0)
-    bound = bound_of_top_k(logits, top_k, has_top_k)
-    total = mass_within(logits, first, bound, has_top_p)
+    bound = bound_of_top_k(logits, top_k, has_top_k, floor)
+    total = mass_within(logits, first, bound, has_top_p, floor)
     is_reached = has_top_p & ~has_top_k & (few.masses.sum(axis=1) >= top_p * total)
-    bound = bound_of_mass(logits, first, top_p * total, bound, has_top_p & ~is_reached)
+    is_searched = has_top_p & ~is_reached
+    bound = bound_of_mass(logits, first, top_p * total, bound, is_searched, floor)
     searched = LastKept(bound.logit, last_id(logits, bound, (has_top_k | has_top_p) & ~is_reached))
     return few.last_kept(jnp.zeros_like(top_k), top_p, total).where(is_reached, searched)
 
