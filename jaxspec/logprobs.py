@@ -46,26 +46,35 @@ def readable(
     """
     if not len(rows):
         return []
-    fields = LAYOUT.unpack(np.stack(rows))
-    num_real = np.count_nonzero(fields["top_ids"][0] >= 0)  # of a small vocabulary: all ids
-    ids, logits = (fields[name][:, : min(num_top, num_real)] for name in ("top_ids", "top_logits"))
-    values = np.concatenate([fields["logit"][:, None], logits], axis=1)
+    bits = np.stack(rows)
+    reals = bits.view(np.float32)
+    num_top = min(num_top, np.count_nonzero(bits[0, _TOP_IDS] >= 0))  # a small vocabulary has less
+    top_logits = reals[:, _TOP_LOGITS][:, :num_top]
+    values = np.concatenate([reals[:, _LOGIT], top_logits], axis=1)
     with np.errstate(invalid="ignore"):  # an infinite logit has no log-probability
-        values = values - fields["top_logits"][:, :1] - fields["log_total"][:, None]
-    # Equal logits share the rank of the first of them.
-    places = np.arange(logits.shape[1])
-    is_first = np.ones(logits.shape, bool)
-    is_first[:, 1:] = logits[:, 1:] != logits[:, :-1]
-    top_ranks = 1 + np.maximum.accumulate(np.where(is_first, places, 0), axis=1)
-    ranks = np.concatenate([fields["rank"][:, None], top_ranks], axis=1)
-    shown = np.concatenate([np.asarray(tokens, np.int32)[:, None], ids], axis=1).ravel().tolist()
-    texts = _texts(shown, text_of)
-    columns = zip(values.ravel().tolist(), ranks.ravel().tolist(), texts, strict=True)
-    pairs = zip(shown, map(_make, columns), strict=True)
+        values = values - reals[:, _TOP_LOGITS.start, None] - reals[:, _LOG_TOTAL]
+    ranks = np.empty(values.shape, np.int64)
+    ranks[:, 0] = bits[:, _RANK.start]
+    ranks[:, 1:] = places = np.arange(1, num_top + 1)
+    is_equal = top_logits[:, 1:] == top_logits[:, :-1]
+    if is_equal.any():  # then they share the rank of the first of them
+        first = np.where(is_equal, 0, places[1:])
+        ranks[:, 2:] = np.maximum(1, np.maximum.accumulate(first, axis=1))
+    shown = np.empty(values.shape, np.int64)
+    shown[:, 0] = tokens
+    shown[:, 1:] = bits[:, _TOP_IDS][:, :num_top]
+    ids = shown.ravel().tolist()
+    columns = zip(
+        values.ravel().tolist(), ranks.ravel().tolist(), _texts(ids, text_of), strict=True
+    )
+    pairs = zip(ids, map(_make, columns), strict=True)
     # The token comes first. If it is among the likeliest too, it has the same entry there.
-    return [dict(islice(pairs, ranks.shape[1])) for _ in rows]
+    return [dict(islice(pairs, num_top + 1)) for _ in rows]
 
 
+_LOGIT, _RANK, _LOG_TOTAL, _TOP_IDS, _TOP_LOGITS = (
+    LAYOUT.slices[name] for name in ("logit", "rank", "log_total", "top_ids", "top_logits")
+)
 _make = functools.partial(tuple.__new__, Logprob)  # half the time of calling `Logprob`
 
 
