@@ -48,7 +48,8 @@ def readable(
         return []
     bits = np.stack(rows)
     reals = bits.view(np.float32)
-    num_top = min(num_top, np.count_nonzero(bits[0, _TOP_IDS] >= 0))  # a small vocabulary has less
+    num_real = int(np.count_nonzero(bits[0, _TOP_IDS] >= 0))  # fewer in a small vocabulary
+    num_top = min(num_top, num_real)
     top_logits = reals[:, _TOP_LOGITS][:, :num_top]
     values = np.concatenate([reals[:, _LOGIT], top_logits], axis=1)
     with np.errstate(invalid="ignore"):  # an infinite logit has no log-probability
