@@ -170,7 +170,7 @@ def programs(found: Measurements, rows: int, vocab: int, kind: str) -> None:
         inputs = inputs_of(columns, rows, vocab, tables)
         run = functools.partial(drawn, sampler=EVERYTHING)
         about = {"program": "everything", "logits": kind, "asks": name}
-        found.add(run, logits, offset, inputs, positions, profile=True, **about)
+        found.add(run, logits, offset, inputs, positions, profile=kind == "flat", **about)
 
 
 def parts(found: Measurements, rows: int, vocab: int) -> None:
@@ -183,17 +183,18 @@ def parts(found: Measurements, rows: int, vocab: int) -> None:
         found.add(run, logits, seeds, part="argmax of logits and noise, XLA", noise=name)
     found.add(jax.jit(pack_logprobs), logits, seeds, part="pack_logprobs", profile=True)
     largest, flags = jnp.max(logits, axis=1), jnp.zeros(rows, bool)
-    for wanted in (rows, rows // 10, 0):
-        is_wanted = jnp.arange(rows) % max(1, rows // max(wanted, 1)) < (wanted > 0)
-        for blocks in _block_counts():
-            keys = row_keys(seeds, seeds, Use.TARGET)
-            operands = logits, keys, ~flags, LastKept.none(rows), is_wanted
+    keys = row_keys(seeds, seeds, Use.TARGET)
+    for blocks in _block_counts():
+        noisy, sums = jax.jit(best_noisy), jax.jit(sums_above)
+        for share in (1, 10, None):
+            is_wanted = jnp.zeros(rows, bool) if share is None else seeds % share == 0
             about = {"wanted": int(is_wanted.sum()), "blocks": blocks}
-            found.add(jax.jit(best_noisy), *operands, part="best_noisy", **about)
+            operands = logits, keys, ~flags, LastKept.none(rows), is_wanted
+            found.add(noisy, *operands, part="best_noisy", **about)
             for count in (2, 15):
                 limits = jnp.broadcast_to(jnp.linspace(-2.0, 2.0, count), (rows, count))
                 operands = logits, largest, limits, flags, is_wanted
-                found.add(jax.jit(sums_above), *operands, part="sums_above", limits=count, **about)
+                found.add(sums, *operands, part="sums_above", limits=count, **about)
 
 
 def _block_counts() -> Any:

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.matmul.scores import NO_COLUMN
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
 from jaxspec.pallas.selection.parts import PART, TILE
 
@@ -63,12 +62,12 @@ def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
                 add_tiles,
                 (
                     plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), layout),
-                    plgpu.layout_cast(jnp.full((TILE,), NO_COLUMN, jnp.int32), layout),
+                    plgpu.layout_cast(jnp.full((TILE,), vocab, jnp.int32), layout),
                 ),
             )
             most = jnp.max(score)
             best[row, block] = most
-            column[row, block] = jnp.min(jnp.where(score == most, chosen, NO_COLUMN))
+            column[row, block] = jnp.min(jnp.where(score == most, chosen, vocab))
 
     kernel = plgpu.kernel(
         body,
