@@ -1,10 +1,12 @@
 """What users get back, and the text that grows as a request's tokens arrive."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 from jaxspec.checks import shown
-from jaxspec.logprobs import Logprob, readable
+from jaxspec.logprobs import Deferred, DeferredLogprobs, Logprob, none, readable
 from jaxspec.request import Finish, Request, RequestMetrics
 from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.stop_strings import StopStrings
@@ -12,7 +14,7 @@ from jaxspec.text_stream import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
-class CompletionOutput:
+class CompletionOutput(DeferredLogprobs):
     """One sample.
 
     `stop_reason` is the stop string, or the id of `stop_token_ids`, that ended it; None for the
@@ -32,7 +34,7 @@ class CompletionOutput:
     metrics: RequestMetrics
     draft_positions: list[int] = dataclasses.field(default_factory=list)
     stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -89,7 +91,7 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextDelta:
+class TextDelta(DeferredLogprobs):
     """What a streamed sample got since the delta before it, or what its `output_kind` asks for."""
 
     text: str
@@ -97,7 +99,8 @@ class TextDelta:
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None  # with the last one
     draft_positions: list[int] = dataclasses.field(default_factory=list)  # as `CompletionOutput`'s
-    logprobs: list[dict[int, Logprob]] | None = None  # as `CompletionOutput`'s
+    # As `CompletionOutput`'s.
+    logprobs: list[dict[int, Logprob]] | None = dataclasses.field(default_factory=none)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first one
     index: int = 0  # of the sample
     stop_reason: str | int | None = None  # as `CompletionOutput`'s
@@ -279,13 +282,13 @@ class Sample:
             return None
         return [None, *readable(rows, self.request.prompt[1:], num_top, self._text_of)]
 
-    def _logprobs(self, first: int, tokens: list[int]) -> list[dict[int, Logprob]] | None:
+    def _logprobs(self, first: int, tokens: list[int]) -> Any:
         """`CompletionOutput.logprobs` of `tokens`, the output's from number `first` on."""
         num_top = self.request.params.logprobs
         if num_top is None:
             return None
         rows = self.request.logprobs[first : first + len(tokens)]
-        return readable(rows, tokens, num_top, self._text_of)
+        return Deferred(functools.partial(readable, rows, list(tokens), num_top, self._text_of))
 
     @property
     def _text_of(self) -> Callable[[int], str] | None:

@@ -1,12 +1,14 @@
 """What users read of what a device reported."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.logprobs import LAYOUT, Logprob, readable
+from jaxspec.logprobs import LAYOUT, Deferred, DeferredLogprobs, Logprob, none, readable
 from jaxspec.sampling_params import MAX_LOGPROBS
 
 
@@ -72,6 +74,39 @@ def test_logits_that_round_to_one_logprob_keep_their_ranks():
 def test_no_tokens_have_no_logprobs():
     assert readable([], [], 3, None) == []
     assert Logprob(-1.0) == (-1.0, None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output(DeferredLogprobs):
+    number: int
+    logprobs: list | None = dataclasses.field(default_factory=none)
+
+
+def deferred(calls):
+    def make():
+        calls.append(1)
+        return [{5: Logprob(-1.0, 1)}]
+
+    return Output(3, Deferred(make))
+
+
+def test_logprobs_are_made_once_when_they_are_first_read():
+    calls = []
+    output = deferred(calls)
+    assert output.number == 3 and not calls
+    assert output.logprobs == [{5: Logprob(-1.0, 1)}] and output.logprobs is output.logprobs
+    assert len(calls) == 1
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = output.other
+
+
+def test_a_deferred_output_is_equal_to_one_that_was_not_and_copies_and_pickles_like_it():
+    plain = Output(3, [{5: Logprob(-1.0, 1)}])
+    copies = copy.copy(deferred([])), copy.deepcopy(deferred([])), dataclasses.replace(deferred([]))
+    for output in (deferred([]), *copies, pickle.loads(pickle.dumps(deferred([])))):
+        assert output == plain and repr(output) == repr(plain)
+        assert dataclasses.asdict(output) == dataclasses.asdict(plain)
+    assert Output(3).logprobs is None and pickle.loads(pickle.dumps(Output(3))) == Output(3)
 
 
 # Through an LLM.

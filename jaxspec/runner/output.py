@@ -44,6 +44,9 @@ class PendingOutput:
         was done.
         """
         self._packed, *self._reports = output
+        for report in self._reports:
+            if isinstance(report, jax.Array):
+                report.copy_to_host_async()  # `result` would begin each copy after the one before
         self._layout = layout
         self._done: Future[float] | None = (
             watcher.submit(_time_when_done, self._packed) if watcher else None

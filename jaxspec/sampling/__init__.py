@@ -1,6 +1,7 @@
 """Logits to tokens: the processors, the draw, and the verification of drafts."""
 
-from jaxspec.sampling.draw import Use, draw, draw_draft, gumbel_noise, uniform_noise
+from jaxspec.sampling.draw import draw, draw_draft
+from jaxspec.sampling.noise import Use, gumbel_noise, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.processors import forbidden_ids
 from jaxspec.sampling.rejection import verify_block, verify_rejection

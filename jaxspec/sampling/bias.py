@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.pallas.matmul.scores import mask_columns
 from jaxspec.sampling.bias_tables import BiasTables
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 
@@ -11,11 +10,22 @@ from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 def add_bias(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """`logits` (float32) plus the bias of each id; -inf for what may not come.
+    """Return `logits` (float32) plus the bias of each id; -inf outside `allowed_token_ids`.
 
-    That is what `allowed_token_ids` leaves out, the end of a bad word whose beginning is the newest
-    output, and stop ids below the minimum length. `positions` (int32) is the index in its request
-    of the token to draw.
+    Raises:
+        ValueError: the inputs have no tables.
+    """
+    bias = _tables_of(inputs).bias[inputs.table_slot]
+    return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+
+
+def more_forbidden_ids(
+    inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Int[Array, "n forbidden"]:
+    """Return the ids (int32) that the tables forbid at `positions`, and -1.
+
+    These are the ends of bad words whose beginning is the newest output, and stop ids below the
+    minimum length.
 
     Raises:
         ValueError: the inputs have no tables.
@@ -24,11 +34,7 @@ def add_bias(
     stop_ids = tables.more_stop_ids[inputs.table_slot]
     is_early = (positions < inputs.min_len)[:, None]
     ends = tables.ends_of_bad_words(inputs.table_slot, _newest_output(tables, inputs, positions))
-    forbidden = jnp.concatenate([jnp.where(is_early, stop_ids, NO_TOKEN), ends], axis=1)
-    # The scatter comes first, beside that of the row's stop ids: what follows is one pass over the
-    # logits then, which XLA joins with the processors behind it.
-    logits, bias = mask_columns(logits, forbidden), tables.bias[inputs.table_slot]
-    return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+    return jnp.concatenate([jnp.where(is_early, stop_ids, NO_TOKEN), ends], axis=1)
 
 
 def _newest_output(

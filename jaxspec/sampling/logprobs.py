@@ -17,6 +17,8 @@ def pack_logprobs(
     `logits` (float32) are those of the token's place; a token of -1 gets fields of no meaning. The
     logits are read twice: for the maxima of `largest`, then for the sum and the rank at once.
     """
+    if not len(logits):
+        return jnp.zeros((0, LAYOUT.size), jnp.int32)
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)
     count = min(MAX_LOGPROBS, logits.shape[1])
     top_logits, top_ids = largest(logits, count)

@@ -15,7 +15,7 @@ from jaxspec.sampler import (
     TOP_K_TOP_P,
     Sampler,
 )
-from jaxspec.sampling.bias import add_bias
+from jaxspec.sampling.bias import add_bias, more_forbidden_ids
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
 from jaxspec.sampling.penalties import penalize
 from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
@@ -47,15 +47,50 @@ def process_logits(
     *,
     sampler: Sampler,
 ) -> Float[Array, "n vocab"]:
-    """Logits (float32) of the distribution a token is drawn from.
+    """Return logits (float32) of the distribution that a token is drawn from.
 
-    Stop ids below the minimum length are forbidden first; the sampler's processors follow, in the
-    order of `PROCESSORS`. `positions` (int32) is the index in its request of the token to draw.
+    `adjusted_logits`, then the sampler's other processors in the order of `PROCESSORS`.
+    `positions` (int32) is the index in its request of the token to draw.
     """
-    logits = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
-    for name in sorted(sampler.processors, key=list(PROCESSORS).index):
+    logits = adjusted_logits(logits, inputs, positions, sampler=sampler)
+    for name in cuts(sampler):
         logits = PROCESSORS[name](logits, inputs, positions)
     return logits
+
+
+def adjusted_logits(
+    logits: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    positions: Int[Array, " n"],
+    *,
+    sampler: Sampler,
+) -> Float[Array, "n vocab"]:
+    """Return logits (float32) with biases, penalties and temperature, and -inf for forbidden ids.
+
+    A finite logit stays finite, so `has_argmax` says whether the row can be drawn from.
+    """
+    logits = logits.astype(jnp.float32)
+    if BIAS in sampler:
+        logits = add_bias(logits, inputs, positions)
+    scaled = logits
+    for name in (PENALTIES, TEMPERATURE):
+        if name in sampler:
+            scaled = PROCESSORS[name](scaled, inputs, positions)
+    if scaled is not logits:
+        most = jnp.finfo(jnp.float32).max
+        scaled = jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -most, most), scaled)
+    forbidden = forbidden_ids(inputs, positions)
+    if BIAS in sampler:
+        forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
+    # Penalties and temperature leave -inf as it is, so the scatter may come last: it overwrites
+    # what was made here. In the model's logits, which logprobs read again, it would make a copy.
+    return mask_columns(scaled, forbidden)
+
+
+def cuts(sampler: Sampler) -> list[str]:
+    """Return the names of the processors that follow `adjusted_logits`, in their order."""
+    names = set(sampler.processors) - {BIAS, PENALTIES, TEMPERATURE}
+    return sorted(names, key=list(PROCESSORS).index)
 
 
 def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:
@@ -80,12 +115,9 @@ def has_choice(
     """Whether a token can be drawn: no NaN, and something finite is left to allow.
 
     `logits` are the raw ones, and what the row forbids counts as not there. After top-k and top-p a
-    forced token (+inf) stands alone among -inf, and so does what is left of a row that overflowed.
+    forced token (+inf) stands alone among -inf, so those are not looked at.
     """
-    allowed = mask_stop_ids(logits.astype(jnp.float32), inputs, positions)
-    if BIAS in sampler:
-        allowed = add_bias(allowed, inputs, positions)
-    return has_argmax(allowed)
+    return has_argmax(adjusted_logits(logits, inputs, positions, sampler=sampler))
 
 
 def scale_by_temperature(

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import argmax_or_none
 from jaxspec.sampler import Sampler
-from jaxspec.sampling.draw import Use, add_noise, draft_distribution, uniform_noise
+from jaxspec.sampling.draw import add_noise, draft_distribution
+from jaxspec.sampling.noise import Use, uniform_noise
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.processors import has_choice, process_logits
 from jaxspec.sampling.verify import Acceptance, at_index, count_leading, emit

@@ -7,6 +7,7 @@ the host would have to wait for a loop that ends by what the device computed. A 
 search is not read by the kernel of `sums_above`.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -44,11 +45,17 @@ class Bound(NamedTuple):
 
 
 def bound_of_top_k(
-    logits: Float[Array, "n vocab"], top_k: Int[Array, " n"], wanted: Bool[Array, " n"]
+    logits: Float[Array, "n vocab"],
+    top_k: Int[Array, " n"],
+    wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float = -math.inf,
 ) -> Bound:
-    """The bound of the `top_k` largest logits; none in rows that are not `wanted`."""
+    """The bound of the `top_k` largest logits; none in rows that are not `wanted`.
+
+    Here and below, logits under the `floor` count as if they were -inf.
+    """
     target, unread = top_k.astype(jnp.float32), jnp.zeros(len(logits))
-    logit, above = _search(logits, unread, target, jnp.ones_like(wanted), wanted)
+    logit, above = _search(logits, unread, target, jnp.ones_like(wanted), wanted, floor)
     number = top_k - above.astype(jnp.int32)
     return Bound(logit, number).where(wanted, Bound.none(logits))
 
@@ -59,6 +66,7 @@ def bound_of_mass(
     target: Float[Array, " n"],
     within: Bound,
     wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float = -math.inf,
 ) -> Bound:
     """The bound of the likeliest whose mass reaches `target`; `within` in rows not `wanted`.
 
@@ -66,7 +74,7 @@ def bound_of_mass(
     `sums_above`: `largest` is the row's largest logit.
     """
     target = jnp.maximum(target, _LEAST_MASS)
-    logit, above = _search(logits, largest, target, jnp.zeros_like(wanted), wanted)
+    logit, above = _search(logits, largest, target, jnp.zeros_like(wanted), wanted, floor)
     number = jnp.ceil((target - above) / mass(logit, largest)).astype(jnp.int32)
     most = jnp.where(logit == within.logit, within.number, logits.shape[1])
     found = Bound(logit, jnp.clip(number, 1, most))
@@ -79,11 +87,14 @@ def mass_within(
     largest: Float[Array, " n"],
     bound: Bound,
     wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float = -math.inf,
 ) -> Float[Array, " n"]:
     """The mass (float32) that a bound keeps; arguments as in `bound_of_mass`."""
     is_open = jnp.isneginf(bound.logit)  # whatever equals it has no mass
-    limits = jnp.where(is_open, -jnp.inf, _next_above(bound.logit))[:, None]
-    sums = sums_above(logits, largest, limits, jnp.zeros_like(wanted), wanted).sum(axis=(1, 2))
+    limits = jnp.maximum(jnp.where(is_open, -jnp.inf, _next_above(bound.logit)), floor)
+    sums = sums_above(logits, largest, limits[:, None], jnp.zeros_like(wanted), wanted).sum(
+        axis=(1, 2)
+    )
     return sums + bound.number.astype(jnp.float32) * mass(bound.logit, largest)
 
 
@@ -118,6 +129,7 @@ def _search(
     target: Float[Array, " n"],
     counts: Bool[Array, " n"],
     wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
     """The largest logit, so that all that are at least as large sum to `target`, or more.
 
@@ -125,10 +137,11 @@ def _search(
     logits sum to less, it is -inf. Rows that are not `wanted` get anything.
     """
     steps = jnp.arange(1, 2**BITS, dtype=jnp.int32)[None, :]
+    floors = jnp.broadcast_to(floor, len(logits))[:, None]
 
     def add_bits(found, shift):
         key, above = found
-        limits = _from_keys(key[:, None] + (steps << shift))
+        limits = jnp.maximum(_from_keys(key[:, None] + (steps << shift)), floors)
         sums = sums_above(logits, largest, limits, counts, wanted).sum(axis=1)
         digit = jnp.sum(sums >= target[:, None], axis=1, dtype=jnp.int32)
         # The first limit that is too high. If none is, it is still the one of the passes before.

@@ -6,30 +6,17 @@ requests with a top-k of at most `MAX_SMALL_TOP_K`: it needs one pass over the l
 both, so its tokens do not depend on the batch that it is in.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.pallas.selection import LastKept
 from jaxspec.sampler import MAX_SMALL_TOP_K
 from jaxspec.sampling.candidates import MAX_SORTED, largest
 from jaxspec.sampling.params import SamplingInputs
 from jaxspec.sampling.search import bound_of_mass, bound_of_top_k, last_id, mass, mass_within
-
-
-class LastKept(NamedTuple):
-    """The last id that each row keeps, in the order of its logits; of equal ones the lower first.
-
-    It tells of every other id which side it is on, so nothing is scattered back.
-    """
-
-    logit: Float[Array, " n"]
-    id: Int[Array, " n"]  # int32
-
-    def where(self, chosen: Bool[Array, " n"], other: "LastKept") -> "LastKept":
-        """This one in the rows that are `chosen`, and `other` elsewhere."""
-        return LastKept(*(jnp.where(chosen, a, b) for a, b in zip(self, other, strict=True)))
 
 
 class Ordered(NamedTuple):
@@ -43,13 +30,13 @@ class Ordered(NamedTuple):
         """What each adds to the mass of its row, whose likeliest adds 1."""
         return mass(self.logits, self.logits[:, :1])
 
-    def last_kept(
+    def num_kept(
         self,
         top_k: Int[Array, " n"],
         top_p: Float[Array, " n"],
         total: Float[Array, " n"] | None = None,
-    ) -> LastKept:
-        """The last id that `top_k`, then `top_p` keep, if it is among these.
+    ) -> Int[Array, " n"]:
+        """Return how many (int32) `top_k`, then `top_p` keep, if all of them are among these.
 
         `total` is the mass of all that top-k keeps; None: these are all. Masses are float32 sums
         in this order.
@@ -61,8 +48,16 @@ class Ordered(NamedTuple):
         target = top_p * (reached[:, -1] if total is None else total)
         num_top_p = 1 + jnp.sum(reached < target[:, None], axis=1, dtype=jnp.int32)
         # Rounding may let the mass of a whole row get there early: 1 is no test.
-        num_kept = jnp.minimum(num_top_k, jnp.where(top_p < 1.0, num_top_p, count))
-        last = (num_kept - 1)[:, None]
+        return jnp.minimum(num_top_k, jnp.where(top_p < 1.0, num_top_p, count))
+
+    def last_kept(
+        self,
+        top_k: Int[Array, " n"],
+        top_p: Float[Array, " n"],
+        total: Float[Array, " n"] | None = None,
+    ) -> LastKept:
+        """Return the last of the `num_kept` ids."""
+        last = (self.num_kept(top_k, top_p, total) - 1)[:, None]
         return LastKept(*(jnp.take_along_axis(x, last, axis=1)[:, 0] for x in self))
 
 
@@ -72,7 +67,7 @@ def mask_small_top_k(
     """`mask_top_k_top_p` of the rows whose `top_k` is from 1 to `MAX_SMALL_TOP_K`."""
     few = Ordered(*largest(logits, min(MAX_SMALL_TOP_K, logits.shape[1])))
     last = few.last_kept(inputs.top_k, inputs.top_p)
-    return _mask_behind(logits, last, _has_small_top_k(inputs))
+    return last.where(has_small_top_k(inputs), LastKept.none(len(logits))).mask(logits)
 
 
 def mask_top_k_top_p(
@@ -92,43 +87,37 @@ def mask_top_k_top_p(
         other = every.last_kept(top_k, top_p)
     else:
         few = Ordered(*largest(logits, MAX_SMALL_TOP_K))
-        other = _last_in_large(logits, few, top_k, top_p, ~_has_small_top_k(inputs))
-    last = few.last_kept(top_k, top_p).where(_has_small_top_k(inputs), other)
+        other = last_in_large(logits, few, top_k, top_p, ~has_small_top_k(inputs))
+    last = few.last_kept(top_k, top_p).where(has_small_top_k(inputs), other)
     is_on = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0)
-    return _mask_behind(logits, last, is_on)
+    return last.where(is_on, LastKept.none(len(logits))).mask(logits)
 
 
-def _last_in_large(
+def last_in_large(
     logits: Float[Array, "n vocab"],
     few: Ordered,
     top_k: Int[Array, " n"],
     top_p: Float[Array, " n"],
     wanted: Bool[Array, " n"],
+    floor: Float[Array, " n"] | float = -math.inf,
 ) -> LastKept:
     """The last kept ids, by a search; anything in rows that are not `wanted`.
 
-    Without top-k the `few` largest mostly reach the mass of top-p. Then nothing is searched.
+    Logits under the `floor` count as if they were -inf. Without top-k the `few` largest mostly
+    reach the mass of top-p. Then nothing is searched.
     """
     first = few.logits[:, 0]
     has_top_k = wanted & (top_k > 0) & (top_k < logits.shape[1])
     has_top_p = wanted & (top_p < 1.0)
-    bound = bound_of_top_k(logits, top_k, has_top_k)
-    total = mass_within(logits, first, bound, has_top_p)
+    bound = bound_of_top_k(logits, top_k, has_top_k, floor)
+    total = mass_within(logits, first, bound, has_top_p, floor)
     is_reached = has_top_p & ~has_top_k & (few.masses.sum(axis=1) >= top_p * total)
-    bound = bound_of_mass(logits, first, top_p * total, bound, has_top_p & ~is_reached)
+    is_searched = has_top_p & ~is_reached
+    bound = bound_of_mass(logits, first, top_p * total, bound, is_searched, floor)
     searched = LastKept(bound.logit, last_id(logits, bound, (has_top_k | has_top_p) & ~is_reached))
     return few.last_kept(jnp.zeros_like(top_k), top_p, total).where(is_reached, searched)
 
 
-def _has_small_top_k(inputs: SamplingInputs) -> Bool[Array, " n"]:
+def has_small_top_k(inputs: SamplingInputs) -> Bool[Array, " n"]:
+    """Return the rows whose top-k is from 1 to `MAX_SMALL_TOP_K`."""
     return (inputs.top_k > 0) & (inputs.top_k <= MAX_SMALL_TOP_K)
-
-
-def _mask_behind(
-    logits: Float[Array, "n vocab"], last: LastKept, is_on: Bool[Array, " n"]
-) -> Float[Array, "n vocab"]:
-    """`logits` with -inf behind each row's last kept id, in rows where `is_on`."""
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    logit, last_id = last.logit[:, None], last.id[:, None]
-    is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # no NaN is
-    return jnp.where(is_behind & is_on[:, None], -jnp.inf, logits)

@@ -4,7 +4,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.sampling.draw import Use, uniform_noise
+from jaxspec.sampling.noise import Use, uniform_noise
 from jaxspec.sampling.params import NO_TOKEN
 
 

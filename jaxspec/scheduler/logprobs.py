@@ -14,11 +14,7 @@ def record_logprobs(step: ScheduledStep, output: StepOutput) -> None:
     writes the same places.
     """
     if output.logprobs is not None:
-        for row, entry in step.rows:
-            request = entry.request
-            if request.params.logprobs is not None and entry.is_awaited:
-                steps, places = np.nonzero(output.tokens[:, row] >= 0)
-                request.logprobs.extend(output.logprobs[steps, row, places])
+        _record_output(step, output)
     if output.prompt_logprobs is not None:
         (reported,), start = output.prompt_logprobs, 0
         for entry in step.prefills:
@@ -30,3 +26,22 @@ def record_logprobs(step: ScheduledStep, output: StepOutput) -> None:
                 count = max(end - chunk.start - 1, 0)
                 # A copy: the array belongs to the device's runtime.
                 request.prompt_logprobs[chunk.start + 1 : end] = rows[:count].copy()
+
+
+def _record_output(step: ScheduledStep, output: StepOutput) -> None:
+    """Copy the fields of all emitted tokens at once: the array belongs to the device's runtime."""
+    assert output.logprobs is not None
+    asked = [
+        (row, entry.request)
+        for row, entry in step.rows
+        if entry.request.params.logprobs is not None and entry.is_awaited
+    ]
+    if not asked:
+        return
+    rows = np.array([row for row, _ in asked])
+    is_emitted = output.tokens[:, rows].swapaxes(0, 1) >= 0
+    index, steps, places = np.nonzero(is_emitted)
+    fields = list(output.logprobs[steps, rows[index], places])
+    ends = np.cumsum(is_emitted.sum(axis=(1, 2))).tolist()
+    for (_, request), start, end in zip(asked, [0, *ends], ends, strict=False):
+        request.logprobs += fields[start:end]

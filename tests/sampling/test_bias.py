@@ -1,5 +1,7 @@
 """Biases and masks at every place of a verify, against the whole prefix in NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +11,13 @@ from verification import draft_places
 
 from jaxspec.sampler import BIAS, PENALTIES, TEMPERATURE, Sampler
 from jaxspec.sampling import SamplingInputs, draw, verify_rejection
-from jaxspec.sampling.bias import add_bias
 from jaxspec.sampling.processors import has_choice, process_logits
 from jaxspec.sampling_params import SamplingParams
 
 VOCAB, WIDTH = 45, 4  # not a multiple of the bits of a word
 STOPS = tuple(range(0, 44, 2))
-jitted = jax.jit(add_bias)
 process = jax.jit(process_logits, static_argnames="sampler")
+jitted = partial(process, sampler=Sampler.of(BIAS))
 
 
 def request(prompt, output, stop_ids=(), words=(), **params):

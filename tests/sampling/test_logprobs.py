@@ -31,3 +31,8 @@ def test_it_is_the_log_softmax_of_the_logits(vocab, scale):
         np.testing.assert_array_equal(fields["top_ids"][row][: len(order)], order)
         np.testing.assert_array_equal(fields["top_logits"][row][: len(order)], logits[row][order])
         assert (fields["top_ids"][row][len(order) :] == -1).all()
+
+
+def test_no_rows_have_no_fields():
+    fields = PACK(np.zeros((0, 6000), np.float32), np.zeros(0, np.int32))
+    assert fields.shape == (0, LAYOUT.size) and fields.dtype == np.int32

@@ -7,7 +7,7 @@ import pytest
 from prefixes import Prefixes
 
 from jaxspec.sampling import SamplingInputs
-from jaxspec.sampling.penalties import penalize
+from jaxspec.sampling.penalties import has_penalty, penalize
 from jaxspec.sampling_params import SamplingParams
 
 VOCAB, WIDTH = 24, 4
@@ -56,6 +56,20 @@ def test_a_row_without_penalties_keeps_every_bit():
     got = penalized(prefixes(random), logits)[len(KINDS) - 1 :: len(KINDS)]
     want = logits[len(KINDS) - 1 :: len(KINDS)]
     np.testing.assert_array_equal(got.view("i4"), want.view("i4"))
+
+
+def test_a_row_without_penalties_reads_the_null_slot():
+    """So a program that can do everything reads the counts of a request only for its penalty."""
+    given = prefixes(np.random.default_rng(3))
+    inputs, positions = given.inputs().repeat(WIDTH), given.positions().reshape(-1)
+    asks = np.asarray(has_penalty(inputs))
+    assert asks.tolist() == [bool(kind) for kind in KINDS * 3 for _ in range(WIDTH)]
+    elsewhere = jnp.where(asks, inputs.slot, 10**6)  # beyond the tables: any answer of theirs
+    moved = SamplingInputs(inputs.columns | {"slot": elsewhere}, inputs.tables, inputs.tokens)
+    logits = np.random.default_rng(4).normal(size=(len(asks), VOCAB)).astype(np.float32)
+    np.testing.assert_array_equal(
+        jitted(logits, inputs, positions), jitted(logits, moved, positions)
+    )
 
 
 def test_the_case_of_a_verify_that_repeats_itself():

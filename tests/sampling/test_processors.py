@@ -18,6 +18,7 @@ from jaxspec.sampler import (
 from jaxspec.sampling.processors import (
     PROCESSORS,
     forbidden_ids,
+    has_choice,
     mask_stop_ids,
     process_logits,
 )
@@ -64,6 +65,16 @@ def test_the_mask_of_stop_ids_comes_before_top_k(sampler, make_inputs):
     got = np.asarray(process(logits, inputs, jnp.zeros(1, jnp.int32), sampler=sampler))[0]
     assert np.flatnonzero(np.isfinite(got)).tolist() == [1, 3]
     np.testing.assert_array_equal(got[[1, 3]], [-2, -6])
+
+
+def test_a_finite_logit_stays_finite_however_cold_it_is(make_inputs):
+    """A logit that overflowed would count as forced (+inf) or forbidden."""
+    logits = np.array([[3e38, -3e38, 1.0], [np.inf, -np.inf, np.nan]], np.float32)
+    inputs, positions = make_inputs(2, temperature=1e-4), jnp.zeros(2, jnp.int32)
+    got = np.asarray(process(logits, inputs, positions, sampler=SAMPLED))
+    assert np.isfinite(got[0]).all() and got[0, 0] > got[0, 2] > got[0, 1]
+    np.testing.assert_array_equal(got[1], logits[1])
+    assert has_choice(logits, inputs, positions, sampler=SAMPLED).tolist() == [True, False]
 
 
 def test_half_precision_logits_are_processed_in_float32(make_inputs):

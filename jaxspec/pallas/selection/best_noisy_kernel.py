@@ -1,0 +1,89 @@
+"""The kernel of `best_noisy` (Pallas, Mosaic GPU): a block finds the best of some parts of a row.
+
+A row that is not wanted costs the start of its blocks. A thread keeps the best score that it has
+seen in each of its places, and the block compares them once at its end.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.pallas.gpu import access, device, layouts
+from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
+from jaxspec.pallas.selection.parts import PART, TILE
+
+_TOGETHER = 2  # tiles whose loads are under way at the same time
+_BLOCKS = 16 * device.MULTIPROCESSORS  # that are enough, also where few rows are wanted
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
+    """`best_noisy`; `interpret` has parameters of Mosaic's interpreter."""
+    rows, vocab = scores.shape
+    parts = pl.cdiv(vocab, PART)
+    of_block = min(parts, max(1, rows * parts // _BLOCKS))
+    blocks = pl.cdiv(parts, of_block)
+    layout = layouts.vectors(TILE // device.THREADS)
+
+    def body(scores, first, second, is_noisy, last_logit, last_id, wanted, best, column):
+        row, block = lax.axis_index("row"), lax.axis_index("block")
+
+        @pl.when(wanted[row] > 0)
+        def _():
+            keys = RowKeys(first[row], second[row])
+            share, limit, limit_id = is_noisy[row], last_logit[row], last_id[row]
+            places = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout)
+
+            def better(start, so_far):
+                begin = jnp.minimum(start, vocab - TILE)
+                x, ids = access.load(scores.at[row, pl.ds(begin, TILE)], layout), places + begin
+                noise = gumbel(random_bits(keys, ids.astype(jnp.uint32)))
+                noisy = x + noise * share
+                is_kept = (x > limit) | ((x == limit) & (ids <= limit_id))
+                score, chosen = so_far
+                is_better = (noisy > score) & is_kept
+                return jnp.where(is_better, noisy, score), jnp.where(is_better, ids, chosen)
+
+            def add_tiles(i, so_far):
+                # In the order of the ids: of equal scores the first stays.
+                for tile in range(_TOGETHER):
+                    so_far = better(begin + (i * _TOGETHER + tile) * TILE, so_far)
+                return so_far
+
+            begin = block * (of_block * PART)
+            end = jnp.minimum(begin + of_block * PART, vocab)
+            score, chosen = lax.fori_loop(
+                0,
+                pl.cdiv(end - begin, _TOGETHER * TILE),
+                add_tiles,
+                (
+                    plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), layout),
+                    plgpu.layout_cast(jnp.full((TILE,), vocab, jnp.int32), layout),
+                ),
+            )
+            most = jnp.max(score)
+            best[row, block] = most
+            column[row, block] = jnp.min(jnp.where(score == most, chosen, vocab))
+
+    kernel = plgpu.kernel(
+        body,
+        kernel_name="best_noisy",
+        out_type=(
+            jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
+            jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
+        ),
+        grid=(rows, blocks),
+        grid_names=("row", "block"),
+        compiler_params=plgpu.CompilerParams(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    flags = is_noisy.astype(jnp.float32), *last, wanted.astype(jnp.int32)
+    best, column = kernel(scores, *keys, *flags)
+    # The first block that has the largest score has the lowest id. Without one: column 0.
+    block = jnp.argmax(best, axis=1)[:, None]
+    found = jnp.take_along_axis(column, block, axis=1)[:, 0]
+    return jnp.where(wanted & (found < vocab), found, 0)

@@ -1,0 +1,86 @@
+"""The draw from large rows under min-p, top-k and top-p, without a mask of the vocabulary.
+
+A small top-k leaves few ids, and noise for those alone decides. Elsewhere the token is drawn
+without top-k and top-p first: if they keep it, it is the token. Only the other rows need the end of
+what is kept, and a second draw with the same noise. Under a top-p of 0.9 that is a tenth of them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.pallas.selection import LastKept, best_noisy, sums_above
+from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
+from jaxspec.sampler import MAX_SMALL_TOP_K, MIN_P, SMALL_TOP_K, TOP_K_TOP_P
+from jaxspec.sampling.candidates import largest
+from jaxspec.sampling.params import SamplingInputs
+from jaxspec.sampling.top_k_top_p import Ordered, has_small_top_k, last_in_large
+
+CUTS = frozenset({MIN_P, SMALL_TOP_K, TOP_K_TOP_P})
+"""Names of the processors that `draw_kept` does the work of."""
+
+
+def draw_kept(
+    scores: Float[Array, "n vocab"], inputs: SamplingInputs, keys: RowKeys, names: frozenset[str]
+) -> Int[Array, " n"]:
+    """Return the token (int32) that `best_noisy` finds in what the processors `names` leave.
+
+    Args:
+        scores: `adjusted_logits` (float32), of more than `MAX_SORTED` ids.
+        inputs: of each row.
+        keys: of each row's noise.
+        names: some of `CUTS`.
+    """
+    few, floor = Ordered(*largest(scores, MAX_SMALL_TOP_K)), jnp.full(len(scores), -jnp.inf)
+    if MIN_P in names:
+        floor = few.logits[:, 0] + jnp.log(inputs.min_p)  # as in `mask_min_p`
+        few = few._replace(logits=jnp.where(few.logits < floor[:, None], -jnp.inf, few.logits))
+    is_small = inputs.is_greedy
+    if names & {SMALL_TOP_K, TOP_K_TOP_P}:
+        is_small |= has_small_top_k(inputs)
+    is_noisy, whole = ~inputs.is_greedy, LastKept.none(len(scores))._replace(logit=floor)
+    tokens = best_noisy(scores, keys, is_noisy, whole, ~is_small)
+    if TOP_K_TOP_P in names:
+        is_open = ~is_small & ~_keeps(scores, inputs, few, floor, tokens, ~is_small)
+        last = last_in_large(scores, few, inputs.top_k, inputs.top_p, is_open, floor)
+        last = last.where(last.logit >= floor, whole)
+        tokens = jnp.where(is_open, best_noisy(scores, keys, is_noisy, last, is_open), tokens)
+    return jnp.where(is_small, _draw_from_few(few, inputs, keys), tokens)
+
+
+def _draw_from_few(few: Ordered, inputs: SamplingInputs, keys: RowKeys) -> Int[Array, " n"]:
+    num_kept = few.num_kept(inputs.top_k, inputs.top_p)
+    num_kept = jnp.where(inputs.is_greedy, 1, num_kept)  # the likeliest of all
+    is_kept = jnp.arange(few.ids.shape[1], dtype=jnp.int32)[None, :] < num_kept[:, None]
+    keys = RowKeys(*(key[:, None] for key in keys))
+    noise = gumbel(random_bits(keys, few.ids.astype(jnp.uint32)))
+    noisy = jnp.where(is_kept, few.logits + noise, -jnp.inf)
+    best = jnp.max(noisy, axis=1, keepdims=True)
+    lowest = jnp.iinfo(jnp.int32).max
+    return jnp.min(jnp.where(is_kept & (noisy == best), few.ids, lowest), axis=1)
+
+
+def _keeps(
+    scores: Float[Array, "n vocab"],
+    inputs: SamplingInputs,
+    few: Ordered,
+    floor: Float[Array, " n"],
+    tokens: Int[Array, " n"],
+    wanted: Bool[Array, " n"],
+) -> Bool[Array, " n"]:
+    """Return the rows whose token surely lies within top-k and top-p; false if both are on.
+
+    A token is kept if all logits from its own on sum to less than what top-k or top-p keeps: then
+    the search would end below it. That leaves out the last logit which is kept.
+    """
+    has_top_k = (inputs.top_k > 0) & (inputs.top_k < scores.shape[1])
+    has_top_p = inputs.top_p < 1.0
+    is_searched = wanted & (has_top_k ^ has_top_p)
+    own = jnp.take_along_axis(scores, tokens[:, None], axis=1)
+    limits = jnp.concatenate([own, floor[:, None]], axis=1)
+    sums = sums_above(scores, few.logits[:, 0], limits, has_top_k, is_searched).sum(axis=1)
+    is_before = jnp.where(
+        has_top_k,
+        sums[:, 0] <= inputs.top_k.astype(jnp.float32),
+        sums[:, 0] < inputs.top_p * sums[:, 1],
+    )
+    return (is_searched & is_before) | ~(has_top_k | has_top_p)
