@@ -1,0 +1,109 @@
+"""A job: a part of the acceptance of one model, in a process of its own, which prints its rows."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
+from benchmarks.acceptance.watch import niced
+from benchmarks.engine.dummy_llm import rounded
+from jaxspec import LLM
+
+Row = dict[str, Any]
+FULL_PARTS = ("features", "serving", "exact")
+LIGHT_PARTS = ("features", "exact", "without drafts")
+OPTIONS: dict[str, dict[str, Any]] = {  # parts of models with all features
+    "float8 keys and values": {"kv_dtype": "float8_e4m3fn"},
+    "float16 states": {"state_dtype": "float16"},
+    "auto drafts": {"speculative_config": "auto"},
+    "without drafts": {"speculative_config": None},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a process is to do; `seconds` are those that it may take."""
+
+    model: str
+    part: str
+    sizes: Sizes
+    seconds: float
+    lock: str
+    cache: str
+    is_small: bool = False
+
+    def options(self, **others: Any) -> dict[str, Any]:
+        """Options of its engine."""
+        return options_of(self.model, self.sizes, Path(self.cache), **others)
+
+
+def parts_of(model: str) -> tuple[str, ...]:
+    """The parts of a model, in the order of their weight."""
+    return (*FULL_PARTS, *OPTIONS) if ALL_MODELS[model].has_all else LIGHT_PARTS
+
+
+class Rows:
+    """Prints rows as they are made, and skips those that there is no time for."""
+
+    def __init__(self, job: Job):
+        """Count the seconds from now on."""
+        self.job, self._end = job, time.monotonic() + job.seconds
+
+    def add(self, feature: str, **figures: Any) -> None:
+        """Print one."""
+        row = {"model": self.job.model, "part": self.job.part, "feature": feature, **figures}
+        print(json.dumps(rounded(row)), file=_answers(), flush=True)
+
+    def measure(self, feature: str, call: Callable[[], Row], needs: float = 5.0) -> Row:
+        """Add what `call` returns, or its error, or that fewer than `needs` seconds are left."""
+        figures: Row = {"skipped": "no time"}
+        if self._end - time.monotonic() >= needs:
+            try:
+                figures = call()
+            except Exception as error:
+                figures = {"error": f"{type(error).__name__}: {error}"[:500]}
+        self.add(feature, **figures)
+        return figures
+
+
+def ready(folder: Path, options: dict[str, Any], kinds: Any = None) -> tuple[LLM, Row]:
+    """Return an engine that is warmed up, and the seconds that took."""
+    start = time.perf_counter()
+    with niced():
+        llm = LLM(folder, **options)
+        loaded = time.perf_counter()
+        llm.warm_up(kinds)
+    end = time.perf_counter()
+    programs = len(llm.metrics()["compile_seconds"])
+    return llm, {"ready_seconds": end - start, "load_seconds": loaded - start, "programs": programs}
+
+
+_ANSWERS: list[Any] = []
+
+
+def _answers() -> Any:
+    """Standard output as it was at the start; what libraries print goes to standard error."""
+    if not _ANSWERS:
+        _ANSWERS.append(os.fdopen(os.dup(1), "w"))
+        os.dup2(2, 1)
+    return _ANSWERS[0]
+
+
+def main(argument: str) -> None:
+    """Do the job that the parent wrote as JSON."""
+    # Not at the top: they import this module.
+    from benchmarks.acceptance import exact, serving, speed
+
+    _answers()
+    fields = json.loads(argument)
+    job = Job(**fields | {"sizes": Sizes(*fields["sizes"])})
+    rows = Rows(job)
+    parts = {"features": speed.features, "serving": serving.serving, "exact": exact.exact}
+    parts.get(job.part, speed.option)(rows)
+    sys.stdout.flush()
+    os._exit(0)  # background compiles are of no use any more
