@@ -19,6 +19,7 @@ tokens differ. Parts that there was no time for are listed as skipped.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -31,14 +32,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.acceptance.job import OPTIONS, PARTS, parts_of
 from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
 from benchmarks.measure import record
 from benchmarks.report import acceptance_tables
 
 Row = dict[str, Any]
-SECONDS = 520.0  # the machine's own start and the file need some more
+SECONDS = 500.0  # what runs then may take some more, and so do the tables
 LEAST_SECONDS = 25.0  # of a part that is begun
-PARTS = ("features", "serving", "exact")  # of which there is time first, then for the others
+OVERTIME = 30.0  # after which a process is ended
 _CHILD = "import sys; from benchmarks.acceptance.job import main; main(sys.argv[1])"
 
 
@@ -50,12 +52,20 @@ class Parts:
         self._args, self._folder = args, folder
         self._end = time.monotonic() + args.seconds
         self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
         """All rows, of parts that were begun in the order of their weight."""
+        parts = planned(self._args.only, self._args.parts)
         with ThreadPoolExecutor(self._args.processes) as pool:
-            list(pool.map(self._part, planned(self._args.only, self._args.parts)))
+            try:
+                list(pool.map(self._part, parts))
+            except BaseException:  # an interrupt
+                self._end = 0.0
+                for process in tuple(self._running):
+                    _kill(process)
+                raise
         return self.rows
 
     def _part(self, part: tuple[str, str]) -> None:
@@ -88,22 +98,26 @@ class Parts:
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
-                env={**os.environ, **self._environment()},
+                env={**os.environ, **self._environment(about["part"])},
                 start_new_session=True,
             )
-            timer = threading.Timer(left + LEAST_SECONDS, _kill, [process])
+            self._running.add(process)
+            timer = threading.Timer(left + OVERTIME, _kill, [process])
             timer.start()
             for line in process.stdout:
                 self._add(json.loads(line))
             code = process.wait()
             timer.cancel()
             _kill(process)  # what it started
+            self._running.discard(process)
         lines = errors.read_text(errors="replace").strip().splitlines()
+        if code == -signal.SIGKILL:
+            return code, f"It was ended after {left + OVERTIME:.0f} seconds."
         return code, (lines[-1] if lines else f"It ended with {code}.")[:500]
 
-    def _environment(self) -> dict[str, str]:
-        """A share of the GPU's memory for each process, and one more for a server."""
-        share = 0.92 / (1 + self._args.processes)
+    def _environment(self, part: str) -> dict[str, str]:
+        """A share of the GPU's memory for each process; one that serves starts another."""
+        share = 0.92 / self._args.processes / (2 if part == "serving" else 1)
         return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
 
     def _add(self, row: Row) -> None:
@@ -113,21 +127,17 @@ class Parts:
 
 
 def planned(only: list[str], parts: list[str] | None) -> list[tuple[str, str]]:
-    """Parts in their order: those of models with all features come first among equals."""
-    from benchmarks.acceptance.job import parts_of
-
+    """Return models and parts: one part of every model, then the next one."""
     listed = [(model, part) for model in only for part in parts_of(model)]
-    order = [*PARTS, "without drafts"]
-    listed.sort(key=lambda each: order.index(each[1]) if each[1] in order else len(order))
+    order = [*PARTS, *OPTIONS]
+    listed.sort(key=lambda each: order.index(each[1]))
     return [each for each in listed if parts is None or each[1] in parts]
 
 
 def _kill(process: subprocess.Popen) -> None:
     """End a process that was started here, with those that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def kept(file: Path | None, rows: list[Row]) -> list[Row]:
@@ -143,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     options = record.parser(__doc__)
     add = options.add_argument
     add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
-    add("--parts", nargs="+", metavar="PART", help="default: all parts of each model")
+    add("--parts", nargs="+", choices=[*PARTS, *OPTIONS], metavar="PART", help="default: all")
     add("--seconds", type=float, default=SECONDS, help="after which no part begins")
     add("--processes", type=int, default=3, help="parts at a time; 1 gives undisturbed times")
     add("--rows", type=int, default=Sizes().rows, help="at a time (default 64)")

@@ -1,8 +1,10 @@
 """The same tokens with drafts and without, and by kernels and by XLA: in float32, up to ties."""
 
+import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, params_of
+from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS, params_of
 from benchmarks.acceptance.job import Row, Rows, ready
 from benchmarks.acceptance.models import (
     ALL_MODELS,
     EXACT_CHUNK,
+    NGRAM,
     config_of,
     exact_options,
     folder_of,
@@ -28,31 +31,38 @@ from jaxspec.sampling import Use, gumbel_noise
 
 TIE = 1e-3  # between two scores, where either token may come
 PROMPTS, MOTIF, TOKENS = 24, 12, 32
-OFF = {"num_speculative_tokens": 0}
+Gap = Callable[[Request, Sequence[int], Sequence[int]], float]
 
 
 def exact(rows: Rows) -> None:
-    """Rows of two comparisons, each of greedy requests, sampled ones and ones with all features."""
-    job = rows.job
+    """Compare greedy requests, sampled ones and ones with all features: a row per comparison.
+
+    Without drafts a request asks for none, and in models with all parts the engine has none.
+    """
+    job, model = rows.job, ALL_MODELS[rows.job.model]
     config = config_of(job.model, is_small=job.is_small, exact=True)
-    cache = Path(job.cache)
-    drafts = ALL_MODELS[job.model].drafts
+    comparisons = {"drafts and none": ("drafts", "without"), "kernels and XLA": ("without", "xla")}
     with folder_of(job.model, config) as folder:
+
+        def arm(drafts: dict[str, Any] | None, cache: str | None = job.cache) -> Arm:
+            options = exact_options(cache and Path(cache), speculative_config=drafts)
+            return Arm(folder, rows, options)
+
         arms = {}
-        with Arm(folder, rows, exact_options(cache, speculative_config=drafts)) as arm:
-            arms["drafts"] = arm.run()
-            arms["without"] = arm.run(**OFF)
-        if ALL_MODELS[job.model].has_all:
-            with Arm(folder, rows, exact_options(cache, speculative_config=None)) as arm:
-                arms["without"] = arm.run()
-        with references(), Arm(folder, rows, exact_options(None, speculative_config=None)) as arm:
-            arms["xla"] = arm.run()
-            for name, pair in (
-                ("drafts and none", ("drafts", "without")),
-                ("kernels and XLA", ("without", "xla")),
-            ):
-                one, other = (arms[each] for each in pair)
-                rows.measure(name, lambda one=one, other=other: compare(one, other, arm.gap))
+        with arm(model.drafts) as engine:
+            arms["drafts"] = engine.run()
+            arms["without"] = engine.run(num_speculative_tokens=0)
+        if model.has_all:
+            with arm(None) as engine:
+                arms["without"] = engine.run()
+            with arm(NGRAM) as engine:
+                arms["n-gram"] = engine.run()
+            comparisons["n-gram drafts and none"] = ("n-gram", "without")
+        with references(), arm(None, cache=None) as engine:
+            arms["xla"] = engine.run()
+            for name, pair in comparisons.items():
+                requests = [arms[each] for each in pair]
+                rows.measure(name, functools.partial(compare, *requests, engine.gap))
 
 
 @dataclasses.dataclass
@@ -102,9 +112,9 @@ class Arm:
         return float(abs(scores[0] - scores[1]))
 
     def _kinds(self) -> dict[str, list[SamplingParams]]:
-        """Parameters by kind: these need three samplers."""
+        """Parameters by kind, which need three samplers; of two ids many drafts are accepted."""
         defaults = SamplingParams(temperature=0.7, top_k=20, top_p=0.95)
-        kinds = {"greedy": GREEDY, "sampled": DEFAULTS, "everything": EVERYTHING}
+        kinds = {"greedy": GREEDY, "sampled": DEFAULTS, "all": EVERYTHING, "two ids": TWO_IDS}
         return {
             name: [
                 dataclasses.replace(each, seed=seed)
@@ -121,15 +131,14 @@ class Arm:
         return [sample.request for sample in samples]
 
 
-def compare(one: Tokens, other: Tokens, gap: Any) -> Row:
+def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
     """Count identical outputs, those that part at a tie, and others."""
     row: Row = {"generations": 0, "identical": 0, "ties": 0, "differing": 0}
     for kind, requests in one.requests.items():
         for a, b in zip(requests, other.requests[kind], strict=True):
             row["generations"] += 1
-            same = sum(
-                1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(a.output, b.output))
-            )
+            pairs = zip(a.output, b.output, strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if same == len(a.output) == len(b.output):
                 row["identical"] += 1
             elif same < min(len(a.output), len(b.output)) and _ties(a, b, same, gap, row):
@@ -142,24 +151,24 @@ def compare(one: Tokens, other: Tokens, gap: Any) -> Row:
     return row | {"drafts_accepted": drafted.num_accepted_tokens, "verifies": drafted.num_drafts}
 
 
-def _ties(a: Request, b: Request, same: int, gap: Any, row: Row) -> bool:
+def _ties(a: Request, b: Request, same: int, gap: Gap, row: Row) -> bool:
     apart = gap(b, b.output[:same], (a.output[same], b.output[same]))
     row["largest_gap"] = max(row.get("largest_gap", 0.0), apart)
     return apart < TIE
 
 
-class references:
+@contextlib.contextmanager
+def references() -> Iterator[None]:
     """Within the block every op runs as XLA, and no program with kernels is known."""
-
-    def __enter__(self) -> None:
-        self._kernels_here = dispatch.kernels_here
-        dispatch.kernels_here = lambda: (False, "references are asked for")
-        jax.config.update("jax_enable_compilation_cache", False)
-        jitted_step.cache_clear()
-        jax.clear_caches()
-
-    def __exit__(self, *error: object) -> None:
-        dispatch.kernels_here = self._kernels_here
+    kernels_here = dispatch.kernels_here
+    dispatch.kernels_here = lambda: (False, "references are asked for")
+    jax.config.update("jax_enable_compilation_cache", False)
+    jitted_step.cache_clear()
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        dispatch.kernels_here = kernels_here
         jax.config.update("jax_enable_compilation_cache", True)
 
 

@@ -65,6 +65,7 @@ EVERYTHING = Feature(
         "prompt_logprobs": 1,
     },
 )
+TWO_IDS = Feature("all and two ids", EVERYTHING.params | {"allowed_token_ids": [40, 41]})
 MIXED = Feature("each in a row of one batch", mixes=FEATURES)
 FEW_MIXED = Feature("the three in one batch", mixes=(GREEDY, DEFAULTS, EVERYTHING))
 FULL_TABLE = (*FEATURES, EVERYTHING, MIXED)

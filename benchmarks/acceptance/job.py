@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from benchmarks.engine.dummy_llm import rounded
 from jaxspec import LLM
 
 Row = dict[str, Any]
-FULL_PARTS = ("features", "serving", "exact")
-LIGHT_PARTS = ("features", "exact", "without drafts")
-OPTIONS: dict[str, dict[str, Any]] = {  # parts of models with all features
+PARTS = "features", "exact", "serving"
+OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
+    "without drafts": {"speculative_config": None},
     "float8 keys and values": {"kv_dtype": "float8_e4m3fn"},
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
-    "without drafts": {"speculative_config": None},
 }
+LIGHT_PARTS = "features", "exact", "without drafts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Job:
 
 def parts_of(model: str) -> tuple[str, ...]:
     """The parts of a model, in the order of their weight."""
-    return (*FULL_PARTS, *OPTIONS) if ALL_MODELS[model].has_all else LIGHT_PARTS
+    return (*PARTS, *OPTIONS) if ALL_MODELS[model].has_all else LIGHT_PARTS
 
 
 class Rows:
@@ -104,6 +105,11 @@ def main(argument: str) -> None:
     job = Job(**fields | {"sizes": Sizes(*fields["sizes"])})
     rows = Rows(job)
     parts = {"features": speed.features, "serving": serving.serving, "exact": exact.exact}
-    parts.get(job.part, speed.option)(rows)
-    sys.stdout.flush()
-    os._exit(0)  # background compiles are of no use any more
+    code = 0
+    try:
+        parts.get(job.part, speed.option)(rows)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # programs that compile in the background are not needed any more

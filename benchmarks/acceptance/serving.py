@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -50,17 +49,25 @@ def serving(rows: Rows) -> None:
 
 
 def kept_prefix(bench: Bench) -> Row:
-    """The same prompt twice: its time to the first token, and the tokens found."""
-    prompts, params = bench.prompts(1), _greedy(bench.sizes.tokens)
+    """The same prompt three times, then a chat's next turn: the tokens that are found.
+
+    With recurrent states the second request leaves a state where the prompts part, and the third
+    one begins on it.
+    """
+    (prompt,), params = bench.prompts(1), _greedy(bench.sizes.tokens)
     with alone(bench.lock):
-        cold, again = (bench.llm.generate(prompts, params)[0] for _ in range(2))
-    if not again.num_cached_tokens:
-        raise ValueError("No token of a prompt that came before was found.")
+        same = [bench.llm.generate([prompt], params)[0] for _ in range(3)]
+        ids = [*prompt["prompt_token_ids"], *same[0].outputs[0].token_ids, *range(7, 23)]
+        (turn,) = bench.llm.generate([{"prompt_token_ids": ids}], params)
+    found = {"cached_tokens": same[2].num_cached_tokens, "in_turn": turn.num_cached_tokens}
+    if not all(found.values()):
+        raise ValueError(f"Tokens that came before were not found: {found}.")
+    first, _, again = (request.metrics.ttft or 0.0 for request in same)
     return {
-        "prompt_tokens": len(again.prompt_token_ids),
-        "cached_tokens": again.num_cached_tokens,
-        "same_tokens": cold.outputs[0].token_ids == again.outputs[0].token_ids,
-        **milliseconds(first=cold.metrics.ttft or 0.0, again=again.metrics.ttft or 0.0),
+        "prompt_tokens": len(prompt["prompt_token_ids"]),
+        **found,
+        "same_tokens": same[0].outputs[0].token_ids == same[2].outputs[0].token_ids,
+        **milliseconds(first=first, again=again),
     }
 
 
@@ -165,9 +172,11 @@ class Server:
         self._command = [sys.executable, "-m", "jaxspec", "serve", str(folder), *flags]
         for name, value in options.items():
             self._command += _flag(name, value)
+        self._said = folder / "server.txt"
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdout=sys.stderr)
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(self._command, stdout=said, stderr=said)
         deadline = time.monotonic() + SECONDS_TO_START
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
@@ -176,7 +185,8 @@ class Server:
             except OSError:
                 time.sleep(0.1)
         self.__exit__()
-        raise RuntimeError(f"{self._command} did not serve: {self._process.returncode}.")
+        said = self._said.read_text(errors="replace").strip()
+        raise RuntimeError(f"The server did not start: {said[-300:]}")
 
     def __exit__(self, *error: object) -> None:
         self._process.terminate()
@@ -188,21 +198,13 @@ class Server:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if value is None:
+    """An option as the command line takes it; the server draws no progress."""
+    if value is None or name == "show_progress":
         return []
-    if isinstance(value, bool):
-        return [flag if value else f"--no{flag[1:]}"]
     if isinstance(value, list):
-        return [flag, ",".join(map(str, value))]
-    return [
-        flag,
-        json.dumps(value)
-        if isinstance(value, dict)
-        else os.fspath(value)
-        if isinstance(value, Path)
-        else str(value),
-    ]
+        value = ",".join(map(str, value))
+    word = json.dumps(value) if isinstance(value, dict) else str(value)
+    return [f"--{name.replace('_', '-')}", word]
 
 
 def _greedy(tokens: int) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Milliseconds per token with each feature, and what its first request costs it and others."""
 
-import math
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -102,20 +102,14 @@ def features(rows: Rows) -> None:
         llm, figures = ready(folder, job.options())
         rows.add("ready", **figures, implementations=llm.metrics()["implementations"])
         bench, events = Bench(llm, rows), CompileEvents()
-        greedy = math.nan
         for feature in FULL_TABLE if ALL_MODELS[job.model].has_all else SHORT_TABLE:
-            figures = rows.measure(
-                feature.name, lambda feature=feature: _feature(bench, events, feature, greedy)
-            )
-            greedy = figures.get("ms_per_token", greedy) if feature is GREEDY else greedy
+            rows.measure(feature.name, functools.partial(_feature, bench, events, feature))
         events.close()
 
 
-def _feature(bench: Bench, events: CompileEvents, feature: Feature, greedy: float) -> Row:
+def _feature(bench: Bench, events: CompileEvents, feature: Feature) -> Row:
     events.take()
     figures = {**bench.first_requests(feature), **bench.speed(feature)}
-    if "ms_per_token" in figures and not math.isnan(greedy):
-        figures["of_greedy"] = figures["ms_per_token"] / greedy
     heard = events.take()
     if count := heard["compiled_in_calls"]:
         heard["error"] = f"{count} programs were traced or compiled while a request waited."

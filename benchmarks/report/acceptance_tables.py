@@ -1,4 +1,4 @@
-"""Tables of the acceptance of the assembled product; each says so where nothing was measured yet."""
+"""Tables of the acceptance of the assembled product; each says so where nothing was measured."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +15,9 @@ KEPT = {  # figures of other parts, and how they are written
     "ties": "{:,} ties",
     "differing": "{:,} different",
     "drafts_accepted": "{:,} drafts accepted",
-    "cached_tokens": "{:,} tokens found",
+    "prompt_tokens": "{:,} prompt tokens",
+    "cached_tokens": "{:,} found the third time",
+    "in_turn": "{:,} found in the next turn",
     "tokens_before": "moved after {:,} tokens",
     "same_tokens": "same tokens: {}",
     "clients": "{} clients",
@@ -37,7 +39,7 @@ def features(figures: Figures) -> str:
     for model in models:
         head += [f"{model}: ms per token", "of greedy", "first request, ms", "next one", "gap, ms"]
     lines = [
-        [name, *(cell for model in models for cell in _feature(found[model].get(name, {})))]
+        [name, *(cell for model in models for cell in _feature(found[model], name))]
         for name in names
     ]
     return markdown(head, lines) if lines else NOTHING
@@ -111,10 +113,12 @@ def _by_feature(figures: Figures, part: str) -> dict[str, dict[str, Figures]]:
     return found
 
 
-def _feature(row: Figures) -> Sequence[str]:
+def _feature(rows: dict[str, Figures], name: str) -> Sequence[str]:
+    row = rows.get(name, {})
+    speed, greedy = (each.get("ms_per_token") for each in (row, rows.get(SHORT_TABLE[0], {})))
     return [
         _speed(row),
-        _number(row.get("of_greedy"), ".2f"),
+        _number(speed / greedy if speed and greedy else None, ".2f"),
         _number(row.get("first_ms"), ".0f"),
         _number(row.get("again_ms"), ".0f"),
         _number(row.get("largest_gap_ms"), ".0f"),
