@@ -92,15 +92,17 @@ class Parts:
             "is_small": self._args.small,
         }
         errors = self._folder / f"{about['model']}-{about['part']}.txt"
-        with errors.open("w") as said:
-            process = subprocess.Popen(
+        with (
+            errors.open("w") as said,
+            subprocess.Popen(
                 [sys.executable, "-c", _CHILD, json.dumps(job)],
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
                 env={**os.environ, **self._environment(about["part"])},
                 start_new_session=True,
-            )
+            ) as process,
+        ):
             self._running.add(process)
             timer = threading.Timer(left + OVERTIME, _kill, [process])
             timer.start()
@@ -171,8 +173,11 @@ def main() -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = Parts(args, Path(folder)).run()
-    figures = {"sizes": args.sizes._asdict(), "processes": args.processes}
-    figures |= {"seconds": round(time.monotonic() - start, 1), "results": kept(args.json, rows)}
+    seconds = round(time.monotonic() - start, 1)
+    commit = record.machine()["commit"]  # not earlier: this takes the device
+    rows = [{**row, "commit": commit} for row in rows]
+    figures = {"sizes": args.sizes._asdict(), "processes": args.processes, "seconds": seconds}
+    figures["results"] = kept(args.json, rows)
     record.write(args.json, figures)
     print("\n\n".join(acceptance_tables.all_of(figures)))
     if failed := [row for row in rows if "error" in row]:

@@ -135,7 +135,7 @@ def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
     """Count identical outputs, those that part at a tie, and others."""
     row: Row = {"generations": 0, "identical": 0, "ties": 0, "differing": 0}
     for kind, requests in one.requests.items():
-        for a, b in zip(requests, other.requests[kind], strict=True):
+        for number, (a, b) in enumerate(zip(requests, other.requests[kind], strict=True)):
             row["generations"] += 1
             pairs = zip(a.output, b.output, strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -145,7 +145,7 @@ def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
                 row["ties"] += 1
             else:
                 row["differing"] += 1
-                where = f"{kind} prompt {requests.index(a)}, token {same}, {a.params}"
+                where = f"{kind} sample {number}, token {same}, {a.params}"
                 row["error"] = f"Tokens differ: {where}"[:500]
     drafted = one.metrics
     return row | {"drafts_accepted": drafted.num_accepted_tokens, "verifies": drafted.num_drafts}

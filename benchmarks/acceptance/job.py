@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
 from benchmarks.acceptance.watch import niced
 from benchmarks.engine.dummy_llm import rounded
@@ -74,6 +76,7 @@ class Rows:
 
 def ready(folder: Path, options: dict[str, Any], kinds: Any = None) -> tuple[LLM, Row]:
     """Return an engine that is warmed up, and the seconds that took."""
+    jax.devices()  # not later: threads that run programs must not give way
     start = time.perf_counter()
     with niced():
         llm = LLM(folder, **options)
