@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import (
+    acceptance_tables,
     against_peer,
     decode_tables,
     draft_tables,
@@ -36,6 +37,7 @@ SERVING = "serving_h*.json"  # likewise, and there may be none yet
 PEER = "decode_h200.json", "peer_h200.json"
 PEER_TRAFFIC = "traffic_peer_h200.json"
 PREFIXES, AGENTS = "prefixes_h200.json", "prefixes_h100.json"
+ACCEPTED = "acceptance_h200.json"
 MODEL = "qwen3.5-9b"  # whose layers the kernels' table shows
 SMALL = "qwen3.5-0.8b"  # likewise, of products, which are kernels in small models
 MAMBA2 = "nemotron-3-nano"  # likewise, of Mamba2
@@ -223,6 +225,10 @@ TABLES: dict[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "real model": (real_model_tables.decoding, "real_model_cpu.json"),
     "n-gram drafts of a real model": (real_model_tables.acceptance, "real_model_cpu.json"),
     "step gap": (step_gap, "step_gap_h200.json"),
+    "accepted models": (acceptance_tables.models, ACCEPTED),
+    "accepted features": (acceptance_tables.features, ACCEPTED),
+    "accepted parts": (acceptance_tables.others, ACCEPTED),
+    "not accepted": (acceptance_tables.failures, ACCEPTED),
     "decode": (decode_tables.decode, "decode_h200.json"),
     "draft counts": (draft_tables.draft_counts, "draft_counts_h200.json"),
     "sampling": (draft_tables.sampling, "sampling_h200.json"),

@@ -1,0 +1,1 @@
+"""The assembled product on one GPU, in one command: `python -m benchmarks.acceptance`."""

@@ -1,0 +1,188 @@
+"""The assembled product on one GPU: every feature and model, and what each costs, in 9 minutes.
+
+    python -m benchmarks.acceptance [--json FILE] [--only NAME ...] [--seconds N]
+
+Models have random weights and published shapes: Qwen3.5-0.8B is whole, and the others are cut to
+4 layers of full width. Each part of a model is a process of its own; some run at a time, and only
+one of them has requests on the GPU:
+
+* features: requests of each kind. The first one of a kind comes beside a greedy stream, and tells
+  what it waits for (`first_ms`, then `again_ms`) and what the stream does (`largest_gap_ms`).
+  Then a batch of all rows gives the milliseconds per token.
+* serving: kept prefixes, requests that move to a second engine, AsyncLLM, and HTTP.
+* exact: in float32, the tokens with drafts are those without, and those of kernels are XLA's. Where
+  two scores lie within 1e-3 either token may come; such ties are counted.
+* options: 8-bit keys and values, float16 states, "auto" drafts and no drafts.
+
+It ends with status 1 if anything failed, if a program was compiled while a request waited, or if
+tokens differ. Parts that there was no time for are listed as skipped.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.acceptance.job import OPTIONS, PARTS, parts_of
+from benchmarks.acceptance.models import ALL_MODELS, MODELS, Sizes
+from benchmarks.measure import record
+from benchmarks.report import acceptance_tables
+
+Row = dict[str, Any]
+SECONDS = 500.0  # what runs then may take some more, and so do the tables
+LEAST_SECONDS = 25.0  # of a part that is begun
+OVERTIME = 30.0  # after which a process is ended
+_CHILD = "import sys; from benchmarks.acceptance.job import main; main(sys.argv[1])"
+
+
+class Parts:
+    """Runs the parts of all models, some at a time."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        """`folder`: for what they share."""
+        self._args, self._folder = args, folder
+        self._end = time.monotonic() + args.seconds
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self.rows: list[Row] = []
+
+    def run(self) -> list[Row]:
+        """All rows, of parts that were begun in the order of their weight."""
+        parts = planned(self._args.only, self._args.parts)
+        with ThreadPoolExecutor(self._args.processes) as pool:
+            try:
+                list(pool.map(self._part, parts))
+            except BaseException:  # an interrupt
+                self._end = 0.0
+                for process in tuple(self._running):
+                    _kill(process)
+                raise
+        return self.rows
+
+    def _part(self, part: tuple[str, str]) -> None:
+        model, name = part
+        left = self._end - time.monotonic()
+        about = {"model": model, "part": name}
+        if left < LEAST_SECONDS:
+            self._add({**about, "feature": "all", "skipped": "no time"})
+            return
+        start = time.monotonic()
+        code, error = self._process(about, left)
+        if code:
+            self._add({**about, "feature": "all", "error": error})
+        self._add({**about, "feature": "part", "seconds": time.monotonic() - start})
+
+    def _process(self, about: Row, left: float) -> tuple[int, str]:
+        """Add the rows that a process prints; its status and the last line of its errors."""
+        job = {
+            **about,
+            "sizes": list(self._args.sizes),
+            "seconds": left,
+            "lock": str(self._folder / "lock"),
+            "cache": str(self._args.compilation_cache or self._folder / "programs"),
+            "is_small": self._args.small,
+        }
+        errors = self._folder / f"{about['model']}-{about['part']}.txt"
+        with (
+            errors.open("w") as said,
+            subprocess.Popen(
+                [sys.executable, "-c", _CHILD, json.dumps(job)],
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, **self._environment(about["part"])},
+                start_new_session=True,
+            ) as process,
+        ):
+            self._running.add(process)
+            timer = threading.Timer(left + OVERTIME, _kill, [process])
+            timer.start()
+            for line in process.stdout:
+                self._add(json.loads(line))
+            code = process.wait()
+            timer.cancel()
+            _kill(process)  # what it started
+            self._running.discard(process)
+        lines = errors.read_text(errors="replace").strip().splitlines()
+        if code == -signal.SIGKILL:
+            return code, f"It was ended after {left + OVERTIME:.0f} seconds."
+        return code, (lines[-1] if lines else f"It ended with {code}.")[:500]
+
+    def _environment(self, part: str) -> dict[str, str]:
+        """A share of the GPU's memory for each process; one that serves starts another."""
+        share = 0.92 / self._args.processes / (2 if part == "serving" else 1)
+        return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"}
+
+    def _add(self, row: Row) -> None:
+        with self._lock:
+            self.rows.append(row)
+            print(json.dumps(row), flush=True)
+
+
+def planned(only: list[str], parts: list[str] | None) -> list[tuple[str, str]]:
+    """Return models and parts: one part of every model, then the next one."""
+    listed = [(model, part) for model in only for part in parts_of(model)]
+    order = [*PARTS, *OPTIONS]
+    listed.sort(key=lambda each: order.index(each[1]))
+    return [each for each in listed if parts is None or each[1] in parts]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End a process that was started here, with those that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def kept(file: Path | None, rows: list[Row]) -> list[Row]:
+    """The rows, after those that the file has of other models and parts."""
+    if file is None or not file.exists():
+        return rows
+    new = {(row["model"], row["part"]) for row in rows}
+    known = json.loads(file.read_text()).get("results", [])
+    return [row for row in known if (row["model"], row["part"]) not in new] + rows
+
+
+def parser() -> argparse.ArgumentParser:
+    options = record.parser(__doc__)
+    add = options.add_argument
+    add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
+    add("--parts", nargs="+", choices=[*PARTS, *OPTIONS], metavar="PART", help="default: all")
+    add("--seconds", type=float, default=SECONDS, help="after which no part begins")
+    add("--processes", type=int, default=3, help="parts at a time; 1 gives undisturbed times")
+    add("--rows", type=int, default=Sizes().rows, help="at a time (default 64)")
+    add("--prompt", type=int, default=Sizes().prompt, help="tokens (default 512)")
+    add("--tokens", type=int, default=Sizes().tokens, help="new ones of a request (default 64)")
+    add("--chunk", type=int, default=Sizes().chunk, help="prompt tokens of a step (default 512)")
+    add("--small", action="store_true", help="narrow models, for a CPU")
+    add("--compilation-cache", type=Path, metavar="FOLDER", help="default: an empty one")
+    return options
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.sizes = Sizes(args.rows, args.prompt, args.tokens, args.chunk)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Parts(args, Path(folder)).run()
+    seconds = round(time.monotonic() - start, 1)
+    commit = record.machine()["commit"]  # not earlier: this takes the device
+    rows = [{**row, "commit": commit} for row in rows]
+    figures = {"sizes": args.sizes._asdict(), "processes": args.processes, "seconds": seconds}
+    figures["results"] = kept(args.json, rows)
+    record.write(args.json, figures)
+    print("\n\n".join(acceptance_tables.all_of(figures)))
+    if failed := [row for row in rows if "error" in row]:
+        sys.exit(f"{len(failed)} rows have errors.")
+
+
+if __name__ == "__main__":
+    main()

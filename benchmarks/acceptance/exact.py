@@ -1,0 +1,184 @@
+"""The same tokens with drafts and without, and by kernels and by XLA: in float32, up to ties."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.acceptance.features import DEFAULTS, EVERYTHING, GREEDY, TWO_IDS, params_of
+from benchmarks.acceptance.job import Row, Rows, ready
+from benchmarks.acceptance.models import (
+    ALL_MODELS,
+    EXACT_CHUNK,
+    NGRAM,
+    config_of,
+    exact_options,
+    folder_of,
+)
+from benchmarks.acceptance.watch import alone
+from jaxspec import RequestMetrics, SamplingParams
+from jaxspec.pallas import dispatch
+from jaxspec.request import Request
+from jaxspec.runner.step import jitted_step
+from jaxspec.sampling import Use, gumbel_noise
+
+TIE = 1e-3  # between two scores, where either token may come
+PROMPTS, MOTIF, TOKENS = 24, 12, 32
+Gap = Callable[[Request, Sequence[int], Sequence[int]], float]
+
+
+def exact(rows: Rows) -> None:
+    """Compare greedy requests, sampled ones and ones with all features: a row per comparison.
+
+    Without drafts a request asks for none, and in models with all parts the engine has none.
+    """
+    job, model = rows.job, ALL_MODELS[rows.job.model]
+    config = config_of(job.model, is_small=job.is_small, exact=True)
+    comparisons = {"drafts and none": ("drafts", "without"), "kernels and XLA": ("without", "xla")}
+    with folder_of(job.model, config) as folder:
+
+        def arm(drafts: dict[str, Any] | None, cache: str | None = job.cache) -> Arm:
+            options = exact_options(cache and Path(cache), speculative_config=drafts)
+            return Arm(folder, rows, options)
+
+        arms = {}
+        with arm(model.drafts) as engine:
+            arms["drafts"] = engine.run()
+            arms["without"] = engine.run(num_speculative_tokens=0)
+        if model.has_all:
+            with arm(None) as engine:
+                arms["without"] = engine.run()
+            with arm(NGRAM) as engine:
+                arms["n-gram"] = engine.run()
+            comparisons["n-gram drafts and none"] = ("n-gram", "without")
+        with references(), arm(None, cache=None) as engine:
+            arms["xla"] = engine.run()
+            for name, pair in comparisons.items():
+                requests = [arms[each] for each in pair]
+                rows.measure(name, functools.partial(compare, *requests, engine.gap))
+
+
+@dataclasses.dataclass
+class Tokens:
+    """The requests of one arm by kind, and what was drafted for them."""
+
+    requests: dict[str, list[Request]]
+    metrics: RequestMetrics
+
+
+class Arm:
+    """An engine in float32."""
+
+    def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
+        """Make it ready; the mixed requests need all that can be asked for."""
+        self._lock = Path(rows.job.lock)
+        self._llm, _ = ready(folder, options, [params[0] for params in self._kinds().values()])
+
+    def __enter__(self) -> "Arm":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._llm.close()
+
+    def run(self, **others: Any) -> Tokens:
+        """Complete all prompts; `others` are of `SamplingParams`."""
+        prompts = _prompts(self._llm.vocab_size)
+        kinds = {
+            kind: [dataclasses.replace(each, **others) for each in params]
+            for kind, params in self._kinds().items()
+        }
+        with alone(self._lock):
+            requests = {kind: self._complete(prompts, params) for kind, params in kinds.items()}
+        every = [request.metrics for request in itertools.chain(*requests.values())]
+        return Tokens(requests, RequestMetrics.total(every))
+
+    def gap(self, request: Request, output: Sequence[int], ids: Sequence[int]) -> float:
+        """How far the scores of two ids are apart, after `output`."""
+        texts = [{"prompt_token_ids": [*request.prompt, *output, id]} for id in ids]
+        found = [score.token_logprobs[-1] for score in self._llm.score(texts)]
+        scores = np.array(found, np.float32)
+        if not request.params.is_greedy:
+            seed = jnp.asarray([request.seed], jnp.uint32).astype(jnp.int32)
+            position = jnp.asarray([len(request.prompt) + len(output)], jnp.int32)
+            noise = gumbel_noise(seed, position, Use.TARGET, self._llm.vocab_size)[0]
+            scores = scores / request.params.temperature + np.asarray(noise)[list(ids)]
+        return float(abs(scores[0] - scores[1]))
+
+    def _kinds(self) -> dict[str, list[SamplingParams]]:
+        """Parameters by kind, which need three samplers; of two ids many drafts are accepted."""
+        defaults = SamplingParams(temperature=0.7, top_k=20, top_p=0.95)
+        kinds = {"greedy": GREEDY, "sampled": DEFAULTS, "all": EVERYTHING, "two ids": TWO_IDS}
+        return {
+            name: [
+                dataclasses.replace(each, seed=seed)
+                for seed, each in enumerate(params_of(kind, PROMPTS, TOKENS, defaults))
+            ]
+            for name, kind in kinds.items()
+        }
+
+    def _complete(self, prompts: list, params: list[SamplingParams]) -> list[Request]:
+        groups = self._llm.prepare(prompts, params)
+        samples = [sample for group in groups for sample in group]
+        for _ in self._llm.session.run(samples):
+            pass
+        return [sample.request for sample in samples]
+
+
+def compare(one: Tokens, other: Tokens, gap: Gap) -> Row:
+    """Count identical outputs, those that part at a tie, and others."""
+    row: Row = {"generations": 0, "identical": 0, "ties": 0, "differing": 0}
+    for kind, requests in one.requests.items():
+        for number, (a, b) in enumerate(zip(requests, other.requests[kind], strict=True)):
+            row["generations"] += 1
+            pairs = zip(a.output, b.output, strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if same == len(a.output) == len(b.output):
+                row["identical"] += 1
+            elif same < min(len(a.output), len(b.output)) and _ties(a, b, same, gap, row):
+                row["ties"] += 1
+            else:
+                row["differing"] += 1
+                where = f"{kind} sample {number}, token {same}, {a.params}"
+                row["error"] = f"Tokens differ: {where}"[:500]
+    drafted = one.metrics
+    return row | {"drafts_accepted": drafted.num_accepted_tokens, "verifies": drafted.num_drafts}
+
+
+def _ties(a: Request, b: Request, same: int, gap: Gap, row: Row) -> bool:
+    apart = gap(b, b.output[:same], (a.output[same], b.output[same]))
+    row["largest_gap"] = max(row.get("largest_gap", 0.0), apart)
+    return apart < TIE
+
+
+@contextlib.contextmanager
+def references() -> Iterator[None]:
+    """Within the block every op runs as XLA, and no program with kernels is known."""
+    kernels_here = dispatch.kernels_here
+    dispatch.kernels_here = lambda: (False, "references are asked for")
+    jax.config.update("jax_enable_compilation_cache", False)
+    jitted_step.cache_clear()
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        dispatch.kernels_here = kernels_here
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
+def _prompts(vocab: int) -> list[dict[str, list[int]]]:
+    """Random ids, in every second prompt the same few again and again."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(EXACT_CHUNK // 4, 2 * EXACT_CHUNK, PROMPTS)
+    texts = [rng.integers(0, vocab, length).tolist() for length in lengths]
+    repeated = [(text[:MOTIF] * len(text))[: len(text)] for text in texts]
+    return [
+        {"prompt_token_ids": (text, again)[i % 2]}
+        for i, (text, again) in enumerate(zip(texts, repeated, strict=True))
+    ]

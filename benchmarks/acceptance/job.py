@@ -1,0 +1,118 @@
+"""A job: a part of the acceptance of one model, in a process of its own, which prints its rows."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
+from benchmarks.acceptance.watch import niced
+from benchmarks.engine.dummy_llm import rounded
+from jaxspec import LLM
+
+Row = dict[str, Any]
+PARTS = "features", "exact", "serving"
+OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
+    "without drafts": {"speculative_config": None},
+    "float8 keys and values": {"kv_dtype": "float8_e4m3fn"},
+    "float16 states": {"state_dtype": "float16"},
+    "auto drafts": {"speculative_config": "auto"},
+}
+LIGHT_PARTS = "features", "exact", "without drafts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a process is to do; `seconds` are those that it may take."""
+
+    model: str
+    part: str
+    sizes: Sizes
+    seconds: float
+    lock: str
+    cache: str
+    is_small: bool = False
+
+    def options(self, **others: Any) -> dict[str, Any]:
+        """Options of its engine."""
+        return options_of(self.model, self.sizes, Path(self.cache), **others)
+
+
+def parts_of(model: str) -> tuple[str, ...]:
+    """The parts of a model, in the order of their weight."""
+    return (*PARTS, *OPTIONS) if ALL_MODELS[model].has_all else LIGHT_PARTS
+
+
+class Rows:
+    """Prints rows as they are made, and skips those that there is no time for."""
+
+    def __init__(self, job: Job):
+        """Count the seconds from now on."""
+        self.job, self._end = job, time.monotonic() + job.seconds
+
+    def add(self, feature: str, **figures: Any) -> None:
+        """Print one."""
+        row = {"model": self.job.model, "part": self.job.part, "feature": feature, **figures}
+        print(json.dumps(rounded(row)), file=_answers(), flush=True)
+
+    def measure(self, feature: str, call: Callable[[], Row], needs: float = 5.0) -> Row:
+        """Add what `call` returns, or its error, or that fewer than `needs` seconds are left."""
+        figures: Row = {"skipped": "no time"}
+        if self._end - time.monotonic() >= needs:
+            try:
+                figures = call()
+            except Exception as error:
+                figures = {"error": f"{type(error).__name__}: {error}"[:500]}
+        self.add(feature, **figures)
+        return figures
+
+
+def ready(folder: Path, options: dict[str, Any], kinds: Any = None) -> tuple[LLM, Row]:
+    """Return an engine that is warmed up, and the seconds that took."""
+    jax.devices()  # not later: threads that run programs must not give way
+    start = time.perf_counter()
+    with niced():
+        llm = LLM(folder, **options)
+        loaded = time.perf_counter()
+        llm.warm_up(kinds)
+    end = time.perf_counter()
+    programs = len(llm.metrics()["compile_seconds"])
+    return llm, {"ready_seconds": end - start, "load_seconds": loaded - start, "programs": programs}
+
+
+_ANSWERS: list[Any] = []
+
+
+def _answers() -> Any:
+    """Standard output as it was at the start; what libraries print goes to standard error."""
+    if not _ANSWERS:
+        _ANSWERS.append(os.fdopen(os.dup(1), "w"))
+        os.dup2(2, 1)
+    return _ANSWERS[0]
+
+
+def main(argument: str) -> None:
+    """Do the job that the parent wrote as JSON."""
+    # Not at the top: they import this module.
+    from benchmarks.acceptance import exact, serving, speed
+
+    _answers()
+    fields = json.loads(argument)
+    job = Job(**fields | {"sizes": Sizes(*fields["sizes"])})
+    rows = Rows(job)
+    parts = {"features": speed.features, "serving": serving.serving, "exact": exact.exact}
+    code = 0
+    try:
+        parts.get(job.part, speed.option)(rows)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # programs that compile in the background are not needed any more

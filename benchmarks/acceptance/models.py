@@ -1,0 +1,127 @@
+"""The models that are accepted, with random weights: a line each, and the engines they run in."""
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.acceptance.tokenizer import write_words
+from benchmarks.measure.model_shapes import SHAPES
+from benchmarks.published import MODELS as PUBLISHED
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+LAYERS = 4  # of a model that is cut: they cover each kind of layer
+EXACT_ROWS, EXACT_CHUNK = 8, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A published model, at full width.
+
+    `layers` None keeps all. `has_all` models run with each feature and each option; the others run
+    greedily, with published defaults and with all features in one batch.
+    """
+
+    drafts: dict[str, Any]
+    layers: int | None = LAYERS
+    has_all: bool = False
+
+
+MODELS = {
+    "qwen3.5-0.8b": Model(MTP, layers=None, has_all=True),
+    "qwen3.5-9b": Model(MTP, has_all=True),
+    "qwen3.5-35b-a3b": Model(MTP),
+    "qwen3-next-80b-a3b": Model(MTP),
+    "nemotron-3-nano-30b-a3b": Model(NGRAM),
+    "granite-4-h-small": Model(NGRAM),
+    "falcon-h1-1.5b": Model(NGRAM),
+    "lfm2-8b-a1b": Model(NGRAM),
+    "llama-3.1-8b": Model(NGRAM),
+    "mamba2-2.7b": Model(NGRAM),
+    "qwen3.5-27b": Model(MTP),
+}
+OTHERS = {  # run only if they are named
+    "qwen3-8b": Model(NGRAM),
+    "qwen3-30b-a3b": Model(NGRAM),
+    "lfm2-1.2b": Model(NGRAM),
+    "tiny": Model(MTP),  # for tests
+    "tiny-all": Model(MTP, has_all=True),
+}
+TINY = {"tiny": SHAPES["tiny"], "tiny-all": SHAPES["tiny"]}
+ALL_MODELS = MODELS | OTHERS
+
+
+class Sizes(NamedTuple):
+    """Rows at a time, and tokens of a request: of its prompt, new ones, and prefilled per step."""
+
+    rows: int = 64
+    prompt: int = 512
+    tokens: int = 64
+    chunk: int = 512
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.prompt + 8 * self.tokens
+
+
+def config_of(name: str, *, is_small: bool = False, exact: bool = False) -> dict[str, Any]:
+    """The config.json: whole or cut to a few layers; `exact` cuts all, for float32."""
+    if name in TINY:
+        return TINY[name].config()
+    published, layers = PUBLISHED[name], ALL_MODELS[name].layers
+    if is_small:
+        return published.small(LAYERS)
+    if layers is None and not exact:
+        return published.config
+    return published.thin(layers or LAYERS)
+
+
+@contextlib.contextmanager
+def folder_of(name: str, config: dict[str, Any]) -> Iterator[Path]:
+    """A folder with the configuration and a tokenizer, while the block runs."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        if name in TINY:
+            (folder / "config.json").write_text(json.dumps(config))
+        else:
+            PUBLISHED[name].write(folder, config)
+        write_words(folder, config.get("text_config", config)["vocab_size"])
+        yield folder
+
+
+def options_of(name: str, sizes: Sizes, cache: Path | None, **others: Any) -> dict[str, Any]:
+    """Options of the engine that features run in; `others` take the place of these."""
+    return {
+        "load_format": "dummy",
+        "speculative_config": ALL_MODELS[name].drafts,
+        "max_num_seqs": sizes.rows,
+        "max_model_len": sizes.longest,
+        "decode_buckets": [sizes.rows],
+        "prefill_buckets": [sizes.chunk],
+        "steps_per_dispatch": 1,
+        "compilation_cache": cache,
+        "show_progress": False,
+        **others,
+    }
+
+
+def exact_options(cache: Path | None, **others: Any) -> dict[str, Any]:
+    """Options of the float32 engines whose tokens are compared."""
+    return {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_num_seqs": EXACT_ROWS,
+        "max_model_len": 256,
+        "decode_buckets": [EXACT_ROWS],
+        "prefill_buckets": [EXACT_CHUNK],
+        "steps_per_dispatch": 1,
+        "enable_prefix_caching": False,
+        "compilation_cache": cache,
+        "show_progress": False,
+        **others,
+    }

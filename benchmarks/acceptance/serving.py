@@ -1,0 +1,211 @@
+"""Kept prefixes, a request that moves to a second engine, AsyncLLM and HTTP with 64 clients."""
+
+import asyncio
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.acceptance.features import MIXED, params_of
+from benchmarks.acceptance.job import Row, Rows, ready
+from benchmarks.acceptance.models import config_of, folder_of
+from benchmarks.acceptance.speed import Bench
+from benchmarks.acceptance.watch import alone, milliseconds
+from benchmarks.engine.http_processes import Generator
+from jaxspec import AsyncLLM, SamplingParams
+
+CLIENTS = 64
+SECONDS_TO_START = 180.0
+SECONDS_TO_END = 30.0
+# What HTTP's clients ask for, in turn; they read each answer to its length.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 1000, "min_p": 0.01},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0, "logit_bias": {"50": 2.0}, "logprobs": 5},
+    {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.1},
+)
+
+
+def serving(rows: Rows) -> None:
+    """A row for each way in; engines have the options of the part with the features."""
+    job = rows.job
+    with folder_of(job.model, config_of(job.model, is_small=job.is_small)) as folder:
+        llm, figures = ready(folder, job.options(), ["greedy"])
+        rows.add("ready", **figures)
+        bench = Bench(llm, rows)
+        rows.measure("kept prefix", lambda: kept_prefix(bench))
+        rows.measure("export and import", lambda: moved(bench, folder, rows), needs=20.0)
+        llm.close()
+        rows.measure("AsyncLLM", lambda: by_tasks(folder, rows), needs=30.0)
+        rows.measure("HTTP", lambda: by_http(bench, folder, rows), needs=45.0)
+
+
+def kept_prefix(bench: Bench) -> Row:
+    """The same prompt three times, then a chat's next turn: the tokens that are found.
+
+    With recurrent states the second request leaves a state where the prompts part, and the third
+    one begins on it.
+    """
+    (prompt,), params = bench.prompts(1), _greedy(bench.sizes.tokens)
+    with alone(bench.lock):
+        same = [bench.llm.generate([prompt], params)[0] for _ in range(3)]
+        ids = [*prompt["prompt_token_ids"], *same[0].outputs[0].token_ids, *range(7, 23)]
+        (turn,) = bench.llm.generate([{"prompt_token_ids": ids}], params)
+    found = {"cached_tokens": same[2].num_cached_tokens, "in_turn": turn.num_cached_tokens}
+    if not all(found.values()):
+        raise ValueError(f"Tokens that came before were not found: {found}.")
+    first, _, again = (request.metrics.ttft or 0.0 for request in same)
+    return {
+        "prompt_tokens": len(prompt["prompt_token_ids"]),
+        **found,
+        "same_tokens": same[0].outputs[0].token_ids == same[2].outputs[0].token_ids,
+        **milliseconds(first=first, again=again),
+    }
+
+
+def moved(bench: Bench, folder: Path, rows: Rows) -> Row:
+    """A request that another engine goes on with after its first tokens."""
+    tokens = bench.sizes.tokens
+    (prompt,), params = bench.prompts(1), _greedy(tokens)
+    whole = bench.llm.generate([prompt], params)[0].outputs[0].token_ids
+    other, figures = ready(folder, rows.job.options(), ["greedy"])
+    try:
+        with bench.llm.stream(prompt, params, request_id="moves") as pieces:
+            ids = next(pieces).token_ids
+            state = bench.llm.export_request("moves")
+            ids += [id for piece in pieces for id in piece.token_ids]
+        before = len(ids)
+        start = time.perf_counter()
+        ids += [id for piece in other.import_request(state) for id in piece.token_ids]
+        seconds = time.perf_counter() - start
+    finally:
+        other.close()
+    if len(ids) != tokens or not 0 < before < tokens:
+        raise ValueError(f"{before} tokens before the move, {len(ids)} in all, not {tokens}.")
+    return {
+        "tokens_before": before,
+        "same_tokens": ids == whole,
+        "ready_seconds": figures["ready_seconds"],
+        **milliseconds(rest=seconds),
+    }
+
+
+def by_tasks(folder: Path, rows: Rows) -> Row:
+    """A task per row, with all features in turn."""
+    return asyncio.run(_by_tasks(folder, rows))
+
+
+async def _by_tasks(folder: Path, rows: Rows) -> Row:
+    sizes, start = rows.job.sizes, time.perf_counter()
+    async with AsyncLLM(folder, **rows.job.options()) as llm:
+        await llm.warm_up()
+        seconds = {"ready_seconds": time.perf_counter() - start}
+        params = params_of(MIXED, sizes.rows, sizes.tokens, llm.get_default_sampling_params())
+        prompts = [[7 + i] * sizes.prompt for i in range(sizes.rows)]
+        gaps: list[float] = []
+
+        async def complete(prompt: list[int], each: SamplingParams) -> int:
+            count, last = 0, None
+            async for piece in llm.generate({"prompt_token_ids": prompt}, each):
+                now = time.perf_counter()
+                gaps.append(now - (last or now))
+                count, last = count + len(piece.token_ids), now
+            return count
+
+        for name in ("first", "again"):
+            start = time.perf_counter()
+            with alone(Path(rows.job.lock)):
+                counts = await asyncio.gather(*map(complete, prompts, params))
+            seconds[f"{name}_seconds"] = time.perf_counter() - start
+            seconds["largest_gap_ms"] = 1000 * max(gaps)
+            gaps.clear()
+    if not all(counts):
+        raise ValueError(f"Tokens of each task: {counts}.")
+    return seconds | {
+        "tokens": sum(counts),
+        "tokens_per_second": sum(counts) / seconds["again_seconds"],
+    }
+
+
+def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
+    """Streams of `jaxspec serve` and 64 clients, twice."""
+    tokens = bench.sizes.tokens
+    prompts = [prompt["prompt_token_ids"] for prompt in bench.prompts(CLIENTS)]
+    same = {"model": "accepted", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    same |= {"stream_options": {"include_usage": True}}
+    bodies = [
+        {"prompt": prompt, **same, **asked}
+        for prompt, asked in zip(prompts, itertools.cycle(ASKED), strict=False)
+    ]
+    start = time.perf_counter()
+    with Server(folder, rows.job.options()) as server, Generator() as clients:
+        figures: Row = {"ready_seconds": time.perf_counter() - start, "clients": CLIENTS}
+        for name in ("first", "again"):
+            with alone(bench.lock):
+                found = clients.load(server.port, bodies, CLIENTS)
+            figures[f"{name}_seconds"] = found["seconds"]
+        if found["tokens"] != CLIENTS * tokens:
+            raise ValueError(f"{found['tokens']} tokens, not {CLIENTS * tokens}.")
+        figures["tokens_per_second"] = found["tokens"] / found["seconds"]
+        return figures | milliseconds(
+            first_token=max(found["ttft"]), largest_gap=max(found["gaps"], default=0.0)
+        )
+
+
+class Server:
+    """`jaxspec serve` in a process of its own, ready when the block begins."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]):
+        """`options`: of the engine."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        flags = ["--port", str(self.port), "--served-model-name", "accepted", "--no-access-log"]
+        self._command = [sys.executable, "-m", "jaxspec", "serve", str(folder), *flags]
+        for name, value in options.items():
+            self._command += _flag(name, value)
+        self._said = folder / "server.txt"
+
+    def __enter__(self) -> Self:
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(self._command, stdout=said, stderr=said)
+        deadline = time.monotonic() + SECONDS_TO_START
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return self
+            except OSError:
+                time.sleep(0.1)
+        self.__exit__()
+        said = self._said.read_text(errors="replace").strip()
+        raise RuntimeError(f"The server did not start: {said[-300:]}")
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as the command line takes it; the server draws no progress."""
+    if value is None or name == "show_progress":
+        return []
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    word = json.dumps(value) if isinstance(value, dict) else str(value)
+    return [f"--{name.replace('_', '-')}", word]
+
+
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -1,0 +1,120 @@
+"""What a running engine's callers would notice: programs that compile, and gaps in a stream."""
+
+import collections
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from jaxspec import LLM, SamplingParams
+
+SECONDS_TO_BEGIN = 120.0
+IN_CALLS = "MainThread", "acceptance", "jaxspec-engine"  # threads in which a request waits
+NICE = 10  # of a process that compiles, beside one that measures
+
+
+class CompileEvents:
+    """Counts what JAX traces and compiles, by whether a request waits for it."""
+
+    def __init__(self) -> None:
+        """Listen from now on."""
+        self._counts: collections.Counter[str] = collections.Counter()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        counts, self._counts = self._counts, collections.Counter()
+        return {name: counts[name] for name in ("compiled_in_calls", "compiled_in_background")}
+
+    def _listen(self, event: str, duration: float, **_: object) -> None:
+        del duration
+        if event.startswith("/jax/core/compile/"):
+            waits = threading.current_thread().name.startswith(IN_CALLS)
+            self._counts["compiled_in_calls" if waits else "compiled_in_background"] += 1
+
+
+class Companion:
+    """A greedy stream in a thread of its own, and the largest gap between two of its pieces."""
+
+    def __init__(self, llm: LLM, prompt: list[int], tokens: int):
+        """`tokens`: of a request; where it ends the next one begins."""
+        self._llm, self._prompt = llm, {"prompt_token_ids": prompt}
+        self._params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        self._over, self._begun = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._gap = 0.0
+        self._thread = threading.Thread(target=self._run, name="acceptance-companion")
+
+    @property
+    def largest_gap(self) -> float:
+        """Seconds."""
+        return self._gap
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._begun.wait(SECONDS_TO_BEGIN)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._stream()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._begun.set()
+
+    def _stream(self) -> None:
+        with self._llm.stream(self._prompt, self._params) as pieces:
+            last = None
+            for _ in pieces:
+                now = time.perf_counter()
+                self._gap = max(self._gap, now - (last or now))
+                last = now
+                self._begun.set()
+                if self._over.is_set():
+                    return
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Within the block no other process of this run uses the GPU, but to load and to compile."""
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def niced() -> Iterator[None]:
+    """Within the block this thread, and what it starts, gives way to others."""
+    _set_nice(NICE)
+    try:
+        yield
+    finally:
+        _set_nice(0)
+
+
+def _set_nice(value: int) -> None:
+    with contextlib.suppress(PermissionError):  # only root may go back
+        if os.geteuid() == 0:
+            os.setpriority(os.PRIO_PROCESS, 0, value)
+
+
+def milliseconds(**seconds: float) -> dict[str, Any]:
+    """Seconds by name as milliseconds by `name_ms`."""
+    return {f"{name}_ms": 1000 * value for name, value in seconds.items()}

@@ -1,0 +1,16 @@
+"""Published models: config.json and generation_config.json at full size, thin or small."""
+
+from benchmarks.published.attention import ATTENTION_MODELS
+from benchmarks.published.mamba import MAMBA_MODELS
+from benchmarks.published.model import PublishedModel
+from benchmarks.published.qwen_hybrid import QWEN_HYBRIDS
+from benchmarks.published.short_conv import SHORT_CONV_MODELS
+
+__all__ = ["MODELS", "PublishedModel"]
+
+MODELS: dict[str, PublishedModel] = {
+    **QWEN_HYBRIDS,
+    **ATTENTION_MODELS,
+    **MAMBA_MODELS,
+    **SHORT_CONV_MODELS,
+}
