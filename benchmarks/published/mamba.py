@@ -7,13 +7,12 @@ these generation configs say no more.
 from benchmarks.measure.mamba_shapes import MAMBA_SHAPES
 from benchmarks.published.model import PublishedModel
 
-_NANO = "nemotron-3-nano-30b-a3b"
+_NANO, _LIGHTNING = "nemotron-3-nano-30b-a3b", "nemotron-3.5-lightning-30b-a3b"
 _NEMOTRON = {
     # Its file has these of attention as well, which has no positions.
     "rope_theta": 10000,
     "partial_rotary_factor": 1.0,
     "sliding_window": None,
-    **MAMBA_SHAPES[_NANO].config(),
     "model_type": "nemotron_h",
     "attention_bias": False,
     "bos_token_id": 1,
@@ -125,7 +124,13 @@ _MAMBA2 = {
     "use_conv_bias": True,
 }
 MAMBA_MODELS = {
-    _NANO: PublishedModel(_NEMOTRON, {"bos_token_id": 1, "eos_token_id": [2, 11]}),
+    **{
+        name: PublishedModel(
+            {**MAMBA_SHAPES[name].config(), **_NEMOTRON},
+            {"bos_token_id": 1, "eos_token_id": [2, 11]},
+        )
+        for name in (_NANO, _LIGHTNING)
+    },
     "granite-4-h-small": PublishedModel(
         _GRANITE_SMALL, {"bos_token_id": 100257, "eos_token_id": 100257}
     ),

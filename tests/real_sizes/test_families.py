@@ -1,0 +1,88 @@
+"""Every family at its vocabulary, heads and experts: the first call, greedy, seeds and drafts.
+
+Weights are random. In models with a tied embedding greedy output repeats the last token, so all
+drafts are accepted; in the others nearly none is. Scores are far enough apart that rounding changes
+no token.
+"""
+
+import pytest
+from real_models import make_llm, vocabulary, write_small
+
+from benchmarks.published import MODELS
+from jaxspec import SamplingParams
+
+OPTIMIZED = True  # at these vocabularies a step takes longer without optimizations than compiling
+LENGTH = 64  # of a prompt and its output, for calls without parameters ask for 128 tokens
+# One model of each family and kind of layer; those left out have other sizes of the same.
+NAMES = [
+    "qwen3.5-0.8b",
+    "qwen3.5-35b-a3b",
+    "qwen3-next-80b-a3b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "llama-3.1-8b",
+    "nemotron-3.5-lightning-30b-a3b",
+    "granite-4-h-small",
+    "falcon-h1-1.5b",
+    "mamba2-2.7b",
+    "lfm2-1.2b",
+    "lfm2-8b-a1b",
+]
+HAVE_HEADS = {
+    "qwen3.5-0.8b",
+    "qwen3.5-35b-a3b",
+    "qwen3-next-80b-a3b",
+    "nemotron-3.5-lightning-30b-a3b",
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(name, tmp_path_factory):
+    """With the drafts that it has by default, or by look-up where that is none."""
+    folder = write_small(name, tmp_path_factory.mktemp(name))
+    method = "auto" if name in HAVE_HEADS else "ngram"
+    with make_llm(
+        folder, speculative_config=method, skip_tokenizer_init=True, max_model_len=LENGTH
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prompt(name):
+    """Repeats itself, and has ids from all of the vocabulary."""
+    ids = [7, vocabulary(name) - 1, vocabulary(name) // 2, 1000, 31_000]
+    return {"prompt_token_ids": ids * 10}
+
+
+def test_every_family_is_here():
+    architectures = {MODELS[name].config["architectures"][0] for name in MODELS}
+    assert {MODELS[name].config["architectures"][0] for name in NAMES} == architectures
+
+
+def test_a_first_call_without_parameters_samples_as_published(llm, name, prompt):
+    (output,) = llm.generate(prompt)[0].outputs
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == LENGTH - len(prompt["prompt_token_ids"])
+    assert all(0 <= token < vocabulary(name) for token in output.token_ids)
+    published, params = MODELS[name].generation_config, llm.get_default_sampling_params()
+    for field in ("temperature", "top_k", "top_p"):
+        assert getattr(params, field) == published.get(field, getattr(SamplingParams(), field))
+
+
+@pytest.mark.parametrize("is_greedy", [False, True], ids=["as published", "greedy"])
+def test_the_same_twice_and_without_drafts(llm, prompt, is_greedy):
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.seed, params.ignore_eos = 6, 11, True
+    if is_greedy:
+        params.temperature = 0.0
+    drafted, again = (llm.generate(prompt, params)[0].outputs[0] for _ in range(2))
+    params.num_speculative_tokens = 0
+    plain = llm.generate(prompt, params)[0].outputs[0]
+    assert drafted.token_ids == again.token_ids == plain.token_ids
+    assert len(plain.token_ids) == 6
+    assert plain.metrics.num_draft_tokens == 0 < drafted.metrics.num_draft_tokens
