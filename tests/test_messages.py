@@ -448,7 +448,8 @@ CALLS = [
     ),
     (
         lambda llm: llm.warm_up(["greedy", "beam"]),
-        "samplers must be words of ['greedy', 'sampled', 'top_k', 'full', 'everything'], got 'beam'.",
+        "samplers must be words of ['greedy', 'sampled', 'top_k', 'full', 'everything'], got "
+        "'beam'.",
     ),
     (
         lambda llm: LLM(tensor_parallel_size=2),

@@ -111,6 +111,11 @@ class Compiler:
         if self._background is not None:
             self._background.stop.set()
 
+    @property
+    def is_busy(self) -> bool:
+        """True while programs compile in the background."""
+        return self._background is not None and self._background.thread.is_alive()
+
     def _compile(self, wanted: Sequence[Program]) -> None:
         self.seconds |= warm_up(
             self._runner,

@@ -56,7 +56,7 @@ def best_noisy(
         last: the last kept id of each row; no id after it is chosen.
         wanted: rows to compute.
     """
-    if dispatch.runs_kernel("best_noisy", why_not_kernel(scores)):
+    if dispatch.runs_kernel("best_noisy", why_not_kernel(scores), rows=len(scores)):
         from jaxspec.pallas.selection.best_noisy_kernel import best_noisy_kernel
 
         return best_noisy_kernel(scores, keys, is_noisy, last, wanted)
@@ -65,9 +65,7 @@ def best_noisy(
 
 def why_not_kernel(scores):
     """Return why `best_noisy_kernel` does not take these scores, or None."""
-    rows, vocab = scores.shape
-    if not rows:
-        return "no rows"
+    vocab = scores.shape[1]
     if scores.dtype != jnp.float32 or vocab < TILE or vocab % 4:
         return f"{vocab:,} ids in {scores.dtype}"
     return None
