@@ -7,14 +7,14 @@ processors, noise and argmax; `us_more` is what it takes beyond a draw with temp
 are no stop ids, whose mask works in place in a step. Before anything is timed, the ids that are
 kept are compared with a sort in float64 on the host.
 
-A draw must read the logits once: 254 MB of 256 rows by 248,320 ids, about 60 us on an H200. To make
-adjusted logits should take twice that. Noise for all ids computes for longer than it reads, by its
-instructions about 170 us; a small top-k makes none, and sorts three times 2,048 numbers a row. top-p
-alone draws, sums the mass above the token, and searches in the rows whose token it rejects. A pass
-of the search gives four bits of the cut. It makes 15 comparisons and sums a logit, about 100 us of
-arithmetic for 256 rows. Eight passes end a search, and top-k beyond 128 with top-p makes two. A pass
-of a search that no row needs should cost a few microseconds. `sampling_price.py` has one program
-for all requests.
+A draw must read the logits once: 254 MB of 256 rows by 248,320 ids, about 60 us on an H200. To
+make adjusted logits should take twice that. Noise for all ids computes for longer than it reads,
+by its instructions about 170 us; a small top-k makes none, and sorts three times 2,048 numbers a
+row. top-p alone draws, sums the mass above the token, and searches in the rows whose token it
+rejects. A pass of the search gives four bits of the cut. It makes 15 comparisons and sums a logit,
+about 100 us of arithmetic for 256 rows. Eight passes end a search, and top-k beyond 128 with top-p
+makes two. A pass of a search that no row needs should cost a few microseconds. `sampling_price.py`
+has one program for all requests.
 
 To add a feature, add a line to `DRAWS`, or a function to `STAGES`. On a CPU the times are those of
 XLA there, and say nothing about a GPU.

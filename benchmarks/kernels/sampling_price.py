@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from benchmarks.kernels.sampling import COLUMNS, LOGITS, PLACES
 from benchmarks.measure import record
 from benchmarks.measure.kernel_times import kernel_times
-from jaxspec.pallas.selection import LastKept, best_noisy, sums_above
+from jaxspec.pallas import dispatch
+from jaxspec.pallas.selection import LastKept, best_noisy, best_noisy_reference, sums_above
 from jaxspec.sampler import (
     BIAS,
+    FULL,
     LOGPROBS,
     MIN_P,
     PENALTIES,
@@ -39,6 +41,7 @@ from jaxspec.sampler import (
 from jaxspec.sampling import SamplingInputs, Use, draw, gumbel_noise
 from jaxspec.sampling.logprobs import pack_logprobs
 from jaxspec.sampling.noise import row_keys
+from jaxspec.sampling.processors import process_logits
 from jaxspec.sampling.tables import SamplingTables
 
 EVERYTHING = Sampler.of(BIAS, PENALTIES, TEMPERATURE, MIN_P, TOP_K_TOP_P, LOGPROBS)
@@ -197,6 +200,29 @@ def parts(found: Measurements, rows: int, vocab: int) -> None:
                 found.add(sums, *operands, part="sums_above", limits=count, **about)
 
 
+def checks(found: Measurements, rows: int, vocab: int) -> None:
+    """Count rows whose kernel draws as the reference, and as a masked draw does."""
+    rows = min(rows, 64)
+    logits = jax.jit(functools.partial(LOGITS["flat"], rows=rows, vocab=vocab))(jax.random.key(3))
+    seeds, every = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, bool)
+    operands = row_keys(seeds, seeds, Use.TARGET), seeds % 8 > 0, LastKept.none(rows), every
+    kernel, reference = (jax.jit(f)(logits, *operands) for f in (best_noisy, best_noisy_reference))
+    inputs = inputs_of({"temperature": 1.0, "top_p": 0.5}, rows, vocab, None).repeat(PLACES)
+    masked = jax.jit(functools.partial(process_logits, sampler=FULL))(logits, inputs, seeds)
+    keys = row_keys(inputs.seed, seeds, Use.TARGET)
+    wanted = jax.jit(best_noisy)(masked, keys, every, LastKept.none(rows), every)
+    drawn = jax.jit(functools.partial(draw, sampler=FULL))(logits, inputs, seeds)
+    result = {
+        "check": rows,
+        "kernel_as_reference": int((kernel == reference).sum()),
+        "draw_as_masked": int((drawn == wanted).sum()),
+        "kept_by_top_p": int(jnp.isfinite(masked).sum(axis=1).mean()),
+        "implementations": dispatch.implementations(),
+    }
+    found.results.append(result)
+    print(json.dumps(result), flush=True)
+
+
 def _block_counts() -> Any:
     """Set the kernels' number of blocks, one after the other; the default comes last."""
     if jax.default_backend() != "gpu":
@@ -229,6 +255,7 @@ def main() -> None:
     parser.add_argument("--no-profiles", dest="profiles", action="store_false")
     args = parser.parse_args()
     found = Measurements(args.profiles)
+    checks(found, args.rows, args.vocab)
     for kind in args.logits:
         programs(found, args.rows, args.vocab, kind)
         record.write(args.json, {"results": found.results})

@@ -17,7 +17,7 @@ from jaxspec.pallas.gpu import access, device, layouts
 from jaxspec.pallas.selection.parts import PART, TILE
 
 _TOGETHER = 2  # tiles whose loads are under way at the same time
-_BLOCKS = 8 * device.MULTIPROCESSORS  # that are enough
+_BLOCKS = 16 * device.MULTIPROCESSORS  # that are enough, also where few rows are wanted
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
