@@ -157,12 +157,13 @@ def main() -> None:
     parser.add_argument("--cache", default=None, help="default: an empty folder")
     parser.add_argument("--timed", action="store_true", help="time batches of kinds at the end")
     args = parser.parse_args()
+    start = "warm" if args.cache and any(Path(args.cache).rglob("*-cache")) else "cold"
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
         dummy_llm.model_folder(args.shape) as folder,
     ):
         results = asyncio.run(run(args, folder, args.cache or empty))
-        about = {"shape": args.shape, "rows": args.rows, "start": "warm" if args.cache else "cold"}
+        about = {"shape": args.shape, "rows": args.rows, "start": start}
         print({name: value for name, value in results.items() if name != "kinds"})
         record.write(args.json, {"results": [about | results]})
 
