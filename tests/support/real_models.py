@@ -8,8 +8,10 @@ from tokenizer_folders import BYTES
 from benchmarks.published import MODELS
 from jaxspec import LLM
 
-# Layers by which every kind of a model's layers is there, where 2 do not suffice.
+# Layers by which every kind of a model's layers is there, where 2 do not suffice; and the three
+# that an EAGLE-3 head reads.
 LAYERS = {
+    "llama-3.1-8b": 3,
     "nemotron-3-nano-30b-a3b": 3,
     "nemotron-3.5-lightning-30b-a3b": 3,
     "lfm2-8b-a1b": 3,

@@ -5,6 +5,7 @@ seen in each of its places, and the block compares them once at its end.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
+from jaxspec.pallas.selection.best_noisy import LastKept
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
 from jaxspec.pallas.selection.parts import PART, TILE
 
@@ -27,44 +29,16 @@ def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
     parts = pl.cdiv(vocab, PART)
     of_block = min(parts, max(1, rows * parts // _BLOCKS))
     blocks = pl.cdiv(parts, of_block)
-    layout = layouts.vectors(TILE // device.THREADS)
 
     def body(scores, first, second, is_noisy, last_logit, last_id, wanted, best, column):
         row, block = lax.axis_index("row"), lax.axis_index("block")
 
         @pl.when(wanted[row] > 0)
         def _():
-            keys = RowKeys(first[row], second[row])
-            share, limit, limit_id = is_noisy[row], last_logit[row], last_id[row]
-            places = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout)
-
-            def better(start, so_far):
-                begin = jnp.minimum(start, vocab - TILE)
-                x, ids = access.load(scores.at[row, pl.ds(begin, TILE)], layout), places + begin
-                noise = gumbel(random_bits(keys, ids.astype(jnp.uint32)))
-                noisy = x + noise * share
-                is_kept = (x > limit) | ((x == limit) & (ids <= limit_id))
-                score, chosen = so_far
-                is_better = (noisy > score) & is_kept
-                return jnp.where(is_better, noisy, score), jnp.where(is_better, ids, chosen)
-
-            def add_tiles(i, so_far):
-                # In the order of the ids: of equal scores the first stays.
-                for tile in range(_TOGETHER):
-                    so_far = better(begin + (i * _TOGETHER + tile) * TILE, so_far)
-                return so_far
-
             begin = block * (of_block * PART)
-            end = jnp.minimum(begin + of_block * PART, vocab)
-            score, chosen = lax.fori_loop(
-                0,
-                pl.cdiv(end - begin, _TOGETHER * TILE),
-                add_tiles,
-                (
-                    plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), layout),
-                    plgpu.layout_cast(jnp.full((TILE,), vocab, jnp.int32), layout),
-                ),
-            )
+            part = _Part(scores, row, begin, jnp.minimum(begin + of_block * PART, vocab))
+            keys, last = RowKeys(first[row], second[row]), LastKept(last_logit[row], last_id[row])
+            score, chosen = part.best(keys, is_noisy[row], last)
             most = jnp.max(score)
             best[row, block] = most
             column[row, block] = jnp.min(jnp.where(score == most, chosen, vocab))
@@ -87,3 +61,43 @@ def best_noisy_kernel(scores, keys, is_noisy, last, wanted, *, interpret=None):
     block = jnp.argmax(best, axis=1)[:, None]
     found = jnp.take_along_axis(column, block, axis=1)[:, 0]
     return jnp.where(wanted & (found < vocab), found, 0)
+
+
+class _Part(NamedTuple):
+    """A row's scores from `begin` to `end`."""
+
+    scores: Any
+    row: Any
+    begin: Any
+    end: Any
+
+    def best(self, keys, share, last):
+        """Return in registers the best score of each of `TILE` places, and its column.
+
+        Noise is added `share` times: once, or not at all. No kept score: the column is `vocab`.
+        """
+        vocab, layout = self.scores.shape[1], layouts.vectors(TILE // device.THREADS)
+        places = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout)
+
+        def better(start, so_far):
+            begin = jnp.minimum(start, vocab - TILE)
+            x = access.load(self.scores.at[self.row, pl.ds(begin, TILE)], layout)
+            ids = places + begin
+            noisy = x + gumbel(random_bits(keys, ids.astype(jnp.uint32))) * share
+            is_kept = (x > last.logit) | ((x == last.logit) & (ids <= last.id))
+            score, chosen = so_far
+            is_better = (noisy > score) & is_kept
+            return jnp.where(is_better, noisy, score), jnp.where(is_better, ids, chosen)
+
+        def add_tiles(i, so_far):
+            # In the order of the ids: of equal scores the first stays.
+            for tile in range(_TOGETHER):
+                so_far = better(self.begin + (i * _TOGETHER + tile) * TILE, so_far)
+            return so_far
+
+        nothing = (
+            plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), layout),
+            plgpu.layout_cast(jnp.full((TILE,), vocab, jnp.int32), layout),
+        )
+        times = pl.cdiv(self.end - self.begin, _TOGETHER * TILE)
+        return lax.fori_loop(0, times, add_tiles, nothing)
