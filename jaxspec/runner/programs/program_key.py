@@ -5,6 +5,7 @@ the arguments, and what the program's function closes over.
 """
 
 import dataclasses
+import enum
 import hashlib
 import logging
 import types
@@ -114,6 +115,8 @@ def _plain(x: Any) -> Any:
     """`x` in numbers, words and tuples: no address, and no more than a program depends on."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
+    if isinstance(x, enum.Enum):
+        return _plain(type(x)), x.name
     if isinstance(x, np.dtype):
         return "dtype", x.name
     if isinstance(x, type | types.FunctionType):
