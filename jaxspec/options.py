@@ -179,10 +179,7 @@ class EngineConfig:
     )
     seed: int = option(0, "seed of requests that bring none", least=None)
     background_compilation: bool = option(
-        True,
-        "whether the first request waits only for the programs that can run any request, while the "
-        "others, which make steps cheaper, are compiled in the background; without it the first "
-        "request of a kind waits for all programs of its kind",
+        True, "compile what serves any request first, and cheaper programs in the background"
     )
     compilation_cache: str | Path | None = option(
         None, "folder of compiled programs", none="the user's cache folder"
