@@ -142,7 +142,7 @@ def programs_compile_on_demand():
         return made(model, {"background_compilation": False} | dict(options))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineConfig, "of", staticmethod(of))
+        patch.setattr("jaxspec.llm_engine.EngineConfig", SimpleNamespace(of=of))
         yield
 
 

@@ -14,7 +14,7 @@ def test_one_prompt_gives_one_output_and_a_list_a_list(short_model):
     assert single.prompt == PROMPT and single.outputs[0].finish_reason == "length"
     assert single.prompt_token_ids == several[0].prompt_token_ids
     (kept,) = kept_llm._KEPT.values()
-    assert len(kept._runner._programs) <= 5
+    assert len([p for p in kept._runner._programs if p.num_steps]) <= 5
 
 
 def test_an_llm_is_kept_for_equal_options_and_given_up_for_others(short_model):

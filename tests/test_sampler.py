@@ -5,8 +5,10 @@ import itertools
 import pytest
 
 from jaxspec.sampler import (
+    EVERYTHING,
     FULL,
     GREEDY,
+    LADDER,
     LOGPROBS,
     PENALTIES,
     PROMPT_LOGPROBS,
@@ -16,6 +18,7 @@ from jaxspec.sampler import (
     Sampler,
     join,
     least,
+    rung,
     samplers_named,
     to_compile,
 )
@@ -35,10 +38,16 @@ def test_the_join_is_that_of_a_lattice(x, y, z):
 
 
 def test_greedy_sampled_top_k_and_full_are_a_chain():
-    for lower, upper in itertools.combinations([GREEDY, SAMPLED, TOP_K, FULL], 2):
+    for lower, upper in itertools.combinations(SAMPLERS.values(), 2):
         assert lower | upper == upper | lower == upper != lower
-    assert [sampler.makes_logits for sampler in SAMPLERS.values()] == [False, True, True, True]
-    assert [sampler.draws for sampler in SAMPLERS.values()] == [False, True, True, True]
+    assert [sampler.makes_logits for sampler in SAMPLERS.values()] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    assert [sampler.draws for sampler in SAMPLERS.values()] == [False, True, True, True, True]
 
 
 def test_a_sampler_that_does_not_draw_may_need_logits():
@@ -56,7 +65,7 @@ def test_reports_are_no_processors():
 
 
 def test_samplers_go_by_the_words_users_know():
-    assert [str(Sampler.named(word)) for word in SAMPLERS] == ["greedy", "sampled", "top_k", "full"]
+    assert [str(Sampler.named(word)) for word in SAMPLERS] == list(SAMPLERS)
     assert str(A | B) == "a_and_b"
     assert samplers_named("full") == [FULL] == samplers_named(iter(["full"]))
     assert samplers_named(["sampled", "greedy"]) == [SAMPLED, GREEDY]
@@ -73,7 +82,7 @@ def test_the_join_of_several_can_do_what_each_can():
 
 
 def test_each_kind_is_compiled_and_one_that_serves_all():
-    assert to_compile(SAMPLERS.values()) == [GREEDY, SAMPLED, TOP_K, FULL]
+    assert to_compile(SAMPLERS.values()) == list(SAMPLERS.values())
     assert to_compile([]) == []
     assert to_compile([A, B, C]) == [A, B, C, A | B | C]
 
@@ -86,3 +95,18 @@ def test_a_step_takes_the_least_that_does_what_its_rows_need():
     assert least(tuple(SAMPLERS.values()), TOP_K) == TOP_K
     assert least((FULL,), TOP_K) == FULL
     assert least((), A | B) == A | B
+
+
+def test_a_rung_of_the_ladder_does_all_that_is_needed():
+    """Each rung can do what those before it can, and what no rung has is added to the last."""
+    for lower, upper in itertools.combinations(LADDER, 2):
+        assert lower | upper == upper != lower
+    needs = [join(some) for some in itertools.combinations([*SAMPLERS.values(), *LADDER], 2)]
+    needs += [Sampler.of(name) for name in EVERYTHING.names]
+    assert all(rung(need) in LADDER and rung(need) | need == rung(need) for need in needs)
+    assert [rung(SAMPLED), rung(FULL), rung(Sampler.of(PENALTIES))] == [
+        TOP_K,
+        EVERYTHING,
+        EVERYTHING,
+    ]
+    assert rung(A) == LADDER[-1] | A

@@ -6,6 +6,7 @@ from fake_device import make_buckets
 from jaxspec.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.decode_steps import num_decode_steps
+from jaxspec.scheduler.ready_programs import ReadyPrograms
 
 SHAPES = make_buckets(steps_per_dispatch=4, num_drafts=1)
 
@@ -43,8 +44,9 @@ def decoding(max_tokens, num_pages=3, **fields):
 def test_several_steps_where_nobody_waits_and_a_row_needs_them_all(
     running, budget, num_free_pages, steps
 ):
-    assert num_decode_steps(SHAPES, running, budget, num_free_pages) == steps
+    assert num_decode_steps(SHAPES, ReadyPrograms(SHAPES), running, budget, num_free_pages) == steps
 
 
 def test_one_step_is_all_that_was_asked_for():
-    assert num_decode_steps(make_buckets(), [decoding(30)], 0, 9) == 1
+    one = make_buckets()
+    assert num_decode_steps(one, ReadyPrograms(one), [decoding(30)], 0, 9) == 1

@@ -186,7 +186,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled():
         def __init__(self):
             self.tokenizer = None
 
-        async def warm_up(self):
+        async def get_ready(self):
             raise AssertionError("it was compiled")
 
     with pytest.raises(ValueError, match="A server needs the model's tokenizer"):

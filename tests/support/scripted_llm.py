@@ -70,7 +70,7 @@ class ScriptedLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 
-    async def warm_up(self) -> None:
+    async def get_ready(self) -> None:
         pass
 
     async def close(self) -> None:
