@@ -20,6 +20,7 @@ from jaxspec.per_prompt import for_one
 from jaxspec.process import check_process, first_process
 from jaxspec.prompts import Prompt, TokensPrompt, only_prompt
 from jaxspec.runner.compiler import Compiler
+from jaxspec.runner.warmup import Notice
 from jaxspec.sampler import LADDER, Sampler, samplers_named
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.scheduler import Scheduler
@@ -81,7 +82,7 @@ class LLMEngine(Diagnostics):
             method=loaded.speculation.method if loaded.speculation else None,
             model_name=str(model or folder.name),
         )
-        notice = "line" if config.show_progress is None else "none"
+        notice: Notice = "line" if config.show_progress is None else "none"
         self._compiler = Compiler(
             runner,
             in_turn=functools.partial(_in_usable_turn, self.session),

@@ -323,8 +323,8 @@ def test_progress_shows_only_when_asked_for_and_compiling_unless_it_is_not(
         assert re.search(r"generating: .* 0/3 ", capfd.readouterr().err)
         return
     assert re.search(r"compiling 0/6 .*, 4 rows, 3 drafts, greedy", bars)
-    assert re.search(r"compiling 1/5 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
-    assert re.search(r"compiling 2/5 .*, copies of a prompt's state", bars)
+    assert re.search(r"compiling 1/6 .*, 4 rows, 3 drafts, 64 prompt tokens, greedy", bars)
+    assert re.search(r"compiling 2/6 .*, copies of a prompt's state", bars)
     assert re.search(r"generating: .* 0/3 ", bars)
     assert bars.endswith("\r")  # the last bar is wiped out
 

@@ -121,7 +121,7 @@ class Compiler:
             self._runner,
             wanted,
             notice=self._notice,
-            guard=lambda run: self._guard(run) and None,
+            guard=self._guard,
             on_run=self._on_run,
         )
         self._publish(wanted)

@@ -119,7 +119,7 @@ def warm_up(
     wanted: Iterable[Program],
     *,
     notice: Notice = "none",
-    guard: Callable[[Callable[[], None]], None] = lambda run: run(),
+    guard: Callable[[Callable[[], object]], object] = lambda run: run(),
     on_run: Callable[[Program, float], None] = lambda program, seconds: None,
 ) -> dict[str, float]:
     """Compile those of the `wanted` programs that are not compiled yet, and run each.

@@ -97,8 +97,9 @@ def test_a_later_process_traces_no_step_and_gives_the_same_tokens(folder):
     """One program is a loop; and states are copied for samples of one prompt."""
     tokens = run()
     names = files(folder)
-    starts = "moves", "step_4_0_1_greedy-", "step_4_0_1_greedy_2_times", "step_4_16_1_greedy"
-    assert [name.startswith(start) for name, start in zip(names, starts, strict=True)] == [True] * 4
+    steps = "step_4_0_1_greedy-", "step_4_0_1_greedy_2_times", "step_4_16_1_greedy"
+    starts = "moves", *steps, "tables"
+    assert [name.startswith(start) for name, start in zip(names, starts, strict=True)] == [True] * 5
     config = json.dumps(jax.config.read("jax_disable_most_optimizations"))
     here = Path(__file__).parent  # which has a conftest of its own
     path = os.pathsep.join([str(here.parents[1]), *sys.path, str(here)])
