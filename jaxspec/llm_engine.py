@@ -83,13 +83,15 @@ class LLMEngine(Diagnostics):
             model_name=str(model or folder.name),
         )
         notice: Notice = "line" if config.show_progress is None else "none"
+        if progress:
+            notice = "bar"
         self._compiler = Compiler(
             runner,
             in_turn=functools.partial(_in_usable_turn, self.session),
             guard=self.session.guarded,
             publish=scheduler.programs.add,
             on_run=scheduler.step_seconds.guess,
-            notice="bar" if progress else notice,
+            notice=notice,
             in_background=config.background_compilation,
         )
         self._compile_seconds = self._compiler.seconds

@@ -140,6 +140,7 @@ def test_what_is_typed_goes_to_the_engine_and_its_own_parameters_hold_else(typed
         "max_model_len": 64,
         "max_num_seqs": 2,
         "enable_prefix_caching": True,
+        "background_compilation": False,
     }
     (params,) = made.warm
     assert (params.temperature, params.max_tokens, params.seed) == (0.5, 9, None)
