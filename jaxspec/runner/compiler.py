@@ -65,7 +65,8 @@ class Compiler:
             in_background: Whether programs are compiled in the background.
         """
         self._runner, self._in_turn, self._guard = runner, in_turn, guard
-        self._publish, self._on_run, self._notice = publish, on_run, notice
+        self._publish, self._on_run = publish, on_run
+        self._notice: Notice = notice
         self._in_background = in_background
         self._served: frozenset[Sampler] = frozenset()  # rungs whose requests need not wait
         self._background: _Background | None = None
