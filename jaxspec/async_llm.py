@@ -181,7 +181,7 @@ class AsyncLLM(AsyncCalls):
         await loop.run_in_executor(self._pool, self._engine.warm_up, samplers)
 
     async def get_ready(self) -> None:
-        """`LLM.get_ready`, while the event loop goes on; the engine serves nobody meanwhile."""
+        """Run `LLM.get_ready` in a thread; no request is served until it returns."""
         check_process(self._process)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._pool, self._engine.get_ready)

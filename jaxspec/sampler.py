@@ -63,7 +63,7 @@ class Sampler(NamedTuple):
 
     @property
     def of_decoding(self) -> "Sampler":
-        """What a step without a prompt needs of it: all but logprobs of prompts."""
+        """The sampler of a step without a prompt: all features but logprobs of prompts."""
         return self.without(PROMPT_LOGPROBS) if PROMPT_LOGPROBS in self else self
 
     @property

@@ -1,4 +1,4 @@
-"""Compiler: compiles an engine's programs before requests need them, and the rest behind them."""
+"""Compiler: compiles an engine's first programs before requests, the others in the background."""
 
 import atexit
 import contextlib

@@ -9,7 +9,7 @@ from jaxspec.sampler import Sampler
 
 
 class StepNeeds(NamedTuple):
-    """What a program must have room for and be able to do, to run a step."""
+    """Sizes and sampling features that a program must have to run a step."""
 
     num_decode: int  # rows
     num_prompt_tokens: int
