@@ -57,7 +57,7 @@ def test_numbers_of_drafts_that_change_at_random_change_no_token(states, monkeyp
     engine = walk_harness((0.8, 0.6, 0.5), vary=True, draft_counts=(0, 1, 3), **options)
     rng, seen = np.random.default_rng(1), set()
 
-    def choose(num_rows, num_steps, most, sampler):
+    def choose(needs, most):
         seen.add(count := int(rng.choice([0, 1, 3])))
         return count
 

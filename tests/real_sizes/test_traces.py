@@ -107,7 +107,7 @@ def bound(rows, vocab):
 
 
 def noise(rows, vocab):
-    draw_noise = functools.partial(gumbel_noise, use=Use.TARGET, vocab=vocab)
+    draw_noise = functools.partial(gumbel_noise, use=Use.TARGET, ids=vocab)
     return jax.eval_shape(draw_noise, ints(rows), ints(rows))
 
 

@@ -30,6 +30,8 @@ from jaxspec.pallas.moe.route import Choices, Routing
 from jaxspec.pallas.norm.gated_group_norm import GatedGroupNorm
 from jaxspec.pallas.norm.gated_norm import GatedNorm
 from jaxspec.pallas.norm.rms_norm import Norm
+from jaxspec.pallas.selection import LastKept
+from jaxspec.pallas.selection.noise import RowKeys
 from jaxspec.regions import DecodeRegion, PrefillRegion
 from jaxspec.weight import Dense, DenseExperts
 
@@ -232,7 +234,12 @@ OPS = {
         *(mamba_states(1), MAMBA_RING, 1, region(n)),
     ),
     "mamba2_prefill": lambda n: (mamba_tokens(n), mamba_states(WIDTH), 1, chunks(n)),
-    # A search in logits.
+    # Searches in logits.
+    "best_noisy": lambda n: (
+        array(n, 248_320),
+        RowKeys(*[array(n, dtype=jnp.uint32)] * 2),
+        *(array(n, dtype=bool), LastKept(array(n), ints(n)), array(n, dtype=bool)),
+    ),
     "sums_above": lambda n: (
         *(array(n, 248_320), array(n), array(n, 15)),
         *(array(n, dtype=bool), array(n, dtype=bool)),

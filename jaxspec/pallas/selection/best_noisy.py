@@ -1,40 +1,12 @@
 """The Gumbel-max draw from rows of scores, each up to its last kept id."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas import dispatch
+from jaxspec.pallas.selection.last_kept import LastKept
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
-from jaxspec.pallas.selection.parts import TILE
-
-
-class LastKept(NamedTuple):
-    """The last id that each row keeps, in the order of its logits; of equal ones the lower first.
-
-    It says of every other id whether it is kept, so nothing is scattered back.
-    """
-
-    logit: Float[Array, " n"]
-    id: Int[Array, " n"]  # int32
-
-    @staticmethod
-    def none(n: int) -> "LastKept":
-        """Keep every id."""
-        return LastKept(jnp.full(n, -jnp.inf), jnp.full(n, jnp.iinfo(jnp.int32).max, jnp.int32))
-
-    def where(self, chosen: Bool[Array, " n"], other: "LastKept") -> "LastKept":
-        """Return this one in the rows that are `chosen`, and `other` elsewhere."""
-        return LastKept(*(jnp.where(chosen, a, b) for a, b in zip(self, other, strict=True)))
-
-    def mask(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Return `logits` with -inf after each row's last kept id."""
-        ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        logit, last_id = self.logit[:, None], self.id[:, None]
-        is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # no NaN is
-        return jnp.where(is_behind, -jnp.inf, logits)
+from jaxspec.pallas.selection.parts import why_not_kernel
 
 
 def best_noisy(
@@ -61,14 +33,6 @@ def best_noisy(
 
         return best_noisy_kernel(scores, keys, is_noisy, last, wanted)
     return best_noisy_reference(scores, keys, is_noisy, last, wanted)
-
-
-def why_not_kernel(scores):
-    """Return why `best_noisy_kernel` does not take these scores, or None."""
-    vocab = scores.shape[1]
-    if scores.dtype != jnp.float32 or vocab < TILE or vocab % 4:
-        return f"{vocab:,} ids in {scores.dtype}"
-    return None
 
 
 def best_noisy_reference(scores, keys, is_noisy, last, wanted):

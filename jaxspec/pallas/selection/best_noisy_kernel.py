@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.pallas.gpu import access, device, layouts
-from jaxspec.pallas.selection.best_noisy import LastKept
+from jaxspec.pallas.selection.last_kept import LastKept
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
 from jaxspec.pallas.selection.parts import PART, TILE
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.pallas import dispatch
-from jaxspec.pallas.selection.parts import PART, TILE
+from jaxspec.pallas.selection.parts import PART, why_not_kernel
 
 
 def sums_above(
@@ -26,14 +26,6 @@ def sums_above(
 
         return sums_above_kernel(logits, largest, limits, counts, wanted)
     return sums_above_reference(logits, largest, limits, counts, wanted)
-
-
-def why_not_kernel(logits):
-    """Why `sums_above_kernel` does not take these logits, or None."""
-    vocab = logits.shape[1]
-    if logits.dtype != jnp.float32 or vocab < TILE or vocab % 4:
-        return f"{vocab:,} ids in {logits.dtype}"
-    return None
 
 
 def sums_above_reference(logits, largest, limits, counts, wanted):

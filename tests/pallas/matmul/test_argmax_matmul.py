@@ -241,9 +241,9 @@ def test_scores_are_not_rounded_to_the_operands_dtype():
 def test_the_kernel_takes_whole_tiles(weight, takes):
     x = jnp.zeros((8, weight.inner), jnp.bfloat16)
     assert (why_not_kernel(x, weight) is None) == takes
-    one, none = x[:1], x[:0]  # one row has no kernel in 16 bits
+    one = x[:1]  # one row has no kernel in 16 bits
     assert (why_not_kernel(one, weight) is None) == (takes and isinstance(weight, Float8))
-    assert why_not_kernel(none, weight) and why_not_kernel(x.astype(jnp.float32), weight)
+    assert why_not_kernel(x.astype(jnp.float32), weight)
 
 
 def test_a_weight_for_other_features_is_refused():

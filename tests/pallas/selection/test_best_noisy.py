@@ -7,7 +7,6 @@ from sm90 import array, assert_lean, compile_for
 
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.selection import LastKept, best_noisy, best_noisy_reference
-from jaxspec.pallas.selection.best_noisy import why_not_kernel
 from jaxspec.pallas.selection.noise import RowKeys, gumbel, random_bits
 from jaxspec.pallas.selection.parts import PART
 
@@ -88,19 +87,6 @@ def test_it_compiles_for_an_h200(h200, monkeypatch, capfd):
     args = array(256, 151_936), RowKeys(key, key), flag, last, flag
     compiled = compile_for(h200, monkeypatch, best_noisy_kernel, args)
     assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "why"),
-    [
-        ((4, 248_320), jnp.float32, None),
-        ((0, 248_320), jnp.float32, "no rows"),
-        ((4, 508), jnp.float32, "508 ids in float32"),
-        ((4, 4096), jnp.bfloat16, "4,096 ids in bfloat16"),
-    ],
-)
-def test_the_kernel_takes_float32_rows_of_whole_vectors(shape, dtype, why):
-    assert why_not_kernel(jax.ShapeDtypeStruct(shape, dtype)) == why
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from sm90 import array, assert_lean, compile_for
 from jaxspec.pallas import dispatch
 from jaxspec.pallas.selection import sums_above, sums_above_reference
 from jaxspec.pallas.selection.parts import PART
-from jaxspec.pallas.selection.sums_above import why_not_kernel
 
 VOCAB = PART + 1028  # a second part, whose last tile overlaps the one before
 INF = np.inf
@@ -83,19 +82,6 @@ def test_it_compiles_for_an_h200(h200, monkeypatch, capfd):
     flags = array(256, dtype=jnp.bool_), array(256, dtype=jnp.bool_)
     compiled = compile_for(h200, monkeypatch, sums_above_kernel, (*args, *flags))
     assert_lean(compiled, capfd.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("vocab", "dtype", "why"),
-    [
-        (248_320, jnp.float32, None),
-        (248_322, jnp.float32, "248,322 ids in float32"),
-        (508, jnp.float32, "508 ids in float32"),
-        (4096, jnp.bfloat16, "4,096 ids in bfloat16"),
-    ],
-)
-def test_the_kernel_takes_float32_rows_of_whole_vectors(vocab, dtype, why):
-    assert why_not_kernel(jax.ShapeDtypeStruct((4, vocab), dtype)) == why
 
 
 @pytest.mark.gpu
