@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -20,10 +20,12 @@ from jaxspec.options import EngineConfig
 from jaxspec.pallas import dispatch
 from jaxspec.prefixes import host_tier, prefix_sizes
 from jaxspec.proposers import Proposer, make_proposer
+from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.memory import Holdings, MemoryBudget, fit
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.pieces import check_host_bytes
 from jaxspec.runner.programs.compilation_cache import enable_compilation_cache
+from jaxspec.runner.warmup import first_programs
 from jaxspec.sampling import make_verifier
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.scheduler.host_drafter import HostDrafter, make_host_drafter, path_length
@@ -195,21 +197,27 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     with (
         unread(folder, dtype, load_format=config.load_format) as found,
         unread_drafter(config, dtype, progress=progress) as found_drafter,
+        contextlib.ExitStack() as failed,
     ):
         settled = settle(config, found.model, dtype, found_drafter and found_drafter.model)
         shapes = settled.fitting(budget)
+        parts: Any = {
+            "dtype": dtype,
+            "verifier": make_verifier(settled.speculation),
+            "states": settled.states,
+            "kv_dtype": settled.kv_dtype,
+        }
+        early = None
+        if config.background_compilation:
+            given = found.model, shapes, settled.proposer
+            head = found_drafter and found_drafter.model
+            early = Blueprint.of(*given, drafter=head, **parts).trace_early(first_programs(shapes))
+        if early is not None:
+            failed.callback(early.close)
         model = found.read(progress)
         drafter = found_drafter and found_drafter.read(progress)
-    runner = ModelRunner(
-        model,
-        shapes,
-        settled.proposer,
-        dtype=dtype,
-        verifier=make_verifier(settled.speculation),
-        states=settled.states,
-        kv_dtype=settled.kv_dtype,
-        drafter=drafter,
-    )
+        failed.pop_all()
+    runner = ModelRunner(model, shapes, settled.proposer, drafter=drafter, early=early, **parts)
     resolved = dataclasses.replace(
         config,
         dtype=dtype.name,

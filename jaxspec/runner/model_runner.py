@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import logging
-import pickle
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.cache import state_policy
 from jaxspec.config import StateConfig, StepShapes
 from jaxspec.handover.fingerprint import fingerprint
-from jaxspec.models.base import Model, ModelRecipe, Published
+from jaxspec.models.base import Model, Published
 from jaxspec.plan import EXPORT, PIECES, TABLES, Program, StepPlan, output_layout, plan_layout
 from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
-from jaxspec.runner.memory import Holdings
+from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.output import DeviceOutput, PendingOutput
 from jaxspec.runner.pieces import Pieces
-from jaxspec.runner.programs import program_cache, program_key, trace_processes
-from jaxspec.runner.step import StepConfig, jitted_step
-from jaxspec.runner.trace_worker import TraceRequest
+from jaxspec.runner.programs import program_cache, trace_processes
+from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
+from jaxspec.runner.step import jitted_step
 from jaxspec.sampling import Verifier
-
-_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -47,38 +42,35 @@ class ModelRunner:
         states: StateConfig,
         kv_dtype: jnp.dtype | None = None,
         drafter: Published | None = None,
+        early: EarlyTraces | None = None,
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
-        `kv_dtype`: of the cached keys and values; None: `dtype`. `drafter`: the checkpoint that the
-        proposer was made for, if any.
+        Args:
+            model: The model, with its weights.
+            shapes: The sizes of programs and of the state.
+            proposer: Makes drafts; None for plain decoding.
+            dtype: Of the weights and of what is computed.
+            verifier: Accepts drafts.
+            states: How recurrent states are kept.
+            kv_dtype: Of the cached keys and values; None for `dtype`.
+            drafter: The checkpoint that the proposer was made for, if any.
+            early: Programs that other processes began to trace before the weights were read.
         """
-        graph, weights = nnx.split(model)
-        leaves, tree = jax.tree.flatten(weights)
-        self._holdings = Holdings.of(
+        self._blueprint = Blueprint.of(
             model,
+            shapes,
             proposer,
-            drafter,
             dtype=dtype,
-            kv_dtype=kv_dtype or dtype,
-            states=states,
-        )
-        self._weights = tuple(leaves)
-        self._recipe = ModelRecipe.of(model, dtype)
-        self._tables = proposer.init_tables(model, drafter) if proposer else ()
-        self.shapes = shapes
-        self._config = StepConfig(
-            shapes=self.shapes,
-            model=graph,
-            weights=tree,
-            proposer=proposer,
             verifier=verifier,
-            specs=self._holdings.specs,
-            states=state_policy(states),
-            # A GPU would otherwise multiply float32 in TF32.
-            matmul_precision="highest" if dtype == jnp.float32 else None,
+            states=states,
+            kv_dtype=kv_dtype,
+            drafter=drafter,
         )
-        self._depends = program_key.words(self._config) or self._config  # all programs do
+        self.shapes, self._config = shapes, self._blueprint.config
+        self._holdings, self._early = self._blueprint.holdings, early
+        self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
+        self._tables = proposer.init_tables(model, drafter) if proposer else ()
         self._places: dict[Program, Path | None] = {}  # on disk
         self._state: EngineState | None = self._new_state()
         # The arrays that a program is lowered for: other threads lower while steps replace them.
@@ -124,7 +116,7 @@ class ModelRunner:
 
         It can't be computed after `close`.
         """
-        return fingerprint(self._recipe.config, self._weights)
+        return fingerprint(self._blueprint.recipe.config, self._weights)
 
     def reset(self) -> None:
         """Start again from an empty state, whatever became of the last one.
@@ -161,6 +153,8 @@ class ModelRunner:
         self._steps.clear()
         self._programs.clear()
         self.pieces.close()
+        if self._early is not None:
+            self._early.close()
 
     def trace_ahead(self, programs: Sequence[Program]) -> Generator[Program]:
         """The programs, in the order in which each can be lowered at once.
@@ -170,15 +164,25 @@ class ModelRunner:
         """
         places = {program: self._place(program) for program in programs if program.num_steps}
         files = {p: file for p, file in places.items() if file and not program_cache.is_there(file)}
-        count = trace_processes.num_processes(len(files))
-        requests = {program: self._request(program) for program in files} if count else {}
-        asked = {program: request for program, request in requests.items() if request is not None}
-        with trace_processes.answering(asked, count) as answers:
+        answers: dict[Future[bytes | None], Program] = {}
+        for program in files:
+            if (answer := self._early_answer(program)) is not None:
+                answers[answer] = program
+        others = [program for program in files if program not in answers.values()]
+        count = trace_processes.num_processes(len(others))
+        with contextlib.closing(TraceProcesses(count)) as processes:
+            for program in others if count else ():
+                if (request := self._blueprint.request(program)) is not None:
+                    answers[processes.ask(request)] = program
+            asked = set(answers.values())
             yield from (program for program in programs if program not in asked)
-            for program, content in answers:
-                if content is not None:
-                    program_cache.hand_over(files[program], content)
-                yield program
+            for answer in as_completed(answers):
+                if (content := answer.result()) is not None:
+                    program_cache.hand_over(files[answers[answer]], content)
+                yield answers[answer]
+
+    def _early_answer(self, program: Program) -> Future[bytes | None] | None:
+        return self._early and self._early.take(self._blueprint.fingerprint(program))
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
@@ -231,17 +235,9 @@ class ModelRunner:
         """Where the program is kept on disk."""
         if program not in self._places:
             step, args = jitted_step(self._config, program), self._args(program)
-            self._places[program] = program_cache.place(step, args, (self._depends, program))
+            closed_over = self._blueprint.depends, program
+            self._places[program] = program_cache.place(step, args, closed_over)
         return self._places[program]
-
-    def _request(self, program: Program) -> bytes | None:
-        """What another process traces it from; None: it can't be told."""
-        args, depends = self._args(program), (self._depends, program)
-        try:
-            return pickle.dumps(TraceRequest.of(self._recipe, self._config, program, args, depends))
-        except Exception as error:  # a proposer of the user's, say, that can't be pickled
-            _log.info("no other process traces a program: %r", error)
-            return None
 
     def _step(self, program: Program, args: tuple[Any, ...]) -> jax.stages.Wrapped:
         # Kept here too: the cache that engines share may have dropped it between two calls.

@@ -25,6 +25,7 @@ from jaxspec.runner.draft_inputs import draft_inputs
 from jaxspec.runner.logprobs import emitted_logprobs, prompt_logprobs
 from jaxspec.runner.output import DeviceOutput, pack_output
 from jaxspec.runner.prepare import prepare
+from jaxspec.runner.programs.xla_options import XLA_OPTIONS
 from jaxspec.runner.propose import num_dropped, propose
 from jaxspec.runner.remap import (
     remap,
@@ -55,7 +56,7 @@ class StepConfig:
 @functools.lru_cache(maxsize=128)
 def jitted_step(config: StepConfig, program: Program) -> jax.stages.Wrapped:
     """The step of `make_step`, jitted with its state donated; engines of equal shape share it."""
-    return jax.jit(make_step(config, program), donate_argnums=2)
+    return jax.jit(make_step(config, program), donate_argnums=2, compiler_options=XLA_OPTIONS)
 
 
 def make_step(

@@ -1,5 +1,7 @@
 """A program that another process traced is the one that this process would have made."""
 
+import contextlib
+import dataclasses
 import pickle
 import re
 
@@ -15,6 +17,7 @@ from jaxspec.models.base import ModelRecipe
 from jaxspec.plan import MOVES, Program
 from jaxspec.runner import trace_worker
 from jaxspec.runner.programs import program_cache, trace_processes
+from jaxspec.runner.programs.trace_processes import TraceProcesses
 from jaxspec.sampler import GREEDY
 
 DECODE = Program(4, 0, GREEDY)
@@ -28,7 +31,7 @@ def no_stand_in(monkeypatch):
 
 
 def request_for(runner, program=DECODE):
-    return pickle.loads(runner._request(program))
+    return pickle.loads(runner._blueprint.request(program))
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,8 @@ def test_a_recipe_makes_the_model_again(fixture):
 def traced_there(runner, **changes):
     """By a process of its own."""
     request = pickle.dumps(request_for(runner)._replace(**changes))
-    with trace_processes.answering({DECODE: request}, 1) as answers:
-        ((_, content),) = answers
-    return content
+    with contextlib.closing(TraceProcesses(1)) as processes:
+        return processes.ask(request).result()
 
 
 def traced_here(runner):
@@ -108,7 +110,8 @@ def test_what_cannot_be_pickled_is_traced_here(monkeypatch, tmp_path):
     runner = Harness("qwen3_5", samplers=()).runner
     monkeypatch.setattr(program_cache, "_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(trace_processes, "num_processes", lambda count: count)
-    monkeypatch.setattr(runner, "_recipe", lambda: "a function of this test's")
+    blueprint = dataclasses.replace(runner._blueprint, recipe=lambda: "a function of this test's")
+    monkeypatch.setattr(runner, "_blueprint", blueprint)
     monkeypatch.setattr(trace_processes, "_started", lambda: pytest.fail("a process was started"))
     assert list(runner.trace_ahead([DECODE])) == [DECODE]
 

@@ -25,6 +25,7 @@ from jaxspec import device
 from jaxspec.pallas import dispatch
 from jaxspec.runner.programs import program_key
 from jaxspec.runner.programs.own_files import own_folder, read_own, write_own
+from jaxspec.runner.programs.xla_options import XLA_OPTIONS
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 2**28  # of all files; a program of Qwen3.5-9B has 1.5 MB
@@ -66,7 +67,23 @@ def place(function: Any, args: tuple[Any, ...], closed_over: Any) -> Path | None
     """
     folder = _folder()
     key = program_key.key(args, closed_over) if folder else None
-    return folder / f"{function.__name__}-{key}" if folder and key else None
+    if folder is None or key is None:
+        return None
+    anywhere = program_key.fingerprint(args, closed_over)
+    return folder / f"{function.__name__}-{_of_name(anywhere)}-{key}"
+
+
+def lacks(fingerprint: str) -> bool:
+    """True if programs are kept, and none with this `program_key.fingerprint` is there.
+
+    It needs no arrays, so it can be asked before weights are read.
+    """
+    folder = _folder()
+    return folder is not None and not any(folder.glob(f"*-{_of_name(fingerprint)}-*"))
+
+
+def _of_name(fingerprint: str | None) -> str:
+    return str(fingerprint)[:16]
 
 
 def is_there(file: Path) -> bool:
@@ -148,7 +165,7 @@ def _jitted(
         return jax.tree.unflatten(results, exported.call(*jax.tree.leaves(args)))
 
     call.__name__ = function.__name__  # which profiles and compilation logs show
-    return jax.jit(call, donate_argnums=donated)
+    return jax.jit(call, donate_argnums=donated, compiler_options=XLA_OPTIONS)
 
 
 # Files: whatever is wrong with one, the program is traced.

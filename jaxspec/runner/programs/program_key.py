@@ -6,6 +6,7 @@ the arguments, and what the program's function closes over.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import logging
 import types
@@ -125,6 +126,8 @@ def _plain(x: Any) -> Any:
         cells = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
         defaults = [getattr(x, name, None) for name in ("__defaults__", "__kwdefaults__")]
         return x.__module__, x.__qualname__, _plain(cells), _plain(defaults)
+    if isinstance(x, functools.partial):
+        return "partial", _plain(x.func), _plain(x.args), _plain(x.keywords)
     if dataclasses.is_dataclass(x):
         # What is not compared is no part of a program.
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.compare}

@@ -4,20 +4,18 @@ To trace and lower a program with kernels is some ten seconds of Python, which r
 time. A process gets a request on standard input and answers on standard output; it needs no GPU.
 """
 
-import contextlib
+import atexit
 import logging
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Hashable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from collections.abc import Mapping
+from concurrent.futures import Future
 
 from jaxspec.pallas import dispatch
 
 _log = logging.getLogger(__name__)
-_Key = TypeVar("_Key", bound=Hashable)
 
 MAX_PROCESSES = 8  # each takes about 0.5 GB
 TIME_LIMIT = 300.0
@@ -48,54 +46,71 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def answering(
-    requests: Mapping[_Key, bytes], count: int
-) -> Iterator[Iterator[tuple[_Key, bytes | None]]]:
-    """What `count` processes at a time answer to the requests, in the order in which they end.
+class TraceProcesses:
+    """Processes that trace programs, one for each; all of them end with `close` or with Python."""
 
-    None: the process failed, and why is in the log. All of them end with the block.
-    """
-    running = _Running()
-    pool = ThreadPoolExecutor(max(1, count), "jaxspec-trace")
-    try:
-        asked = {pool.submit(running.ask, request): key for key, request in requests.items()}
-        yield ((asked[future], future.result()) for future in as_completed(asked))
-    finally:
-        try:
-            running.stop()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class _Running:
-    """The processes that were started."""
-
-    def __init__(self) -> None:
+    def __init__(self, count: int):
+        """Start none yet; `count` of them may run at a time."""
+        self._free = threading.Semaphore(max(1, count))
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_over = False
+        self._is_closed = False
+        atexit.register(self.close)
 
-    def ask(self, request: bytes) -> bytes | None:
+    def ask(self, request: bytes) -> Future[bytes | None]:
+        """Return the answer to a pickled `TraceRequest`, to come.
+
+        It is None where the process failed, and the log has the error.
+        """
+        answer = Future[bytes | None]()
+        # A daemon: the end of Python does not wait for what nobody needs any more.
+        threading.Thread(
+            target=self._answer, args=(request, answer), name="jaxspec-trace", daemon=True
+        ).start()
+        return answer
+
+    def close(self) -> None:
+        """End the processes; what they were asked is answered with None."""
+        self._is_closed = True  # first: an interrupt may come while the lock is waited for
+        with self._lock:
+            for process in self._processes:
+                process.kill()  # does nothing to one that has ended
+                process.wait()
+        atexit.unregister(self.close)
+
+    def _answer(self, request: bytes, answer: Future[bytes | None]) -> None:
         try:
-            process = self._start()
-            return process and _answer(process, request)
+            with self._free:
+                process = self._start()
+                content = process and _answer(process, request)
         except Exception as error:  # whatever it is, the program can be traced elsewhere
             _log.info("no process traces a program: %r", error)
-            return None
+            content = None
+        answer.set_result(content)
 
     def _start(self) -> "subprocess.Popen[bytes] | None":
         with self._lock:
-            if self._is_over:
+            if self._is_closed:
                 return None
             self._processes.append(_started())
             return self._processes[-1]
 
-    def stop(self) -> None:
-        self._is_over = True  # first: an interrupt may come while the lock is waited for
-        with self._lock:
-            for process in self._processes:
-                process.kill()  # does nothing to one that has ended
+
+class EarlyTraces:
+    """Programs that processes trace while the weights are read."""
+
+    def __init__(self, requests: Mapping[str, bytes]):
+        """Start with pickled requests by the fingerprint of their program."""
+        self._processes = TraceProcesses(len(requests))
+        self._answers = {key: self._processes.ask(each) for key, each in requests.items()}
+
+    def take(self, fingerprint: str | None) -> Future[bytes | None] | None:
+        """Return the answer for a program, to come, or None if it was not asked or is taken."""
+        return self._answers.pop(fingerprint, None) if fingerprint else None
+
+    def close(self) -> None:
+        """End what is not answered yet."""
+        self._processes.close()
 
 
 def _started() -> "subprocess.Popen[bytes]":

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import REPLAY, Harness
+from harness import FIXTURES, REPLAY, Harness
 
 from jaxspec.plan import Program
 from jaxspec.runner.programs import program_key
@@ -31,6 +31,13 @@ def test_a_fingerprint_tells_programs_apart_wherever_they_run():
         others.append(program_key.fingerprint(args, "add"))
     assert len({same, *others}) == 6
     assert program_key.fingerprint(args, object()) is None
+
+
+def test_every_family_has_words_for_its_programs():
+    """Without them its programs would be traced one by one at every start."""
+    for fixture in {path.parent.name for path in FIXTURES.glob("*/model*.safetensors")}:
+        if not fixture.endswith(("_draft", "_eagle3")):
+            assert Harness(fixture, samplers=()).runner._blueprint.fingerprint(FIRST), fixture
 
 
 def key(fixture="qwen3_5", program=FIRST, **options):

@@ -1,5 +1,6 @@
 """Processes that trace: each request gets its answer or None, and none outlives its block."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from jaxspec.pallas import dispatch
 from jaxspec.runner.programs import trace_processes
-from jaxspec.runner.programs.trace_processes import answering, num_processes
+from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses, num_processes
 
 ECHO = "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])"
 FAIL = "import sys; sys.stdin.read(); sys.exit('no such model')"
@@ -34,45 +35,53 @@ def worker(monkeypatch):
     return run
 
 
+def answers(requests, count=1):
+    with contextlib.closing(TraceProcesses(count)) as processes:
+        return [answer.result() for answer in [processes.ask(each) for each in requests]]
+
+
 def test_each_request_gets_its_answer(worker):
     started = worker(ECHO)
-    requests = {name: name.encode() * 100_000 for name in ("ab", "cd", "ef")}
-    with answering(requests, 2) as answers:
-        assert dict(answers) == {name: request[::-1] for name, request in requests.items()}
+    requests = [name * 100_000 for name in (b"ab", b"cd", b"ef")]
+    assert answers(requests, 2) == [request[::-1] for request in requests]
     assert [process.returncode for process in started] == [0] * 3
 
 
-def test_none_is_asked_for_nothing(worker):
+def test_early_traces_are_taken_once_by_their_fingerprint(worker):
     started = worker(ECHO)
-    with answering({}, 0) as answers:
-        assert list(answers) == [] == started
+    early = EarlyTraces({"one": b"ab", "two": b"cd"})
+    found = early.take("two")
+    assert found.result() == b"dc" and early.take("two") is None
+    assert early.take(None) is None and early.take("three") is None
+    early.close()
+    assert len(started) == 2 and all(process.returncode is not None for process in started)
 
 
 def test_a_process_that_fails_gives_none_and_a_line_in_the_log(worker, caplog):
     caplog.set_level(logging.INFO, trace_processes.__name__)
     worker(FAIL)
-    with answering({1: b"x"}, 1) as answers:
-        assert list(answers) == [(1, None)]
+    assert answers([b"x"]) == [None]
     assert "ended with 1: no such model" in caplog.text
 
 
 def test_a_process_that_cannot_be_started_gives_none(monkeypatch, caplog):
     caplog.set_level(logging.INFO, trace_processes.__name__)
     monkeypatch.setattr(trace_processes.sys, "executable", os.devnull)
-    with answering({1: b"x"}, 1) as answers:
-        assert list(answers) == [(1, None)]
+    assert answers([b"x"]) == [None]
     assert "no process traces a program" in caplog.text
 
 
 def test_an_interrupt_ends_those_that_run_and_starts_no_more(worker):
     started = worker(SLEEP)
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), answering(dict.fromkeys(range(5), b""), 2):
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(TraceProcesses(2)) as processes:
+        asked = [processes.ask(b"") for _ in range(5)]
         while len(started) < 2 and time.monotonic() < begin + 60:
             time.sleep(0.01)
         raise KeyboardInterrupt
     assert time.monotonic() - begin < 60
     assert len(started) == 2 and all(process.returncode for process in started)
+    assert [answer.result() for answer in asked] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -104,6 +113,5 @@ def test_a_process_that_takes_too_long_is_ended(worker, monkeypatch, caplog):
     caplog.set_level(logging.INFO, trace_processes.__name__)
     monkeypatch.setattr(trace_processes, "TIME_LIMIT", 0.2)
     started = worker(SLEEP)
-    with answering({1: b"x"}, 1) as answers:
-        assert list(answers) == [(1, None)]
+    assert answers([b"x"]) == [None]
     assert started[0].returncode and "TimeoutExpired" in caplog.text
