@@ -56,7 +56,7 @@ class Parts:
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
-        """All rows, of parts that were begun in the order of their weight."""
+        """All rows."""
         parts = planned(self._args.only, self._args.parts)
         with ThreadPoolExecutor(self._args.processes) as pool:
             try:
@@ -129,10 +129,15 @@ class Parts:
 
 
 def planned(only: list[str], parts: list[str] | None) -> list[tuple[str, str]]:
-    """Return models and parts: one part of every model, then the next one."""
+    """Return models and parts: the long ones first, so that no process is left with one alone."""
     listed = [(model, part) for model in only for part in parts_of(model)]
     order = [*PARTS, *OPTIONS]
-    listed.sort(key=lambda each: order.index(each[1]))
+
+    def rank(each: tuple[str, str]) -> tuple[bool, int]:
+        model, part = each
+        return part in OPTIONS or not ALL_MODELS[model].has_all, order.index(part)
+
+    listed.sort(key=rank)
     return [each for each in listed if parts is None or each[1] in parts]
 
 
@@ -157,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
     add("--parts", nargs="+", choices=[*PARTS, *OPTIONS], metavar="PART", help="default: all")
     add("--seconds", type=float, default=SECONDS, help="after which no part begins")
-    add("--processes", type=int, default=3, help="parts at a time; 1 gives undisturbed times")
+    add("--processes", type=int, default=4, help="parts at a time; 1 gives undisturbed times")
     add("--rows", type=int, default=Sizes().rows, help="at a time (default 64)")
     add("--prompt", type=int, default=Sizes().prompt, help="tokens (default 512)")
     add("--tokens", type=int, default=Sizes().tokens, help="new ones of a request (default 64)")

@@ -184,6 +184,11 @@ class ModelRunner:
     def _early_answer(self, program: Program) -> Future[bytes | None] | None:
         return self._early and self._early.take(self._blueprint.fingerprint(program))
 
+    def is_kept(self, program: Program) -> bool:
+        """Return whether `program` need not be traced, because this or another process did so."""
+        file = self._place(program) if program.num_steps else None
+        return file is not None and program_cache.is_there(file)
+
     def lower(self, program: Program) -> jax.stages.Lowered:
         """`program` as XLA's compiler takes it, for exactly the arrays that it will be called with.
 

@@ -24,6 +24,7 @@ from jaxspec.plan import (
     Program,
 )
 from jaxspec.runner.model_runner import ModelRunner
+from jaxspec.runner.programs.kernels import compile_kernels
 from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
@@ -186,13 +187,16 @@ def _compile(
 ) -> dict[str, float]:
     """Lower one after the other, which is Python, while XLA compiles what is lowered."""
     compiling: dict[Program, Future[float]] = {}
+    new = {program for program in missing if not runner.is_kept(program)}
     bar.set_postfix_str("tracing")
     with contextlib.closing(runner.trace_ahead(missing)) as traced:
         for program in traced:
             bar.set_postfix_str(label(program))
             start = time.perf_counter()
             lowered = runner.lower(program)
-            compiling[program] = pool.submit(_timed, lowered, time.perf_counter() - start)
+            compiling[program] = pool.submit(
+                _timed, lowered, time.perf_counter() - start, program in new
+            )
     seconds = {}
     for program in missing:
         bar.set_postfix_str(label(program))
@@ -201,9 +205,11 @@ def _compile(
     return seconds
 
 
-def _timed(lowered: jax.stages.Lowered, seconds: float) -> float:
-    """Compile; `seconds` and those that it took."""
+def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
+    """Compile; `seconds` and those that it took. XLA has kept what is not new."""
     start = time.perf_counter()
+    if is_new:
+        compile_kernels(lowered)
     lowered.compile()
     return seconds + time.perf_counter() - start
 

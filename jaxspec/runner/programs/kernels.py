@@ -1,0 +1,103 @@
+"""Compiles the Mosaic kernels of a program side by side, before XLA meets them one by one.
+
+While XLA emits a program it compiles each kernel where it comes to it, half a second apiece, and
+keeps it for this process by its hash. A kernel that was compiled by itself before is found there.
+"""
+
+import io
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax.stages
+import numpy as np
+from jax.extend.backend import get_compile_options
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+
+from jaxspec import device
+
+_log = logging.getLogger(__name__)
+_TARGET = "mosaic_gpu_v2"  # of JAX 0.11's custom calls
+_asked: dict[str, Future[None]] = {}  # by hash, in this process
+_lock = threading.Lock()
+
+
+def compile_kernels(lowered: jax.stages.Lowered) -> None:
+    """Compile the kernels of a program that this process has not compiled, and wait for them.
+
+    Nothing depends on it but time: an error is logged, and XLA compiles the kernel itself.
+    """
+    if device.default_device().platform != "gpu":
+        return
+    try:
+        found = kernels_of(lowered.compiler_ir("stablehlo"))
+    except Exception as error:  # another JAX may lower kernels in other ways
+        _log.info("kernels are compiled with their program: %r", error)
+        return
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2), "jaxspec-kernel")
+    with _lock:
+        for name, module in found.items():
+            if name not in _asked:
+                _asked[name] = pool.submit(_compile, module)
+        awaited = [_asked[name] for name in found]
+    wait(awaited)
+    pool.shutdown()
+
+
+def kernels_of(module: Any) -> dict[str, bytes]:
+    """Return a module in MLIR's bytecode for each kernel of `module`, by the kernel's hash."""
+    calls = {_hash(call): call for call in _calls(module)}
+    return {name: _alone(call) for name, call in calls.items()}
+
+
+def _hash(call: Any) -> str:
+    return str(call.attributes["mhlo.backend_config"]["kernel_hash"])
+
+
+def _calls(module: Any) -> list[Any]:
+    found = []
+
+    def visit(operation: Any) -> Any:
+        target = operation.attributes.get("call_target_name")
+        if target is not None and ir.StringAttr(target).value == _TARGET:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _alone(call: Any) -> bytes:
+    """Return a module whose function does the call, in memory of its own for each result."""
+    with call.context, ir.Location.unknown():
+        module = ir.Module.create()
+        operands, results = [x.type for x in call.operands], [x.type for x in call.results]
+        with ir.InsertionPoint(module.body):
+            main = func.FuncOp("main", (operands, results))
+        with ir.InsertionPoint(main.add_entry_block()):
+            made = ir.Operation.create(
+                call.name,
+                results=results,
+                operands=list(main.arguments),
+                attributes={
+                    name: call.attributes[name]
+                    for name in call.attributes
+                    if name != "output_operand_aliases"
+                },
+            )
+            func.ReturnOp(list(made.results))
+        content = io.BytesIO()
+        module.operation.write_bytecode(content)
+        return content.getvalue()
+
+
+def _compile(module: bytes) -> None:
+    here = device.default_device()
+    options = get_compile_options(1, 1, device_assignment=np.array([[here.id]]))
+    try:
+        here.client.compile_and_load(module, [here], options)
+    except Exception as error:
+        _log.info("a kernel is compiled with its program: %r", error)
