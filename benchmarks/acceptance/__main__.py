@@ -3,8 +3,8 @@
     python -m benchmarks.acceptance [--json FILE] [--only NAME ...] [--seconds N]
 
 Models have random weights and published shapes: Qwen3.5-0.8B is whole, and the others are cut to
-4 layers of full width. Each part of a model is a process of its own; some run at a time, and only
-one of them has requests on the GPU:
+4 layers of full width. Each part of a model is a process of its own. Some run at a time, and while
+one of them measures the others are stopped:
 
 * features: requests of each kind. The first one of a kind comes beside a greedy stream, and tells
   what it waits for (`first_ms`, then `again_ms`) and what the stream does (`largest_gap_ms`).
@@ -53,6 +53,7 @@ class Parts:
         self._end = time.monotonic() + args.seconds
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
+        self._alone: subprocess.Popen[str] | None = None  # the others are stopped
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
@@ -107,7 +108,12 @@ class Parts:
             timer = threading.Timer(left + OVERTIME, _kill, [process])
             timer.start()
             for line in process.stdout:
-                self._add(json.loads(line))
+                row = json.loads(line)
+                if "alone" in row:
+                    self._leave_alone(process, row["alone"])
+                else:
+                    self._add(row)
+            self._leave_alone(process, False)
             code = process.wait()
             timer.cancel()
             _kill(process)  # what it started
@@ -116,6 +122,20 @@ class Parts:
         if code == -signal.SIGKILL:
             return code, f"It was ended after {left + OVERTIME:.0f} seconds."
         return code, (lines[-1] if lines else f"It ended with {code}.")[:500]
+
+    def _leave_alone(self, process: subprocess.Popen[str], is_alone: bool) -> None:
+        """Stop all processes but one that measures, or let them go on."""
+        with self._lock:
+            if is_alone:
+                self._alone = process
+            elif self._alone is process:
+                self._alone = None
+            else:
+                return  # the next one was faster
+            for each in self._running:
+                is_stopped = self._alone not in (None, each)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
 
     def _environment(self, part: str) -> dict[str, str]:
         """A share of the GPU's memory for each process; one that serves starts another."""
@@ -162,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=ALL_MODELS, default=list(MODELS), metavar="NAME")
     add("--parts", nargs="+", choices=[*PARTS, *OPTIONS], metavar="PART", help="default: all")
     add("--seconds", type=float, default=SECONDS, help="after which no part begins")
-    add("--processes", type=int, default=4, help="parts at a time; 1 gives undisturbed times")
+    add("--processes", type=int, default=3, help="parts at a time")
     add("--rows", type=int, default=Sizes().rows, help="at a time (default 64)")
     add("--prompt", type=int, default=Sizes().prompt, help="tokens (default 512)")
     add("--tokens", type=int, default=Sizes().tokens, help="new ones of a request (default 64)")

@@ -22,7 +22,6 @@ from benchmarks.acceptance.models import (
     exact_options,
     folder_of,
 )
-from benchmarks.acceptance.watch import alone
 from jaxspec import RequestMetrics, SamplingParams
 from jaxspec.pallas import dispatch
 from jaxspec.request import Request
@@ -78,7 +77,6 @@ class Arm:
 
     def __init__(self, folder: Path, rows: Rows, options: dict[str, Any]):
         """Make it ready; the mixed requests need all that can be asked for."""
-        self._lock = Path(rows.job.lock)
         self._llm, _ = ready(folder, options, [params[0] for params in self._kinds().values()])
 
     def __enter__(self) -> "Arm":
@@ -94,8 +92,7 @@ class Arm:
             kind: [dataclasses.replace(each, **others) for each in params]
             for kind, params in self._kinds().items()
         }
-        with alone(self._lock):
-            requests = {kind: self._complete(prompts, params) for kind, params in kinds.items()}
+        requests = {kind: self._complete(prompts, params) for kind, params in kinds.items()}
         every = [request.metrics for request in itertools.chain(*requests.values())]
         return Tokens(requests, RequestMetrics.total(every))
 

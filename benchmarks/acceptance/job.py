@@ -1,12 +1,14 @@
 """A job: a part of the acceptance of one model, in a process of its own, which prints its rows."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # parts that are an option of the engine
     "float16 states": {"state_dtype": "float16"},
     "auto drafts": {"speculative_config": "auto"},
 }
+SECONDS_TO_STOP = 0.1  # of the others
 LIGHT_PARTS = "features", "exact", "without drafts"
 
 
@@ -56,6 +59,18 @@ class Rows:
     def __init__(self, job: Job):
         """Count the seconds from now on."""
         self.job, self._end = job, time.monotonic() + job.seconds
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block the parent lets no other process of this run do anything."""
+        with Path(self.job.lock).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            print(json.dumps({"alone": True}), file=_answers(), flush=True)
+            time.sleep(SECONDS_TO_STOP)
+            try:
+                yield
+            finally:
+                print(json.dumps({"alone": False}), file=_answers(), flush=True)
 
     def add(self, feature: str, **figures: Any) -> None:
         """Print one."""

@@ -15,7 +15,7 @@ from benchmarks.acceptance.features import MIXED, params_of
 from benchmarks.acceptance.job import Row, Rows, ready
 from benchmarks.acceptance.models import config_of, folder_of
 from benchmarks.acceptance.speed import Bench
-from benchmarks.acceptance.watch import alone, milliseconds
+from benchmarks.acceptance.watch import milliseconds
 from benchmarks.engine.http_processes import Generator
 from jaxspec import AsyncLLM, SamplingParams
 
@@ -55,7 +55,7 @@ def kept_prefix(bench: Bench) -> Row:
     one begins on it.
     """
     (prompt,), params = bench.prompts(1), _greedy(bench.sizes.tokens)
-    with alone(bench.lock):
+    with bench.alone():
         same = [bench.llm.generate([prompt], params)[0] for _ in range(3)]
         ids = [*prompt["prompt_token_ids"], *same[0].outputs[0].token_ids, *range(7, 23)]
         (turn,) = bench.llm.generate([{"prompt_token_ids": ids}], params)
@@ -122,7 +122,7 @@ async def _by_tasks(folder: Path, rows: Rows) -> Row:
 
         for name in ("first", "again"):
             start = time.perf_counter()
-            with alone(Path(rows.job.lock)):
+            with rows.alone():
                 counts = await asyncio.gather(*map(complete, prompts, params))
             seconds[f"{name}_seconds"] = time.perf_counter() - start
             seconds["largest_gap_ms"] = 1000 * max(gaps)
@@ -149,7 +149,7 @@ def by_http(bench: Bench, folder: Path, rows: Rows) -> Row:
     with Server(folder, rows.job.options()) as server, Generator() as clients:
         figures: Row = {"ready_seconds": time.perf_counter() - start, "clients": CLIENTS}
         for name in ("first", "again"):
-            with alone(bench.lock):
+            with bench.alone():
                 found = clients.load(server.port, bodies, CLIENTS)
             figures[f"{name}_seconds"] = found["seconds"]
         if found["tokens"] != CLIENTS * tokens:

@@ -2,7 +2,6 @@
 
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from benchmarks.acceptance.features import (
 )
 from benchmarks.acceptance.job import OPTIONS, Row, Rows, ready
 from benchmarks.acceptance.models import ALL_MODELS, config_of, folder_of
-from benchmarks.acceptance.watch import Companion, CompileEvents, alone, milliseconds
+from benchmarks.acceptance.watch import Companion, CompileEvents, milliseconds
 from jaxspec import LLM, RequestMetrics, RequestOutput
 
 FIRST_TOKENS = 4
@@ -30,7 +29,7 @@ class Bench:
 
     def __init__(self, llm: LLM, rows: Rows):
         """Draw prompts of random ids."""
-        self.llm, self.sizes, self.lock = llm, rows.job.sizes, Path(rows.job.lock)
+        self.llm, self.sizes, self.alone = llm, rows.job.sizes, rows.alone
         self._rng = np.random.default_rng(0)
 
     def prompts(self, count: int, length: int | None = None) -> list[dict[str, list[int]]]:
@@ -58,7 +57,7 @@ class Bench:
         """The first request with a feature and another one, while a greedy stream runs."""
         (prompt,) = self.prompts(1)
         tokens = self.sizes.longest - self.sizes.prompt
-        with alone(self.lock), Companion(self.llm, prompt["prompt_token_ids"], tokens) as stream:
+        with self.alone(), Companion(self.llm, prompt["prompt_token_ids"], tokens) as stream:
             first = self.run(feature, FIRST_TOKENS, 1).seconds
             again = self.run(feature, FIRST_TOKENS, 1).seconds
         return milliseconds(first=first, again=again, largest_gap=stream.largest_gap)
@@ -66,7 +65,7 @@ class Bench:
     def speed(self, feature: Feature, repeats: int = REPEATS) -> Row:
         """Milliseconds per token and row, by the quickest of the repeats."""
         tokens = self.sizes.tokens
-        with alone(self.lock):
+        with self.alone():
             first = self.run(feature, 1)
             runs = [self.run(feature, 1 + tokens) for _ in range(repeats)]
         times = [

@@ -2,12 +2,10 @@
 
 import collections
 import contextlib
-import fcntl
 import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -89,14 +87,6 @@ class Companion:
                 self._begun.set()
                 if self._over.is_set():
                     return
-
-
-@contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Within the block no other process of this run uses the GPU, but to load and to compile."""
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager
