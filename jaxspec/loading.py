@@ -199,7 +199,8 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         unread_drafter(config, dtype, progress=progress) as found_drafter,
         contextlib.ExitStack() as failed,
     ):
-        settled = settle(config, found.model, dtype, found_drafter and found_drafter.model)
+        head = found_drafter and found_drafter.model
+        settled = settle(config, found.model, dtype, head)
         shapes = settled.fitting(budget)
         parts: Any = {
             "dtype": dtype,
@@ -207,30 +208,15 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
             "states": settled.states,
             "kv_dtype": settled.kv_dtype,
         }
-        early = None
-        if config.background_compilation:
-            given = found.model, shapes, settled.proposer
-            head = found_drafter and found_drafter.model
-            early = Blueprint.of(*given, drafter=head, **parts).trace_early(first_programs(shapes))
-        if early is not None:
-            failed.callback(early.close)
+        blueprint = Blueprint.of(found.model, shapes, settled.proposer, drafter=head, **parts)
+        early = blueprint.trace_early(
+            first_programs(shapes) if config.background_compilation else ()
+        )
+        failed.callback(early.close)
         model = found.read(progress)
         drafter = found_drafter and found_drafter.read(progress)
         failed.pop_all()
     runner = ModelRunner(model, shapes, settled.proposer, drafter=drafter, early=early, **parts)
-    resolved = dataclasses.replace(
-        config,
-        dtype=dtype.name,
-        state_policy=settled.states.policy,
-        num_pages=runner.shapes.num_pages,
-        max_num_batched_tokens=runner.shapes.max_num_batched_tokens,
-        prefill_buckets=runner.shapes.prefill_tokens,
-        max_prefill_seqs=runner.shapes.max_prefill_seqs,
-        enable_prefix_caching=runner.shapes.prefix_caching != "off",
-        checkpoint_interval=runner.shapes.checkpoint_interval or config.checkpoint_interval,
-        steps_per_dispatch=runner.shapes.steps_per_dispatch,
-        speculative_config=settled.speculation,
-    )
     return Loaded(
         folder=folder,
         model=model.config,
@@ -241,5 +227,23 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         host_tier=host_tier(config, runner),
         tokenizer=tokenizer,
         default_params=defaults,
-        config=resolved,
+        config=_resolved(config, settled, runner.shapes, dtype),
+    )
+
+
+def _resolved(
+    config: EngineConfig, settled: Settled, shapes: StepShapes, dtype: jnp.dtype
+) -> EngineConfig:
+    return dataclasses.replace(
+        config,
+        dtype=dtype.name,
+        state_policy=settled.states.policy,
+        num_pages=shapes.num_pages,
+        max_num_batched_tokens=shapes.max_num_batched_tokens,
+        prefill_buckets=shapes.prefill_tokens,
+        max_prefill_seqs=shapes.max_prefill_seqs,
+        enable_prefix_caching=shapes.prefix_caching != "off",
+        checkpoint_interval=shapes.checkpoint_interval or config.checkpoint_interval,
+        steps_per_dispatch=shapes.steps_per_dispatch,
+        speculative_config=settled.speculation,
     )

@@ -97,15 +97,15 @@ class Blueprint:
             _log.info("no other process traces a program: %r", error)
             return None
 
-    def trace_early(self, programs: Iterable[Program]) -> EarlyTraces | None:
+    def trace_early(self, programs: Iterable[Program]) -> EarlyTraces:
         """Let processes trace the steps among `programs` that no earlier process has kept.
 
-        None: there are none, or no processes are worth their start here.
+        Where processes are not worth their start (`num_processes`) they trace none.
         """
         keys = {p: self.fingerprint(p) for p in programs if p.num_steps}
         lacking = {p: key for p, key in keys.items() if key and program_cache.lacks(key)}
         if not trace_processes.num_processes(len(lacking)):
-            return None
+            lacking = {}
         requests = {key: self.request(program) for program, key in lacking.items()}
         return EarlyTraces({key: each for key, each in requests.items() if each is not None})
 
