@@ -25,7 +25,7 @@ from jaxspec.plan import (
 )
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.kernels import compile_kernels
-from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, Sampler, to_compile
+from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, TOP_K, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
 """How people are told that programs compile: by a bar, by a line, or not at all."""
@@ -75,7 +75,7 @@ def later_programs(shapes: StepShapes, first: Iterable[Sampler] = ()) -> list[Pr
 def _steps(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     return list(
         dict.fromkeys(  # in order, each once
-            Program(rows, tokens, sampler, num_steps, drafts)
+            Program(rows, tokens, _of_prompts(sampler) if tokens else sampler, num_steps, drafts)
             for sampler in samplers
             for rows, tokens, drafts in _shapes_of(shapes, sampler)
             for num_steps in shapes.num_steps(tokens)
@@ -83,16 +83,17 @@ def _steps(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     )
 
 
+def _of_prompts(sampler: Sampler) -> Sampler:
+    """Return what a step with prompts runs: their tokens take so long that TOP_K spares nothing."""
+    return EVERYTHING if sampler == TOP_K else sampler
+
+
 def _shapes_of(shapes: StepShapes, sampler: Sampler) -> list[tuple[int, int, int]]:
-    """Return the compiled shapes; logprobs of prompts are rare, so two sizes of prompts do."""
+    """Return the compiled shapes; logprobs of prompts are rare, so one size of prompts does."""
     if PROMPT_LOGPROBS not in sampler:
         return shapes.compiled()
-    sizes = shapes.prefill_tokens[0], shapes.prefill_tokens[-1]
-    return [
-        shape
-        for shape in shapes.compiled()
-        if not shape[1] or (shape[1] in sizes and shape[0] == shapes.max_num_seqs)
-    ]
+    largest = shapes.max_num_seqs, shapes.prefill_tokens[-1]
+    return [shape for shape in shapes.compiled() if not shape[1] or shape[:2] == largest]
 
 
 def _between_steps(shapes: StepShapes) -> list[Program]:
@@ -140,8 +141,7 @@ def warm_up(
         return {}
     # The label comes last: a narrow terminal cuts it off.
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
-    cores = max(1, (os.cpu_count() or 1) - 1)  # besides the one that lowers
-    pool = ThreadPoolExecutor(min(len(missing), cores), "jaxspec-compile")
+    pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), "jaxspec-compile")
     with _line(missing) if notice == "line" else contextlib.nullcontext():
         try:
             with tqdm(
