@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxspec import device
 
 _log = logging.getLogger(__name__)
+_MEASURED = 0, 11  # the version of jax
 _chosen: dict[str, list[str]] = {}  # by op, in order of appearance
 _heard: list[tuple[str, str, int]] | None = None  # all choices, while somebody listens
 
@@ -86,6 +87,9 @@ def kernels_here() -> tuple[bool, str | None]:
         return False, f"the device is a {here.platform}"
     if here.compute_capability != "9.0":
         return False, f"the kernels are for Hopper (9.0), not {here.compute_capability}"
-    if jax.__version_info__ < (0, 11):
-        return True, f"the kernels need jax 0.11, hence Python 3.12, not jax {jax.__version__}"
+    if jax.__version_info__[:2] != _MEASURED:
+        return True, (
+            f"the kernels run on jax 0.11 (Python 3.12), where they were measured, not on jax "
+            f"{jax.__version__}; pip install 'jaxspec[cuda13]' or 'jaxspec[cuda12]' brings it"
+        )
     return True, None

@@ -27,7 +27,13 @@ def test_a_kernel_runs_on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "machine", [{"platform": "cpu"}, {"capability": "8.0"}, {"version": (0, 10, 2)}]
+    "machine",
+    [
+        {"platform": "cpu"},
+        {"capability": "8.0"},
+        {"version": (0, 10, 2)},
+        {"version": (0, 12, 0)},
+    ],
 )
 def test_elsewhere_xla_runs_and_a_hopper_without_its_kernels_warns(monkeypatch, machine, caplog):
     on(monkeypatch, **machine)
