@@ -117,6 +117,15 @@ class Settled(NamedTuple):
     shapes: StepShapes
     holdings: Holdings
 
+    def parts(self, dtype: jnp.dtype) -> dict[str, Any]:
+        """Return what a `ModelRunner` takes by name, before there are weights."""
+        return {
+            "dtype": dtype,
+            "verifier": make_verifier(self.speculation),
+            "states": self.states,
+            "kv_dtype": self.kv_dtype,
+        }
+
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
         """The shapes with as many pages as fit; ValueError as in `fit` and `check_host_bytes`."""
         shapes = fit(self.shapes, budget, self.holdings.bytes)
@@ -192,31 +201,27 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
     tokenizer = _tokenizer(config, folder, progress=progress)
     defaults = default_params(config.generation_config, folder)
     dtype = dtype_of(config.dtype)
+    is_background = config.background_compilation
     # Taken before anything is loaded: the budget is what other engines leave.
     budget = MemoryBudget.of(config.gpu_memory_utilization, config.num_pages)
-    with (
-        unread(folder, dtype, load_format=config.load_format) as found,
-        unread_drafter(config, dtype, progress=progress) as found_drafter,
-        contextlib.ExitStack() as failed,
-    ):
-        head = found_drafter and found_drafter.model
-        settled = settle(config, found.model, dtype, head)
-        shapes = settled.fitting(budget)
-        parts: Any = {
-            "dtype": dtype,
-            "verifier": make_verifier(settled.speculation),
-            "states": settled.states,
-            "kv_dtype": settled.kv_dtype,
-        }
-        blueprint = Blueprint.of(found.model, shapes, settled.proposer, drafter=head, **parts)
-        early = blueprint.trace_early(
-            first_programs(shapes) if config.background_compilation else ()
-        )
-        failed.callback(early.close)
-        model = found.read(progress)
-        drafter = found_drafter and found_drafter.read(progress)
+    with contextlib.ExitStack() as failed:
+        with (
+            unread(folder, dtype, load_format=config.load_format) as found,
+            unread_drafter(config, dtype, progress=progress) as found_drafter,
+        ):
+            head = found_drafter and found_drafter.model
+            settled = settle(config, found.model, dtype, head)
+            shapes = settled.fitting(budget)
+            parts = settled.parts(dtype)
+            plan = Blueprint.of(found.model, shapes, settled.proposer, drafter=head, **parts)
+            early = plan.trace_early(first_programs(shapes) if is_background else ())
+            failed.callback(early.close)
+            model = found.read(progress)
+            drafter = found_drafter and found_drafter.read(progress)
+        parts |= {"drafter": drafter, "early": early}
+        runner = ModelRunner(model, shapes, settled.proposer, **parts)
+        tier = host_tier(config, runner)
         failed.pop_all()
-    runner = ModelRunner(model, shapes, settled.proposer, drafter=drafter, early=early, **parts)
     return Loaded(
         folder=folder,
         model=model.config,
@@ -224,7 +229,7 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
         proposer=settled.proposer,
         runner=runner,
         host_drafter=make_host_drafter(settled.speculation),
-        host_tier=host_tier(config, runner),
+        host_tier=tier,
         tokenizer=tokenizer,
         default_params=defaults,
         config=_resolved(config, settled, runner.shapes, dtype),

@@ -22,6 +22,8 @@ from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.output import PendingOutput
 
 _IN_FLIGHT = 2  # dispatches that wait for the comparison
+# A replay records nothing, and compiles the programs of the flight alone.
+_OPTIONS = {"flight_recorder": "off", "background_compilation": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _runner(flight: Flight, model: str | Path | None, revision: str | None) -> M
             f"{shown(named)}. Name the folder, or the hub id, with --model."
         )
     try:
-        config = EngineConfig.of(model or named, options | {"flight_recorder": "off"})
+        config = EngineConfig.of(model or named, options | _OPTIONS)
     except TypeError as error:
         raise ValueError(
             f"A flight must have the options of this version, and: {error} Replay it with the "

@@ -104,7 +104,7 @@ class Parts:
                 start_new_session=True,
             ) as process,
         ):
-            self._running.add(process)
+            self._started(process)
             timer = threading.Timer(left + OVERTIME, _kill, [process])
             timer.start()
             for line in process.stdout:
@@ -117,11 +117,18 @@ class Parts:
             code = process.wait()
             timer.cancel()
             _kill(process)  # what it started
-            self._running.discard(process)
+            with self._lock:
+                self._running.discard(process)
         lines = errors.read_text(errors="replace").strip().splitlines()
         if code == -signal.SIGKILL:
             return code, f"It was ended after {left + OVERTIME:.0f} seconds."
         return code, (lines[-1] if lines else f"It ended with {code}.")[:500]
+
+    def _started(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._running.add(process)
+            if self._alone is not None:
+                os.killpg(process.pid, signal.SIGSTOP)
 
     def _leave_alone(self, process: subprocess.Popen[str], is_alone: bool) -> None:
         """Stop all processes but one that measures, or let them go on."""

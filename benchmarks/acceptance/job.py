@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from benchmarks.acceptance.models import ALL_MODELS, Sizes, options_of
-from benchmarks.acceptance.watch import niced
 from benchmarks.engine.dummy_llm import rounded
 from jaxspec import LLM
 
@@ -65,9 +62,9 @@ class Rows:
         """Within the block the parent lets no other process of this run do anything."""
         with Path(self.job.lock).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            print(json.dumps({"alone": True}), file=_answers(), flush=True)
-            time.sleep(SECONDS_TO_STOP)
             try:
+                print(json.dumps({"alone": True}), file=_answers(), flush=True)
+                time.sleep(SECONDS_TO_STOP)
                 yield
             finally:
                 print(json.dumps({"alone": False}), file=_answers(), flush=True)
@@ -91,14 +88,12 @@ class Rows:
 
 def ready(folder: Path, options: dict[str, Any], kinds: Any = None) -> tuple[LLM, Row]:
     """Return an engine with all its programs, and the seconds until it was ready and had them."""
-    jax.devices()  # not later: threads that run programs must not give way
     start = time.perf_counter()
-    with niced():
-        llm = LLM(folder, **options)
-        loaded = time.perf_counter()
-        llm.get_ready()
-        is_ready = time.perf_counter()
-        llm.warm_up(kinds)
+    llm = LLM(folder, **options)
+    loaded = time.perf_counter()
+    llm.get_ready()
+    is_ready = time.perf_counter()
+    llm.warm_up(kinds)
     return llm, {
         "load_seconds": loaded - start,
         "ready_seconds": is_ready - start,

@@ -1,11 +1,8 @@
 """What a running engine's callers would notice: programs that compile, and gaps in a stream."""
 
 import collections
-import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -14,7 +11,6 @@ from jaxspec import LLM, SamplingParams
 
 SECONDS_TO_BEGIN = 120.0
 IN_CALLS = "MainThread", "acceptance", "jaxspec-engine"  # threads in which a request waits
-NICE = 10  # of a process that compiles, beside one that measures
 
 
 class CompileEvents:
@@ -87,22 +83,6 @@ class Companion:
                 self._begun.set()
                 if self._over.is_set():
                     return
-
-
-@contextlib.contextmanager
-def niced() -> Iterator[None]:
-    """Within the block this thread, and what it starts, gives way to others."""
-    _set_nice(NICE)
-    try:
-        yield
-    finally:
-        _set_nice(0)
-
-
-def _set_nice(value: int) -> None:
-    with contextlib.suppress(PermissionError):  # only root may go back
-        if os.geteuid() == 0:
-            os.setpriority(os.PRIO_PROCESS, 0, value)
 
 
 def milliseconds(**seconds: float) -> dict[str, Any]:

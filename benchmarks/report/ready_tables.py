@@ -8,7 +8,7 @@ from benchmarks.report.markdown_table import markdown
 def ready(figures: dict[str, Any]) -> str:
     """A line per start, cold or warm."""
     head = ["model", "start", "load, s", "compile, s", "ready, s"]
-    head += ["first token of 12 kinds, ms", "gap then, ms", "gap while programs compile, ms"]
+    head += ["first token of each kind, ms", "gap then, ms", "gap while programs compile, ms"]
     return markdown(head, [_line(row) for row in figures["results"]])
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -69,6 +70,8 @@ class ModelRunner:
         )
         self.shapes, self._config = shapes, self._blueprint.config
         self._holdings, self._early = self._blueprint.holdings, early
+        if early is not None:
+            weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
         self._tables = proposer.init_tables(model, drafter) if proposer else ()
         self._places: dict[Program, Path | None] = {}  # on disk
@@ -179,10 +182,12 @@ class ModelRunner:
             for answer in as_completed(answers):
                 if (content := answer.result()) is not None:
                     program_cache.hand_over(files[answers[answer]], content)
+                elif processes.is_closed or (self._early and self._early.is_closed):
+                    return  # Python ends
                 yield answers[answer]
 
     def _early_answer(self, program: Program) -> Future[bytes | None] | None:
-        return self._early and self._early.take(self._blueprint.fingerprint(program))
+        return self._early and self._early.get(self._blueprint.fingerprint(program))
 
     def is_kept(self, program: Program) -> bool:
         """Return whether `program` need not be traced, because this or another process did so."""

@@ -1,7 +1,6 @@
 """Warm-up: compiles programs before the requests that need them, so nothing compiles later."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from jaxspec.plan import (
 )
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.programs.kernels import compile_kernels
+from jaxspec.runner.programs.trace_processes import num_cores
 from jaxspec.sampler import EVERYTHING, LADDER, PROMPT_LOGPROBS, TOP_K, Sampler, to_compile
 
 Notice = Literal["bar", "line", "none"]
@@ -42,7 +42,7 @@ _OF_PREFIXES = {
 def programs(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
     """Return every program that plans can need, if their rows need no other samplers than these.
 
-    They are those of the samplers that `to_compile` names.
+    They are those of the samplers that `to_compile` names; prompts have no TOP_K rung.
     """
     return [*_steps(shapes, to_compile(samplers)), *_between_steps(shapes)]
 
@@ -141,7 +141,7 @@ def warm_up(
         return {}
     # The label comes last: a narrow terminal cuts it off.
     layout = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
-    pool = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), "jaxspec-compile")
+    pool = ThreadPoolExecutor(min(len(missing), num_cores()), "jaxspec-compile")
     with _line(missing) if notice == "line" else contextlib.nullcontext():
         try:
             with tqdm(
@@ -206,7 +206,7 @@ def _compile(
 
 
 def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
-    """Compile; `seconds` and those that it took. XLA has kept what is not new."""
+    """Compile; `seconds` and those that it took. What is not new lies in XLA's cache, too."""
     start = time.perf_counter()
     if is_new:
         compile_kernels(lowered)

@@ -63,7 +63,7 @@ def compiled_by():
 
 
 def test_each_program_is_compiled_once_and_several_at_a_time(runner, compiled_by, monkeypatch):
-    monkeypatch.setattr(warmup.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(warmup, "num_cores", lambda: 4)
     before = {id(leaf) for leaf in jax.tree.leaves(runner.state)}
     for program in programs(SIZES, [GREEDY]):
         runner.lower(program)

@@ -4,9 +4,9 @@ While XLA emits a program it compiles each kernel where it comes to it, half a s
 keeps it for this process by its hash. A kernel that was compiled by itself before is found there.
 """
 
+import functools
 import io
 import logging
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -18,6 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 
 from jaxspec import device
+from jaxspec.runner.programs.trace_processes import num_cores
 
 _log = logging.getLogger(__name__)
 _TARGET = "mosaic_gpu_v2"  # of JAX 0.11's custom calls
@@ -34,17 +35,20 @@ def compile_kernels(lowered: jax.stages.Lowered) -> None:
         return
     try:
         found = kernels_of(lowered.compiler_ir("stablehlo"))
-    except Exception as error:  # another JAX may lower kernels in other ways
+        with _lock:
+            for name, module in found.items():
+                if name not in _asked:
+                    _asked[name] = _pool().submit(_compile, module)
+            awaited = [_asked[name] for name in found]
+    except Exception as error:  # another JAX may lower kernels in other ways; Python may end
         _log.info("kernels are compiled with their program: %r", error)
         return
-    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2), "jaxspec-kernel")
-    with _lock:
-        for name, module in found.items():
-            if name not in _asked:
-                _asked[name] = pool.submit(_compile, module)
-        awaited = [_asked[name] for name in found]
     wait(awaited)
-    pool.shutdown()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_cores(), "jaxspec-kernel")
 
 
 def kernels_of(module: Any) -> dict[str, bytes]:

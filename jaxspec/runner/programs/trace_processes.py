@@ -35,12 +35,12 @@ def num_processes(num_programs: int) -> int:
     """
     if dispatch.kernels_here()[1] is not None or not sys.executable or hasattr(sys, "frozen"):
         return 0
-    count = min(num_programs, _num_cores() - 1, MAX_PROCESSES)
+    count = min(num_programs, num_cores() - 1, MAX_PROCESSES)
     return count if count > 1 else 0
 
 
-def _num_cores() -> int:
-    """Those that this process may run on."""
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -54,8 +54,7 @@ class TraceProcesses:
         self._free = threading.Semaphore(max(1, count))
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_closed = False
-        atexit.register(self.close)
+        self.is_closed = False
 
     def ask(self, request: bytes) -> Future[bytes | None]:
         """Return the answer to a pickled `TraceRequest`, to come.
@@ -71,7 +70,7 @@ class TraceProcesses:
 
     def close(self) -> None:
         """End the processes; what they were asked is answered with None."""
-        self._is_closed = True  # first: an interrupt may come while the lock is waited for
+        self.is_closed = True  # first: an interrupt may come while the lock is waited for
         with self._lock:
             for process in self._processes:
                 process.kill()  # does nothing to one that has ended
@@ -90,8 +89,10 @@ class TraceProcesses:
 
     def _start(self) -> "subprocess.Popen[bytes] | None":
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return None
+            if not self._processes:
+                atexit.register(self.close)
             self._processes.append(_started())
             return self._processes[-1]
 
@@ -104,9 +105,14 @@ class EarlyTraces:
         self._processes = TraceProcesses(len(requests))
         self._answers = {key: self._processes.ask(each) for key, each in requests.items()}
 
-    def take(self, fingerprint: str | None) -> Future[bytes | None] | None:
-        """Return the answer for a program, to come, or None if it was not asked or is taken."""
-        return self._answers.pop(fingerprint, None) if fingerprint else None
+    def get(self, fingerprint: str | None) -> Future[bytes | None] | None:
+        """Return the answer for a program, to come, or None if it was not asked."""
+        return self._answers.get(fingerprint) if fingerprint else None
+
+    @property
+    def is_closed(self) -> bool:
+        """True once what was not answered has ended."""
+        return self._processes.is_closed
 
     def close(self) -> None:
         """End what is not answered yet."""

@@ -47,12 +47,11 @@ def test_each_request_gets_its_answer(worker):
     assert [process.returncode for process in started] == [0] * 3
 
 
-def test_early_traces_are_taken_once_by_their_fingerprint(worker):
+def test_early_traces_are_found_by_their_fingerprint(worker):
     started = worker(ECHO)
     early = EarlyTraces({"one": b"ab", "two": b"cd"})
-    found = early.take("two")
-    assert found.result() == b"dc" and early.take("two") is None
-    assert early.take(None) is None and early.take("three") is None
+    assert early.get("two").result() == b"dc" and early.get("one").result() == b"ba"
+    assert early.get(None) is None and early.get("three") is None
     early.close()
     assert len(started) == 2 and all(process.returncode is not None for process in started)
 
@@ -89,20 +88,20 @@ def test_an_interrupt_ends_those_that_run_and_starts_no_more(worker):
     [(1, 9, 0), (2, 9, 0), (3, 9, 2), (16, 9, 8), (16, 3, 3), (16, 1, 0), (16, 0, 0)],
 )
 def test_as_many_processes_as_programs_and_free_cores(cores, programs, processes, monkeypatch):
-    monkeypatch.setattr(trace_processes, "_num_cores", lambda: cores)
+    monkeypatch.setattr(trace_processes, "num_cores", lambda: cores)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
     assert num_processes(programs) == processes
 
 
 def test_no_process_where_no_kernel_makes_tracing_slow(monkeypatch):
-    monkeypatch.setattr(trace_processes, "_num_cores", lambda: 16)
+    monkeypatch.setattr(trace_processes, "num_cores", lambda: 16)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (False, "this is a test"))
     assert num_processes(9) == 0
 
 
 @pytest.mark.parametrize("executable", ["", None])
 def test_no_process_where_there_is_no_python_to_start(executable, monkeypatch):
-    monkeypatch.setattr(trace_processes, "_num_cores", lambda: 16)
+    monkeypatch.setattr(trace_processes, "num_cores", lambda: 16)
     monkeypatch.setattr(dispatch, "kernels_here", lambda: (True, None))
     assert num_processes(9) == 8
     monkeypatch.setattr(trace_processes.sys, "executable", executable)
