@@ -10,7 +10,7 @@ from jaxspec import LLM, SamplingParams, plan, row
 from jaxspec.flight.file import read
 from jaxspec.row import RowField, row_layout
 from jaxspec.runner import verify
-from jaxspec.sampler import GREEDY, TOP_K, Sampler, rung
+from jaxspec.sampler import EVERYTHING, GREEDY, TOP_K, Sampler, rung
 from jaxspec.sampling.processors import PROCESSORS
 
 BAN = "ban"
@@ -69,7 +69,8 @@ def test_a_new_parameter_needs_no_line_of_the_engine(llm, tmp_path):
     streamed = [*first, *(token for delta in stream for token in delta.token_ids)]
 
     samplers = {program.sampler for program in llm._runner._programs if program.num_steps}
-    assert samplers == {GREEDY, TOP_K} | {rung(Sampler.of(BAN)), rung(Sampler.of(BAN)).of_decoding}
+    own = rung(Sampler.of(BAN))
+    assert samplers == {GREEDY, TOP_K, EVERYTHING, own, own.of_decoding}
     assert banned.banned_id not in streamed and len(streamed) == 40
     assert streamed[:4] == tokens(greedy)[:4] and streamed == tokens(banned)
     assert beside == tokens(drawn) != streamed[:8]
