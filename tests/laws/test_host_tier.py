@@ -165,7 +165,7 @@ def test_whatever_happens_where_both_tiers_give_up_every_request_gives_its_own_t
     random_walk(engine, 400, seed=depth, among=[*WALKED[:4], *SHARED])
     assert engine.check() <= 3
     host = engine.engine.figures()["prefix_cache"]["host"]
-    # How many depends on how fast the host copies: 33 to 90 were seen.
+    # How many depends on how fast the host copies: 33 were seen on busy cores.
     assert host["num_hits"] > 20 and host["num_evicted_pieces"] > 10
     check_all_is_free(engine)
 
