@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -117,15 +117,6 @@ class Settled(NamedTuple):
     shapes: StepShapes
     holdings: Holdings
 
-    def parts(self, dtype: jnp.dtype) -> dict[str, Any]:
-        """Return what a `ModelRunner` takes by name, before there are weights."""
-        return {
-            "dtype": dtype,
-            "verifier": make_verifier(self.speculation),
-            "states": self.states,
-            "kv_dtype": self.kv_dtype,
-        }
-
     def fitting(self, budget: MemoryBudget | None) -> StepShapes:
         """The shapes with as many pages as fit; ValueError as in `fit` and `check_host_bytes`."""
         shapes = fit(self.shapes, budget, self.holdings.bytes)
@@ -212,14 +203,21 @@ def load_runner(config: EngineConfig, *, progress: bool) -> Loaded:
             head = found_drafter and found_drafter.model
             settled = settle(config, found.model, dtype, head)
             shapes = settled.fitting(budget)
-            parts = settled.parts(dtype)
-            plan = Blueprint.of(found.model, shapes, settled.proposer, drafter=head, **parts)
-            early = plan.trace_early(first_programs(shapes) if is_background else ())
+            blueprint = Blueprint.of(
+                found.model,
+                shapes,
+                settled.proposer,
+                dtype=dtype,
+                verifier=make_verifier(settled.speculation),
+                states=settled.states,
+                kv_dtype=settled.kv_dtype,
+                drafter=head,
+            )
+            early = blueprint.trace_early(first_programs(shapes) if is_background else ())
             failed.callback(early.close)
             model = found.read(progress)
             drafter = found_drafter and found_drafter.read(progress)
-        parts |= {"drafter": drafter, "early": early}
-        runner = ModelRunner(model, shapes, settled.proposer, **parts)
+        runner = ModelRunner(model, blueprint, drafter=drafter, early=early)
         tier = host_tier(config, runner)
         failed.pop_all()
     return Loaded(

@@ -29,9 +29,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What tells the programs of an engine apart from all others, and how to trace them elsewhere.
+    """The static inputs of an engine's programs, and the shapes of the arrays that they take.
 
-    Arrays are shapes and dtypes (`jax.ShapeDtypeStruct`).
+    Another process can trace the programs from it. Arrays are shapes and dtypes
+    (`jax.ShapeDtypeStruct`).
     """
 
     recipe: ModelRecipe
@@ -39,7 +40,7 @@ class Blueprint:
     holdings: Holdings
     weights: tuple[Any, ...]
     state: EngineState
-    depends: Any  # all that the programs close over, in words where another process can tell it
+    depends: Any  # what the programs close over: its `program_key.words`, or else `config`
 
     @staticmethod
     def of(
@@ -53,7 +54,18 @@ class Blueprint:
         kv_dtype: jnp.dtype | None = None,
         drafter: Published | None = None,
     ) -> "Blueprint":
-        """Return that of a `ModelRunner` of the same arguments; parameters need no values."""
+        """Return the blueprint of an engine.
+
+        Args:
+            model: The model; its parameters need no values.
+            shapes: The sizes of programs and of the state.
+            proposer: Makes drafts; None for plain decoding.
+            dtype: Of the weights and of what is computed.
+            verifier: Accepts drafts.
+            states: How recurrent states are kept.
+            kv_dtype: Of the cached keys and values; None for `dtype`.
+            drafter: The checkpoint that the proposer was made for; it needs no values either.
+        """
         graph, weights = nnx.split(model)
         leaves, tree = jax.tree.flatten(weights)
         holdings = Holdings.of(
@@ -89,7 +101,7 @@ class Blueprint:
         return program_key.fingerprint(self._args(program), (self.depends, program))
 
     def request(self, program: Program) -> bytes | None:
-        """Return what another process traces the program from; None if it can't be told."""
+        """Return a pickled `TraceRequest` for the program, or None if it can't be pickled."""
         args, depends = self._args(program), (self.depends, program)
         try:
             return pickle.dumps(TraceRequest.of(self.recipe, self.config, program, args, depends))

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import StateConfig, StepShapes
 from jaxspec.handover.fingerprint import fingerprint
 from jaxspec.models.base import Model, Published
 from jaxspec.plan import EXPORT, PIECES, TABLES, Program, StepPlan, output_layout, plan_layout
-from jaxspec.proposers.base import Proposer
 from jaxspec.runner.batch_state import EngineState
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.output import DeviceOutput, PendingOutput
@@ -26,7 +23,6 @@ from jaxspec.runner.pieces import Pieces
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.programs.trace_processes import EarlyTraces, TraceProcesses
 from jaxspec.runner.step import jitted_step
-from jaxspec.sampling import Verifier
 
 
 class ModelRunner:
@@ -35,41 +31,22 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        shapes: StepShapes,
-        proposer: Proposer | None,
+        blueprint: Blueprint,
         *,
-        dtype: jnp.dtype,
-        verifier: Verifier,
-        states: StateConfig,
-        kv_dtype: jnp.dtype | None = None,
         drafter: Published | None = None,
         early: EarlyTraces | None = None,
     ):
         """Split the weights out of `model` and allocate the state; no step is compiled yet.
 
         Args:
-            model: The model, with its weights.
-            shapes: The sizes of programs and of the state.
-            proposer: Makes drafts; None for plain decoding.
-            dtype: Of the weights and of what is computed.
-            verifier: Accepts drafts.
-            states: How recurrent states are kept.
-            kv_dtype: Of the cached keys and values; None for `dtype`.
+            model: The model of the blueprint, with its weights.
+            blueprint: The engine's programs and the shapes of its arrays.
             drafter: The checkpoint that the proposer was made for, if any.
             early: Programs that other processes began to trace before the weights were read.
         """
-        self._blueprint = Blueprint.of(
-            model,
-            shapes,
-            proposer,
-            dtype=dtype,
-            verifier=verifier,
-            states=states,
-            kv_dtype=kv_dtype,
-            drafter=drafter,
-        )
-        self.shapes, self._config = shapes, self._blueprint.config
-        self._holdings, self._early = self._blueprint.holdings, early
+        self._blueprint, self._config = blueprint, blueprint.config
+        self.shapes, proposer = blueprint.config.shapes, blueprint.config.proposer
+        self._holdings, self._early = blueprint.holdings, early
         if early is not None:
             weakref.finalize(self, early.close)
         self._weights = tuple(jax.tree.leaves(nnx.split(model)[1]))
@@ -81,7 +58,7 @@ class ModelRunner:
         self._steps: dict[Program, jax.stages.Wrapped] = {}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._watcher: Executor | None = None
-        self.pieces = Pieces(self._config.specs, shapes)
+        self.pieces = Pieces(self._config.specs, self.shapes)
 
     def dispatch(self, plan: StepPlan) -> PendingOutput:
         """Enqueue `plan` behind all earlier ones; its output will come later.

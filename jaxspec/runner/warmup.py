@@ -84,7 +84,7 @@ def _steps(shapes: StepShapes, samplers: Iterable[Sampler]) -> list[Program]:
 
 
 def _of_prompts(sampler: Sampler) -> Sampler:
-    """Return what a step with prompts runs: their tokens take so long that TOP_K spares nothing."""
+    """Return the sampler of steps with prompts, in which TOP_K would save little time."""
     return EVERYTHING if sampler == TOP_K else sampler
 
 
@@ -206,7 +206,10 @@ def _compile(
 
 
 def _timed(lowered: jax.stages.Lowered, seconds: float, is_new: bool) -> float:
-    """Compile; `seconds` and those that it took. What is not new lies in XLA's cache, too."""
+    """Compile the program, and return `seconds` plus the seconds of compiling.
+
+    A program that is not new was kept on disk, and XLA's executable most likely beside it.
+    """
     start = time.perf_counter()
     if is_new:
         compile_kernels(lowered)

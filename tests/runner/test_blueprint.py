@@ -3,6 +3,8 @@
 import pytest
 
 from jaxspec import LLM
+from jaxspec.loading import EMBEDDED_MODEL
+from jaxspec.models import unread
 from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.programs import program_cache, trace_processes
 from jaxspec.runner.warmup import first_programs
@@ -25,14 +27,20 @@ def make(**options):
 
 
 def test_a_blueprint_of_shapes_is_that_of_the_weights(monkeypatch):
-    seen = []
+    made = []
+
+    def make_and_note(*args, **parts):
+        made.append((args, parts))
+        return of(*args, **parts)
+
     of = Blueprint.of
-    monkeypatch.setattr(
-        Blueprint, "of", lambda *args, **parts: seen.append(of(*args, **parts)) or seen[-1]
-    )
+    monkeypatch.setattr(Blueprint, "of", make_and_note)
     llm = make()
-    before, after = seen
-    for program in first_programs(llm._compiler._runner.shapes):
+    runner = llm._compiler._runner
+    (((_, *others), parts),) = made
+    with unread(EMBEDDED_MODEL, parts["dtype"], load_format="auto") as found:
+        before, after = runner._blueprint, of(found.read(False), *others, **parts)
+    for program in first_programs(runner.shapes):
         if program.num_steps:
             assert before.fingerprint(program) == after.fingerprint(program) is not None
             assert before.request(program) == after.request(program)

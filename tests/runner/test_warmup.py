@@ -12,6 +12,7 @@ from harness import SNAPSHOT, model
 from jaxspec.config import StepShapes
 from jaxspec.plan import EXPORT, MOVES, RESTORE, StepPlan
 from jaxspec.runner import warmup
+from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampler import GREEDY, SAMPLED
@@ -33,7 +34,7 @@ TABLES = "tables of what a request forbids"
 
 
 def make_runner():
-    return ModelRunner(
+    blueprint = Blueprint.of(
         model("qwen3"),
         SIZES,
         None,
@@ -41,6 +42,7 @@ def make_runner():
         verifier=make_verifier(None),
         states=SNAPSHOT,
     )
+    return ModelRunner(model("qwen3"), blueprint)
 
 
 @pytest.fixture

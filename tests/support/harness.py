@@ -14,6 +14,7 @@ from jaxspec.models.base import ModelRecipe
 from jaxspec.proposers import Proposer, make_proposer
 from jaxspec.proposers.testing.oracle import OracleProposer
 from jaxspec.request import Finish, Request
+from jaxspec.runner.blueprint import Blueprint
 from jaxspec.runner.model_runner import ModelRunner
 from jaxspec.runner.warmup import programs, warm_up
 from jaxspec.sampling import make_verifier
@@ -150,7 +151,8 @@ class Harness:
         elif speculation is not None:
             recipe = drafter and ModelRecipe.of(drafting(drafter), jnp.dtype("float32"))
             self.proposer = make_proposer(speculation, model(fixture), recipe)
-        self.runner = ModelRunner(
+        given = drafter and drafting(drafter)
+        blueprint = Blueprint.of(
             model(fixture),
             self.buckets,
             self.proposer,
@@ -158,8 +160,9 @@ class Harness:
             verifier=make_verifier(speculation),
             states=states,
             kv_dtype=kv_dtype,
-            drafter=drafter and drafting(drafter),
+            drafter=given,
         )
+        self.runner = ModelRunner(model(fixture), blueprint, drafter=given)
         compiled = programs(self.buckets, samplers)
         warm_up(self.runner, compiled)
         drafts_on_host = make_host_drafter(speculation)

@@ -1,4 +1,4 @@
-"""Where the kept ids of each row of logits end."""
+"""LastKept: the last id that each row of logits keeps."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 class LastKept(NamedTuple):
     """The last id that each row keeps, in the order of its logits; of equal ones the lower first.
 
-    It says of every other id whether it is kept, so nothing is scattered back.
+    A comparison with it decides for every other id, so no mask is scattered back.
     """
 
     logit: Float[Array, " n"]

@@ -62,7 +62,7 @@ class TraceProcesses:
         It is None where the process failed, and the log has the error.
         """
         answer = Future[bytes | None]()
-        # A daemon: the end of Python does not wait for what nobody needs any more.
+        # A daemon thread, because Python must not wait for the answer when it exits.
         threading.Thread(
             target=self._answer, args=(request, answer), name="jaxspec-trace", daemon=True
         ).start()
