@@ -16,16 +16,12 @@ def beside_llm(*files: Figures) -> str:
         llm, http = case["llm"], case["http"]
         speeds = [f"{way['output_tokens_per_second']:,.0f}" for way in (llm, http)]
         share = f"{case['of_llm']:.1%} ({case['of_llm_least']:.1%} to {case['of_llm_most']:.1%})"
-        waits = [
-            f"{llm[f'{name}_ms_p50']:,.1f}, {http[f'{name}_ms_p50']:,.1f} "
-            f"({llm[f'{name}_ms_p99']:,.1f}, {http[f'{name}_ms_p99']:,.1f})"
-            for name in ("ttft", "gap")
-        ]
+        waits = [f"{_time(llm, name)}, {_time(http, name)}" for name in ("ttft", "gap")]
         busy = http["processors"]
         processors = [f"{busy[name]:.0%}" for name in ("server", "event_loop", "generator")]
         lines.append([*_about(case), *speeds, share, *waits, *processors, case["commit"]])
     head = ["requests", "options", "`LLM`: tokens a second", "HTTP", "of `LLM`"]
-    head += ["ms to the first token: `LLM`, HTTP (p99)", "ms of a gap: `LLM`, HTTP (p99)"]
+    head += ["ms to the first token (p99): `LLM`, HTTP", "ms of a gap (p99): `LLM`, HTTP"]
     head += ["processors of the server", "its event loop", "what asks it", "commit"]
     return markdown(head, lines) if lines else NONE_YET
 
@@ -34,7 +30,7 @@ def first_token(*files: Figures) -> str:
     """Milliseconds to the first token of a request that is alone."""
     lines = []
     for case in _of_part("first-token", files):
-        times = [f"{case[f'{way}_ms_p50']:.2f} ({case[f'{way}_ms_p99']:.2f})" for way in WAYS]
+        times = [_time(case, way) for way in WAYS]
         lines.append([*_about(case), *times, f"{case['overhead_ms']:.2f}", case["commit"]])
     head = ["requests", "options", "`LLM`: ms to the first token (p99)", "HTTP (p99)", "more"]
     return markdown([*head, "commit"], lines) if lines else NONE_YET
@@ -45,7 +41,7 @@ def streams(*files: Figures) -> str:
     lines = []
     for case in _of_part("streams", files):
         speed = f"{case['output_tokens_per_second']:,.0f}"
-        times = [f"{case[f'{name}_ms_p50']:.2f} ({case[f'{name}_ms_p99']:.2f})" for name in STAGES]
+        times = [_time(case, name) for name in STAGES]
         processors = [f"{case['processors'][name]:.0%}" for name in PROCESSORS]
         lines.append([*_about(case), speed, *times, *processors, case["commit"]])
     head = ["requests", "options", "tokens a second", "ms to plan a step (p99)", "to dispatch it"]
@@ -61,6 +57,13 @@ PROCESSORS = "server", "event_loop", "engine", "generator"
 
 def _of_part(part: str, files: tuple[Figures, ...]) -> list[Figures]:
     return [case for file in files for case in file["results"] if case["part"] == part]
+
+
+def _time(case: Figures, name: str) -> str:
+    # Without two portions of one answer no gap was measured.
+    if f"{name}_ms_p50" not in case:
+        return "–"
+    return f"{case[f'{name}_ms_p50']:,.2f} ({case[f'{name}_ms_p99']:,.2f})"
 
 
 def _about(case: Figures) -> list[str]:

@@ -17,7 +17,7 @@ tables = importlib.import_module("benchmarks.report.acceptance_tables")
 features = importlib.import_module("benchmarks.acceptance.features")
 job = importlib.import_module("benchmarks.acceptance.job")
 command = importlib.import_module("benchmarks.acceptance.__main__")
-SMALL = "--rows 2 --prompt 16 --tokens 4 --chunk 32 --processes 1"
+SMALL = "--rows 2 --prompt 24 --tokens 4 --chunk 32 --processes 1"
 
 
 def accept(monkeypatch, file, arguments):

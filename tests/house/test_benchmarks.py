@@ -203,6 +203,7 @@ def test_startup_finds_on_disk_what_the_start_before_compiled(startup, monkeypat
         assert list(result["compile_seconds_by_program"]) == [
             "1 row, greedy",
             "1 row, 16 prompt tokens, greedy",
+            "tables of what a request forbids",
         ]
         assert min(result["trace"], result["lower"], result["cache_bytes"]) > 0
     with pytest.raises(SystemExit, match="needs an empty folder"):
