@@ -1,4 +1,4 @@
-"""Entry point of `python -m jaxspec`: runs a command, or completes prompts."""
+"""`python -m jaxspec "def fibonacci(n):"`, or a command: `jaxspec.commands` knows which."""
 
 import os
 import sys
@@ -10,21 +10,20 @@ from jaxspec import commands
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns:
-        The exit status: 0; 1 if a request failed, the model is refused or a replay differs; 2 for
-        an error that the user can fix; 130 after Ctrl-C and 141 after the reader of a pipe closed
-        it, as in shells.
+    Returns its exit status: 0; 1 if the model failed on a prompt or is refused, or a replay
+    differs; 2 after an error that the user can mend; 130 after Ctrl-C and 141 when nobody reads the
+    output any more, as shells count.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         status = commands.run_command(words)
-        sys.stdout.flush()  # a closed pipe fails here, not at interpreter exit
+        sys.stdout.flush()  # a closed pipe shows here, not when Python ends
         return status
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the shell prompt starts on a new line
+        print(file=sys.stderr)  # the shell's next line starts below the text
         return 130
     except BrokenPipeError:
-        # Python flushes standard output again at exit, which must not fail.
+        # Python flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Validation of values from users, and their short representation in error messages."""
+"""What a value from outside must be, asked in one place; and how an error shows it, in short."""
 
 import itertools
 import math
@@ -15,10 +15,10 @@ _MAX_PATH_CHARACTERS = 4096
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """Return the repr of `value`, cut to `length` characters; huge values cost little."""
+    """`value` as Python writes it, cut to `length` characters; even a huge one costs little."""
     try:
         text = _written(value, length, depth=3)
-    except Exception:  # the __repr__ of a user-defined type may raise anything
+    except Exception:  # a value of the caller's own type may do anything when it is written
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
@@ -45,21 +45,21 @@ def _written(value: Any, length: int, depth: int) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether `value` is a Python or NumPy integer; booleans are not."""
+    """Whether it is an integer of Python's or NumPy's; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Return whether all values satisfy `is_integer`; fast, because prompts may be long."""
+    """Whether each of them `is_integer`; quick, for a prompt may have many thousands."""
     kinds = set(map(type, values))
     return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds)
 
 
 def integer(name: str, value: Any, least: int, most: int = INT64_MAX, hint: str = "") -> int:
-    """Return `value` as a Python int.
+    """`value` as Python's int.
 
     Raises:
-        ValueError: it is not an integer from `least` to `most`; the message ends with `hint`.
+        ValueError: it is no integer from `least` to `most`; the message ends with `hint`.
     """
     if not is_integer(value) or int(value) < least:
         raise ValueError(
@@ -71,10 +71,10 @@ def integer(name: str, value: Any, least: int, most: int = INT64_MAX, hint: str 
 
 
 def seed_bits(name: str, value: Any) -> int:
-    """Return a seed as a Python int.
+    """A seed as Python's int.
 
     Raises:
-        ValueError: it is not an integer from -2**63 to 2**64 - 1.
+        ValueError: it is no integer from -2**63 to 2**64 - 1.
     """
     if not is_integer(value) or not -(2**63) <= int(value) < 2**64:
         raise ValueError(f"{name} must be an integer that fits in 64 bits, got {shown(value)}.")
@@ -82,20 +82,20 @@ def seed_bits(name: str, value: Any) -> int:
 
 
 def real(value: Any) -> float:
-    """Return `value` as a Python float, or NaN, which is in no range, if it is not a number."""
+    """`value` as Python's float; NaN, which lies in no range, for what is no number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
         return float(value)
     except OverflowError:
-        return math.inf  # outside every range, so the sign does not matter
+        return math.inf  # of which sign, no range asks
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Return `value` as a Python bool.
+    """`value` as Python's bool.
 
     Raises:
-        ValueError: it is neither a Python nor a NumPy bool.
+        ValueError: it is neither True nor False.
     """
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
@@ -103,9 +103,9 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def items(values: Any, most: int) -> list[Any] | None:
-    """Return the first `most + 1` items of an ordered collection or a possibly endless iterator.
+    """The first `most + 1` of an ordered collection or an iterator, which may be endless.
 
-    Returns None for other values, including strings, mappings and sets.
+    None: it is neither, as a text, a mapping and a set.
     """
     if isinstance(values, str | bytes | bytearray | Mapping | Set):
         return None
@@ -117,17 +117,17 @@ def items(values: Any, most: int) -> list[Any] | None:
 
 
 def text(name: str, value: Any) -> str:
-    """Return `value`; raise ValueError unless it is a non-empty string."""
+    """`value`, if it is a text that is not empty; a ValueError for all else."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be a text that is not empty, got {shown(value)}.")
     return value
 
 
 def path(name: str, value: Any) -> str | Path:
-    """Return `value` if it is a valid path; the file need not exist.
+    """`value`, if a file system can look it up.
 
     Raises:
-        ValueError: it is not a string or Path, is empty or too long, or has invalid characters.
+        ValueError: it is no text or Path, is empty, too long, or has characters no path may have.
     """
     if not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text or a Path, got {shown(value)}.")

@@ -1,8 +1,8 @@
-"""Pools: the arrays that an engine keeps between steps besides its rows; see `CacheSpec`."""
+"""What an engine keeps between steps besides its rows: pools, each described by a `CacheSpec`."""
 
 from jaxspec.cache.checkpoints import (
     BySlot,
-    SavedState,
+    Kept,
     allocate_checkpoints,
     by_slot,
     export,
@@ -10,7 +10,7 @@ from jaxspec.cache.checkpoints import (
     unknown,
 )
 from jaxspec.cache.hidden_states import HiddenStates
-from jaxspec.cache.namespaces import namespaced, pools_of, with_pools_of
+from jaxspec.cache.owned import Owned, owned, pools_of, with_pools_of
 from jaxspec.cache.paged_kv import PagedKV, kv_dtype_of
 from jaxspec.cache.policy import Replay, Snapshot, StatePolicy, state_policy
 from jaxspec.cache.recurrent import Conv, PerSlot, Recurrent, RecurrentPool, Ring
@@ -18,7 +18,7 @@ from jaxspec.cache.short_conv import ShortConv
 from jaxspec.cache.specs import (
     CacheOptions,
     CacheSpec,
-    MemoryLabel,
+    Holder,
     Moves,
     Pools,
     PoolSizes,
@@ -29,22 +29,25 @@ from jaxspec.cache.specs import (
 )
 from jaxspec.cache.token_history import History, TokenHistory
 
-MEMORY_LABELS: dict[str, MemoryLabel] = {
-    name: label
-    for kind in (PagedKV, Recurrent, ShortConv, TokenHistory, HiddenStates)
-    for name, label in kind.labels.items()
-}
+HOLDERS: dict[str, Holder] = {
+    **PagedKV.labels,
+    **Recurrent.labels,
+    **ShortConv.labels,
+    **TokenHistory.labels,
+    **HiddenStates.labels,
+}  # every kind's, for people
 
 __all__ = [
-    "MEMORY_LABELS",
+    "HOLDERS",
     "BySlot",
     "CacheOptions",
     "CacheSpec",
     "Conv",
     "HiddenStates",
     "History",
-    "SavedState",
+    "Kept",
     "Moves",
+    "Owned",
     "PagedKV",
     "PerSlot",
     "PoolSizes",
@@ -65,7 +68,7 @@ __all__ = [
     "holders",
     "kv_dtype_of",
     "merged",
-    "namespaced",
+    "owned",
     "pools_of",
     "restore",
     "state_policy",

@@ -1,36 +1,37 @@
-"""One streamed answer in a terminal: its text, chat message and stats."""
+"""Answer: one answer of a model in a terminal, as it comes, and its figures."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxspec.async_stream import AsyncStream
 from jaxspec.commands.figures import summary
-from jaxspec.engine.async_stream import AsyncStream
-from jaxspec.requests.outputs import TextDelta
-from jaxspec.requests.request import RequestMetrics
-from jaxspec.text.parsers import Dialect, Piece, starts_in_reasoning
-from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.viz.colored_tokens import Piece as PaintedPiece
-from jaxspec.viz.colored_tokens import TokenPieces, ansi, ansi_legend
+from jaxspec.outputs import TextDelta
+from jaxspec.painted_text import Piece as PaintedPiece
+from jaxspec.painted_text import TokenPieces, ansi, ansi_legend
+from jaxspec.request import RequestMetrics
+from jaxspec.server.parsers import Dialect, Piece, starts_in_reasoning
+from jaxspec.tokenizer import Tokenizer
 
 Look = Callable[[TextDelta, Sequence[Piece]], str]
-"""Returns the text to print for a delta, given the parsed pieces of its text."""
+"""What is printed of a delta, whose text has these parts."""
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Stats of a complete answer."""
+    """The figures of an answer that is whole."""
 
     metrics: RequestMetrics
     num_tokens: int
     seconds: float
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens in the cached prefix
+    num_cached_tokens: int  # of those
     finish_reason: str | None = "stop"
 
     def __str__(self) -> str:
+        """One line."""
         first = f"{1000 * (self.metrics.ttft or 0.0):.0f} ms to the first token"
         cached = f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens cached"
         is_cut = ", cut at its length" if self.finish_reason == "length" else ""
@@ -39,10 +40,10 @@ class Turn:
 
 
 class Answer:
-    """Collects the deltas of a stream: text to print, chat message and stats."""
+    """Takes the pieces of a stream; knows what to print, what the message is, and its figures."""
 
     def __init__(self, stream: AsyncStream, dialect: Dialect, look: Look):
-        """Start without tokens; `dialect` parses reasoning and content."""
+        """Begin; `dialect` tells reasoning from content."""
         self._stream, self._look = stream, look
         begins = dialect.thinks and starts_in_reasoning(stream.prompt or "")
         self._parser = dialect(starts_in_reasoning=begins)
@@ -53,7 +54,7 @@ class Answer:
         self._metrics = RequestMetrics()
 
     def push(self, delta: TextDelta) -> str:
-        """Add a delta and return the text to print."""
+        """What to print of a delta."""
         self._num_tokens += len(delta.token_ids)
         self._draft_positions += delta.draft_positions
         self._finish_reason = delta.finish_reason
@@ -65,7 +66,7 @@ class Answer:
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """The assistant's message so far; None before the first token."""
+        """The message as far as it came; None if no token has come."""
         if not self._num_tokens:
             return None
         self._kept(self._parser.flush())
@@ -76,7 +77,7 @@ class Answer:
 
     @property
     def turn(self) -> Turn:
-        """The stats; complete after the stream has ended."""
+        """The figures, once the stream has ended."""
         return Turn(
             metrics=self._metrics,
             num_tokens=self._num_tokens,
@@ -88,7 +89,7 @@ class Answer:
 
     @property
     def legend(self) -> str:
-        """Legend with token counts by draft position, as one line for a terminal."""
+        """How many of the tokens came from whom, on one line for a terminal."""
         return ansi_legend(self._draft_positions)
 
     def _kept(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -98,12 +99,12 @@ class Answer:
 
 
 def plain(delta: TextDelta, pieces: Sequence[Piece]) -> str:
-    """Return the text unchanged (a `Look`)."""
+    """The text as the model wrote it."""
     return delta.text
 
 
 def by_draft(tokenizer: Tokenizer) -> Look:
-    """Return a `Look` that colors each token by its draft position."""
+    """Each token in the colour of who gave it."""
     tokens = TokenPieces(tokenizer)
 
     def shown(delta: TextDelta, pieces: Sequence[Piece]) -> str:
@@ -114,7 +115,7 @@ def by_draft(tokenizer: Tokenizer) -> Look:
 
 
 def by_part() -> Look:
-    """Return a `Look` that dims reasoning and puts an empty line before the content."""
+    """Reasoning dim, and an empty line between it and the content."""
     before = ""
 
     def shown(delta: TextDelta, pieces: Sequence[Piece]) -> str:
@@ -122,7 +123,7 @@ def by_part() -> Look:
         told = []
         for piece in pieces:
             gap = "\n\n" if before == "reasoning" and piece.kind == "content" else ""
-            text = ansi([PaintedPiece(piece.text, 0)])  # escapes control characters
+            text = ansi([PaintedPiece(piece.text, 0)])  # without control characters
             told.append(gap + (dim(text) if piece.kind == "reasoning" else text))
             before = piece.kind
         return "".join(told)
@@ -131,4 +132,5 @@ def by_part() -> Look:
 
 
 def dim(text: str) -> str:
+    """Text of less weight, in a terminal."""
     return f"{_DIM}{text}{_RESET}"

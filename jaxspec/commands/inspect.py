@@ -1,10 +1,9 @@
-"""`python -m jaxspec inspect MODEL`: report a model's structure, memory needs and support."""
+"""`python -m jaxspec inspect MODEL`: what a model is, what it takes, and whether it runs here."""
 
 import argparse
 from collections.abc import Sequence
 
-from jaxspec.inspection import inspect
-from jaxspec.options.arguments import (
+from jaxspec.arguments import (
     ENGINE_OPTIONS,
     CommandParser,
     add_engine_options,
@@ -12,17 +11,18 @@ from jaxspec.options.arguments import (
     add_speculation,
     engine_options,
 )
+from jaxspec.inspection import inspect
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the report; return 1 if the model is refused, else 0."""
+    """Report on the model of a command line; 1 if it is refused, else 0."""
     found = inspect(**engine_options(parser().parse_args(words)))
     print(found)
     return 1 if found.refused else 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; on an error it exits with status 2."""
+    """What reads the command line; after an error it ends the process with status 2."""
     made = CommandParser(
         prog="python -m jaxspec inspect",
         usage="python -m jaxspec inspect [options] [MODEL]",

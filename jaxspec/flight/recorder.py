@@ -1,4 +1,4 @@
-"""Flight recorder: a runner that stores all plans dispatched through it, and their outputs."""
+"""FlightRecorder: a runner that remembers every plan that passes through it, and what came back."""
 
 import contextlib
 import logging
@@ -11,40 +11,39 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.engine.engine import Pending, Runner
-from jaxspec.files import state_folder
+from jaxspec.config import StepShapes
+from jaxspec.engine import Pending, Runner
 from jaxspec.flight import Flight, Start, Step, file
-from jaxspec.flight.blocks import without_ids
+from jaxspec.flight.ids import without_ids
 from jaxspec.layout import PackedLayout
-from jaxspec.plan.plan import StepOutput, StepPlan, output_layout, plan_layout
-from jaxspec.plan.step_shapes import StepShapes
+from jaxspec.plan import StepOutput, StepPlan, output_layout, plan_layout
+from jaxspec.user_folders import state_folder
 
-MAX_BYTES = 2**27  # limit for plans and outputs: some 26,000 dispatches of 64 rows
-MAX_FILES = 8  # limit for files of failures in a folder; the oldest are deleted
-_OVERHEAD = 200  # bytes of a Python array object and its list entry
+MAX_BYTES = 2**27  # of plans and outputs in the host's memory: some 26,000 dispatches of 64 rows
+MAX_FILES = 8  # that failures leave in a folder; the oldest goes first
+_OVERHEAD = 200  # bytes that Python takes for an array and its place in a list
 _OF_FAILURES = re.compile(r"flight-\d{8}-\d{6}-\d{9}\.npz")
 _log = logging.getLogger(__name__)
 
 
 class FlightRecorder:
-    """Wrapper of a `Runner` that records its steps.
+    """A `Runner` around another one.
 
-    It stores the steps since the start, or since the last copy of the state (`restart`). If they
-    exceed `MAX_BYTES`, all are dropped, and recording resumes at a plan without rows of earlier
-    plans.
+    It remembers the steps since the start, or since a copy of the state was saved (`restart`). Once
+    `MAX_BYTES` are full it forgets all, and begins again where no row of an earlier plan goes on.
     """
 
     def __init__(self, runner: Runner, shapes: StepShapes, about: dict[str, Any], *, hashed: bool):
         """Record `runner`, whose programs have `shapes`.
 
-        `about` describes the model and its options (`Flight.about`). If `hashed`, token ids in
-        files are hashed.
+        `about`: what a file says of the model and its options (`Flight.about`). `hashed`: token ids
+        in files are hashed.
         """
         self._runner, self._shapes, self._about, self._hashed = runner, shapes, about, hashed
         self._begin("empty")
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Record `plan`, and enqueue it without waiting."""
+        """Note `plan`, and enqueue it without waiting."""
         step = self._note(plan)
         pending = self._runner.dispatch(plan)
         if step is None:
@@ -52,21 +51,21 @@ class FlightRecorder:
         return _Recorded(pending, step, self, output_layout(self._shapes.num_drafts))
 
     def reset(self) -> None:
-        """Reset to an empty state, and drop the recorded steps."""
+        """Start again from an empty state, and forget what led to the last one."""
         self._runner.reset()
         self._begin("empty")
 
     def close(self) -> None:
-        """Drop the recorded steps, and close the runner."""
+        """Forget all, and close the runner."""
         self._begin("empty")
         self._runner.close()
 
     def restart(self, copy_state: Callable[[], list[np.ndarray]]) -> None:
-        """Drop the recorded steps, and begin with the device's state, as returned by `copy_state`.
+        """Forget what was recorded; `copy_state` gives the newest state of the device.
 
         Raises:
-            ValueError: ids are hashed, while a state holds the keys and values of prompts; or the
-                state is too large for a file.
+            ValueError: ids are hashed, while a state holds the keys and values of prompts; or it is
+                too big for a file.
         """
         if self._hashed:
             raise ValueError(
@@ -82,10 +81,10 @@ class FlightRecorder:
         self._begin("copy", state)
 
     def save(self, path: Path, failure: str | None = None) -> None:
-        """Write the recorded steps to `path`, readable by the user alone.
+        """Write what was recorded to `path`, readable by the user alone.
 
         Raises:
-            ValueError: no steps are recorded at the moment.
+            ValueError: nothing is recorded at the moment.
             OSError: the file can't be written.
         """
         if self._is_full:
@@ -104,16 +103,16 @@ class FlightRecorder:
         file.write(path, without_ids(flight) if self._hashed else flight)
 
     def save_failure(self, error: Exception, folder: str | Path | None) -> None:
-        """Write the steps before `error` to a file, and add its path to the error; never raises.
+        """Write what led to `error`, and note in the error where; never raises an exception.
 
-        `folder` is that of the file; None means the user's state folder.
+        `folder`: None is the user's state folder.
         """
         try:
             place = Path(folder).expanduser() if folder else state_folder() / "flights"
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = place / time.strftime(f"flight-%Y%m%d-%H%M%S-{time.time_ns() % 10**9:09d}.npz")
             self.save(path, failure=f"{type(error).__name__}: {error}"[:2000])
-        except Exception as why:  # the caller must get the error itself
+        except Exception as why:  # the error itself is what the caller must hear of
             _log.warning("no flight was written: %s", why)
             return
         error.add_note(
@@ -122,7 +121,7 @@ class FlightRecorder:
         _drop_oldest(place)
 
     def remember(self, array: np.ndarray) -> None:
-        """Count the bytes of a stored array, and drop all steps if there are too many."""
+        """Count what is remembered, and drop all of it once it is too much."""
         self._num_bytes += array.nbytes + _OVERHEAD
         if self._num_bytes > MAX_BYTES:
             self._begin("idle")
@@ -137,7 +136,7 @@ class FlightRecorder:
     def _note(self, plan: StepPlan) -> Step | None:
         if self._is_full:
             layout = plan_layout(plan.program, self._shapes)
-            if "prev_positions" not in layout.fields:  # the plan has no rows
+            if "prev_positions" not in layout.fields:  # it places no rows
                 return None
             self._is_full = bool((layout.read(plan.packed, "prev_positions") >= 0).any())
             if self._is_full:
@@ -150,7 +149,7 @@ class FlightRecorder:
 
 
 class _Recorded:
-    """Pending output of a step, which is recorded when it is complete."""
+    """A step's output on its way, which is noted when it comes."""
 
     def __init__(
         self, pending: Pending, step: Step, recorder: FlightRecorder, layout: PackedLayout
@@ -160,7 +159,7 @@ class _Recorded:
 
     def result(self) -> StepOutput:
         output = self._pending.result()
-        # A copy: the fields are views of memory of the device's runtime.
+        # A copy: what the fields are views of belongs to the device's runtime.
         fields = [self._layout.bits(name, getattr(output, name)) for name in self._layout.fields]
         self._step.output = np.concatenate(fields, axis=-1)
         self._recorder.remember(self._step.output)
@@ -171,7 +170,7 @@ class _Recorded:
 
 
 def _drop_oldest(folder: Path) -> None:
-    """Delete all but the newest files of failures; their names sort by time."""
+    """Delete all but the newest files that failures left; their names sort by time."""
     with contextlib.suppress(OSError):  # another process may do the same
         names = sorted(name for name in os.listdir(folder) if _OF_FAILURES.fullmatch(name))
         for name in names[:-MAX_FILES]:

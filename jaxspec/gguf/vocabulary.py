@@ -1,4 +1,4 @@
-"""Vocabulary: the validated tokenizer entries of a GGUF file's metadata."""
+"""Vocabulary: the entries of a GGUF file's metadata that are about tokens, checked one by one."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from jaxspec.gguf.file import GGUFFile
 
 PREFIX = "tokenizer.ggml."
 MAX_TOKENS = 2**20
-"""Maximum vocabulary size: about four times that of the largest published one."""
+"""The largest vocabulary that is read: some four times the largest published one."""
 _TEMPLATE = "tokenizer.chat_template"
 _WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list of texts"}
-_ROLES = {  # special tokens: names in tokenizer_config.json -> names in GGUF
+_ROLES = {  # of special tokens, by their names in a tokenizer_config.json
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "pad_token": "padding_token_id",
@@ -23,13 +23,13 @@ _NORMAL = 1
 
 
 class Vocabulary:
-    """The tokens in a file's metadata, with their types, roles and chat templates."""
+    """The tokens in a file's metadata, and whatever else it says of them."""
 
     def __init__(self, file: GGUFFile):
-        """Read the tokens from an open file.
+        """Take them from an open file.
 
         Raises:
-            ValueError: There are no tokens, too many, duplicates, or not one type per token.
+            ValueError: there are none or too many, one is there twice, or not each has a type.
         """
         self.path: Path = file.path
         self._entries = file.metadata
@@ -43,20 +43,20 @@ class Vocabulary:
         self.types = np.full(len(self.tokens), _NORMAL) if types is None else types
 
     def find(self, name: str, kind: type[Any]) -> Any:
-        """Return the entry, or None if missing; ValueError if it has another kind."""
+        """The entry of that kind; None where there is none; ValueError: it is of another kind."""
         value = self._entries.get(PREFIX + name)
         if value is None or type(value) is kind:
             return value
         raise self.broken(name, f"must be {_WORDS[kind]}, got {shown(value)}")
 
     def need(self, name: str, kind: type[Any]) -> Any:
-        """Return the entry; ValueError if it is missing or has another kind."""
+        """The entry of that kind; ValueError: there is none, or of another kind."""
         if (value := self.find(name, kind)) is None:
             raise self.broken(name, f"must be {_WORDS[kind]}, and is absent")
         return value
 
     def for_each_token(self, name: str) -> np.ndarray | None:
-        """Return an array with one number per token; None if the entry is missing."""
+        """An array with a number for each token; None where there is none."""
         values = self._entries.get(PREFIX + name)
         if values is None:
             return None
@@ -68,7 +68,7 @@ class Vocabulary:
         return values
 
     def role(self, name: str) -> str | None:
-        """Return the token of a role such as bos_token; None if the file has none."""
+        """The token of a role such as bos_token; None where the file names none."""
         token_id = self.find(_ROLES[name], int)
         if token_id is None:
             return None
@@ -80,10 +80,10 @@ class Vocabulary:
         return self.tokens[token_id]
 
     def settings(self) -> dict[str, Any]:
-        """Return special tokens and chat templates, as in a tokenizer_config.json.
+        """What a tokenizer_config.json would say: special tokens and chat templates.
 
         Raises:
-            ValueError: An entry has another kind.
+            ValueError: an entry is of another kind.
         """
         found: dict[str, Any] = {
             role: token for role in _ROLES if (token := self.role(role)) is not None
@@ -96,7 +96,7 @@ class Vocabulary:
         return found | {"chat_template": templates}
 
     def broken(self, name: str, rule: str) -> ValueError:
-        """Return the error for an entry that breaks a rule."""
+        """The error for an entry that breaks a rule."""
         return ValueError(
             f"{self.path}: `{PREFIX}{name}` {rule}. Download the file again, or name another "
             "tokenizer with the option `tokenizer`."

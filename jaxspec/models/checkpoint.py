@@ -1,4 +1,4 @@
-"""Checkpoint: a model's stored tensors, read piece by piece; safetensors folders."""
+"""Checkpoint: the tensors that a model is made of, as they were published, read part by part."""
 
 import contextlib
 import os
@@ -16,81 +16,83 @@ from jaxspec.models.safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX = "model.safetensors.index.json"
 _BESIDE_THE_INDEX = re.compile(r"[^/\\\0]+\.safetensors")
-_NAMED = 4  # tensors or files listed per problem in an error message
+_NAMED = 4  # tensors or files of a kind that an error names
 _NAME_CHARACTERS = 100
 
 
 class Checkpoint(Protocol):
-    """Tensors by their names in the checkpoint, in any file format. A context manager."""
+    """Published tensors by name, whatever the files. A context manager, which closes these."""
 
     @property
     def path(self) -> Path:
-        """The folder or file with the tensors."""
+        """The folder or the file that holds the tensors."""
         ...
 
     @property
     def asked_by(self) -> str:
-        """Name of the part that defines the model's tensors, such as "config.json", for errors."""
+        """What there says which tensors a model has, in words, such as "config.json"."""
         ...
 
     @property
     def remedy(self) -> str:
-        """Sentence for errors on how to fix tensors that do not match."""
+        """What to do where these are others, a sentence."""
         ...
 
-    def __enter__(self) -> "Checkpoint": ...
+    def __enter__(self) -> "Checkpoint":
+        """The checkpoint itself."""
+        ...
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        """Close the files."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Every tensor's published name."""
         ...
 
     def files_of(self, name: str) -> list[str]:
-        """Return the names of the files that hold a tensor: one, in a valid checkpoint."""
+        """The names of the files that hold a tensor: one, in a sound checkpoint."""
         ...
 
     def stored(self, name: str) -> StoredTensor:
-        """Return a tensor's shape, and the dtype that `read` returns."""
+        """A tensor's shape, and the dtype that `read` gives."""
         ...
 
     def bytes_by_type(self) -> Mapping[str, int]:
-        """Return the stored bytes of all tensors by storage type."""
+        """The bytes of all tensors in the files, by the type that they are stored in."""
         ...
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
         """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
 
-        `into` must have the dtype of `stored`. Threads may read concurrently.
+        It must have the dtype that `stored` says. Several threads may read at once.
 
         Raises:
-            ValueError: The file was truncated after it was opened.
+            ValueError: the file was cut short since it was opened.
         """
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if a file was written to after it was opened."""
+        """ValueError if a file was written to since it was opened."""
 
 
 class SafetensorsCheckpoint:
-    """The `Checkpoint` in a folder of safetensors files.
+    """The tensors in a folder's safetensors files: a `Checkpoint`.
 
-    Reads `model.safetensors.index.json` and its shards, or without an index all
-    `model*.safetensors`.
+    Reads `model.safetensors.index.json` and its shards, or else every `model*.safetensors`.
     """
 
     asked_by = "config.json"
     remedy = "Check that config.json belongs to these weights, or download both again."
 
     def __init__(self, folder: Path):
-        """Open all files and read their headers.
+        """Open every file and read its header.
 
         Raises:
-            FileNotFoundError: There are no weights, or a file in the index is missing.
-            ValueError: A file is damaged, or the index does not match the files.
+            FileNotFoundError: there are no weights, or not all that the index names.
+            ValueError: a file is damaged, or the index does not fit the files.
         """
         self.path = folder
-        self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files with it
+        self._holders: dict[str, list[SafetensorsFile]] = {}  # tensor -> files that hold it
         index = read_index(folder)
         paths = _unindexed(folder) if index is None else _indexed(folder, index)
         with contextlib.ExitStack() as opened:
@@ -104,22 +106,28 @@ class SafetensorsCheckpoint:
             self._open_files = opened.pop_all()
 
     def __enter__(self) -> "SafetensorsCheckpoint":
+        """The checkpoint itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close the files."""
         self._open_files.close()
 
     @property
     def names(self) -> frozenset[str]:
+        """Every tensor's published name."""
         return frozenset(self._holders)
 
     def files_of(self, name: str) -> list[str]:
+        """The names of the files that hold a tensor: one, in a sound checkpoint."""
         return [file.path.name for file in self._holders[name]]
 
     def stored(self, name: str) -> StoredTensor:
+        """A tensor's dtype and shape, from the file's header."""
         return self._holders[name][0].tensors[name]
 
     def bytes_by_type(self) -> Mapping[str, int]:
+        """The bytes of all tensors, by the dtype that the headers say."""
         num_bytes: Counter[str] = Counter()
         for name in self.names:
             stored = self.stored(name)
@@ -127,15 +135,23 @@ class SafetensorsCheckpoint:
         return num_bytes
 
     def read(self, name: str, first: int, into: np.ndarray) -> None:
-        """See `Checkpoint.read`; dtypes are those of `safetensors_file.DTYPES` and `INTEGERS`."""
+        """Fill `into`, `[elements]`, with a tensor's elements from `first` on, in C order.
+
+        It must have the tensor's own dtype, of `safetensors_file.DTYPES` or `INTEGERS`. Several
+        threads may read at once.
+
+        Raises:
+            ValueError: its file was cut short since it was opened.
+        """
         self._holders[name][0].read(name, first, into)
 
     def check_unchanged(self) -> None:
+        """ValueError if a file was written to since it was opened."""
         for file in self._files:
             file.check_unchanged()
 
     def _check_index(self, index: Mapping[str, str]) -> None:
-        """Raise ValueError if the index places tensors in files that lack them."""
+        """Refuse an index that puts tensors in files that lack them."""
         misplaced = [
             f"{name} (in {file})"
             for name, file in sorted(index.items())
@@ -149,22 +165,22 @@ class SafetensorsCheckpoint:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first few of `names` and the number of others, for error messages."""
+    """The first of the `names`, and how many more there are: as an error names tensors."""
     first = ", ".join(map(_plain, names[:_NAMED]))
     return f"{first} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else first
 
 
 def _plain(name: str) -> str:
-    """Escape control characters in a name and shorten it."""
+    """A name without what a terminal would obey, and not too long."""
     name = name if name.isprintable() else repr(name)
     return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor from the folder's index; None if there is no index.
+    """The file of each tensor, by the folder's index; None where there is no index.
 
     Raises:
-        ValueError: The index is damaged, or names files outside its folder.
+        ValueError: it is damaged, or names files that do not lie beside it.
     """
     path = folder / INDEX
     if not os.path.lexists(path):

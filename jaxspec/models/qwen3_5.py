@@ -10,4 +10,5 @@ class Qwen3_5(GatedHybrid):
 
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
+        """See `hybrid_config`."""
         return hybrid_config(fields)

@@ -10,12 +10,14 @@ from jaxspec.models.layers.moe import MoEConfig
 
 
 class Qwen3Moe(Model):
+    """A Qwen3 MoE checkpoint."""
+
     @staticmethod
     def parse_config(fields: Fields) -> ModelConfig:
-        """Read the common fields and those of the experts.
+        """The common fields, and those of the experts.
 
         Raises:
-            ValueError: As `Fields.common`, or there are recurrent layers.
+            ValueError: as `Fields.common`, or there are recurrent layers.
         """
         renormalise = fields.need("norm_topk_prob", FLAG)
         experts = MoEConfig.read(fields, renormalise=renormalise, shared=False)
@@ -24,4 +26,5 @@ class Qwen3Moe(Model):
 
     @staticmethod
     def canonical_name(name: str, config: ModelConfig) -> str | None:
+        """The name itself: there is one spelling."""
         return name

@@ -1,1 +1,1 @@
-"""Ops called by model layers, and their Pallas kernels for Hopper GPUs (rules: `README.md`)."""
+"""Ops that layers call, and their kernels for Hopper GPUs; `README.md` has the rules of both."""

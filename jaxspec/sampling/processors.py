@@ -1,4 +1,4 @@
-"""Logits processors, their order, and the ids that a request forbids."""
+"""Logits to logits: what a request forbids becomes -inf, and temperature flattens the rest."""
 
 from typing import Protocol
 
@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pallas.matmul.scores import has_argmax, mask_columns
-from jaxspec.requests.sampling_features import (
+from jaxspec.sampler import (
     BIAS,
     MIN_P,
     PENALTIES,
     SMALL_TOP_K,
     TEMPERATURE,
     TOP_K_TOP_P,
-    SamplingFeatures,
+    Sampler,
 )
 from jaxspec.sampling.bias import add_bias, more_forbidden_ids
 from jaxspec.sampling.params import NO_TOKEN, SamplingInputs
@@ -22,12 +22,11 @@ from jaxspec.sampling.top_k_top_p import mask_small_top_k, mask_top_k_top_p
 
 
 class LogitsProcessor(Protocol):
-    """Pure function of rows of logits; all of them are in `PROCESSORS`.
+    """A pure function of the rows' logits; `PROCESSORS` lists all.
 
-    `SamplingParams.features` names those that a request needs. A program applies a processor to all
-    rows if one may need it, so it must leave the logits of every other row bitwise unchanged, and
-    keep NaNs. A greedy row must keep its largest logit, unless the processor's purpose is to change
-    it.
+    `SamplingParams.sampler` says which requests want it. A program has it if one of its rows may
+    want it, so it must leave the logits of every other row bit for bit as they were, and a NaN a
+    NaN. A greedy row must keep its largest logit, unless the processor is there to change it.
     """
 
     def __call__(
@@ -37,10 +36,7 @@ class LogitsProcessor(Protocol):
         positions: Int[Array, " n"],
         /,
     ) -> Float[Array, "n vocab"]:
-        """Return new logits (float32).
-
-        `positions` (int32) is the index in its request of each token to draw.
-        """
+        """New logits (float32). `positions` (int32): the index in its request of each token."""
         ...
 
 
@@ -49,15 +45,15 @@ def process_logits(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    features: SamplingFeatures,
+    sampler: Sampler,
 ) -> Float[Array, "n vocab"]:
-    """Return the logits (float32) of the distribution that a token is drawn from.
+    """Return logits (float32) of the distribution that a token is drawn from.
 
-    Applies `adjusted_logits`, then the other processors of `features` in the order of `PROCESSORS`.
+    `adjusted_logits`, then the sampler's other processors in the order of `PROCESSORS`.
     `positions` (int32) is the index in its request of the token to draw.
     """
-    logits = adjusted_logits(logits, inputs, positions, features=features)
-    for name in cuts(features):
+    logits = adjusted_logits(logits, inputs, positions, sampler=sampler)
+    for name in cuts(sampler):
         logits = PROCESSORS[name](logits, inputs, positions)
     return logits
 
@@ -67,40 +63,46 @@ def adjusted_logits(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    features: SamplingFeatures,
+    sampler: Sampler,
 ) -> Float[Array, "n vocab"]:
-    """Apply biases, penalties and temperature (float32), and mask forbidden ids with -inf.
+    """Return logits (float32) with biases, penalties and temperature, and -inf for forbidden ids.
 
-    A finite logit that is not forbidden stays finite, so `has_argmax` of the result is
-    `has_choice`.
+    A finite logit stays finite, so `has_argmax` says whether the row can be drawn from.
     """
     logits = logits.astype(jnp.float32)
-    if BIAS in features:
+    if BIAS in sampler:
         logits = add_bias(logits, inputs, positions)
     scaled = logits
     for name in (PENALTIES, TEMPERATURE):
-        if name in features:
+        if name in sampler:
             scaled = PROCESSORS[name](scaled, inputs, positions)
     if scaled is not logits:
         most = jnp.finfo(jnp.float32).max
         scaled = jnp.where(jnp.isfinite(logits), jnp.clip(scaled, -most, most), scaled)
     forbidden = forbidden_ids(inputs, positions)
-    if BIAS in features:
+    if BIAS in sampler:
         forbidden = jnp.concatenate([forbidden, more_forbidden_ids(inputs, positions)], axis=1)
-    # Penalties and temperature keep -inf, so the scatter can be the last step, in place on an array
-    # made here. The model's logits, which logprobs read again, would have to be copied for it.
+    # Penalties and temperature leave -inf as it is, so the scatter may come last: it overwrites
+    # what was made here. In the model's logits, which logprobs read again, it would make a copy.
     return mask_columns(scaled, forbidden)
 
 
-def cuts(features: SamplingFeatures) -> list[str]:
+def cuts(sampler: Sampler) -> list[str]:
     """Return the names of the processors that follow `adjusted_logits`, in their order."""
-    names = set(features.processors) - {BIAS, PENALTIES, TEMPERATURE}
+    names = set(sampler.processors) - {BIAS, PENALTIES, TEMPERATURE}
     return sorted(names, key=list(PROCESSORS).index)
 
 
 def forbidden_ids(inputs: SamplingInputs, positions: Int[Array, " n"]) -> Int[Array, "n stops"]:
-    """Return the row's stop ids (int32) where `positions < min_len` (min_tokens); else -1."""
+    """The row's stop ids (int32) where `positions < min_len` (min_tokens); else -1."""
     return jnp.where((positions < inputs.min_len)[:, None], inputs.stop_ids, NO_TOKEN)
+
+
+def mask_stop_ids(
+    logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
+) -> Float[Array, "n vocab"]:
+    """`logits` with -inf at the row's `forbidden_ids`."""
+    return mask_columns(logits, forbidden_ids(inputs, positions))
 
 
 def has_choice(
@@ -108,36 +110,36 @@ def has_choice(
     inputs: SamplingInputs,
     positions: Int[Array, " n"],
     *,
-    features: SamplingFeatures,
+    sampler: Sampler,
 ) -> Bool[Array, " n"]:
-    """Return the rows that can draw a token: no NaN, and some finite logit is allowed.
+    """Whether a token can be drawn: no NaN, and something finite is left to allow.
 
-    `logits` are the raw ones; forbidden ids do not count. Top-k and top-p are not applied: after
-    them, a forced token (+inf) would leave no finite logit.
+    `logits` are the raw ones, and what the row forbids counts as not there. After top-k and top-p a
+    forced token (+inf) stands alone among -inf, so those are not looked at.
     """
-    return has_argmax(adjusted_logits(logits, inputs, positions, features=features))
+    return has_argmax(adjusted_logits(logits, inputs, positions, sampler=sampler))
 
 
 def scale_by_temperature(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """Return `logits / temperature`; greedy rows are unchanged."""
+    """`logits / temperature`; greedy rows are left as they are."""
     return logits / jnp.where(inputs.is_greedy, 1.0, inputs.temperature)[:, None]
 
 
 def mask_min_p(
     logits: Float[Array, "n vocab"], inputs: SamplingInputs, positions: Int[Array, " n"]
 ) -> Float[Array, "n vocab"]:
-    """Mask tokens (-inf) that are less than `min_p` times as likely as the likeliest one.
+    """`logits` (float32) with -inf where a token is less than `min_p` times as likely as the best.
 
-    The likeliest token is always kept. Rows whose `min_p` is 0 are unchanged.
+    The likeliest always stays, and so does every row in which `min_p` is 0.
     """
-    # log(0) is -inf, which masks nothing.
+    # log(0) is -inf, below which nothing lies.
     least = jnp.max(logits, axis=1) + jnp.log(inputs.min_p)
     return jnp.where(logits < least[:, None], -jnp.inf, logits)
 
 
-# In the order of vLLM. The keys are names of `SamplingFeatures`.
+# In vLLM's order. Their names are what a `Sampler` holds and `SamplingParams.sampler` asks for.
 PROCESSORS: dict[str, LogitsProcessor] = {
     BIAS: add_bias,
     PENALTIES: penalize,

@@ -1,59 +1,89 @@
-"""HostDrafter: drafts made on the host, which receives tokens some dispatches late.
+"""HostDrafter: drafts that are thought of on the host, which knows tokens some dispatches late.
 
-It predicts a path: the continuation of a request after the tokens that the host has. The device
-compares the path with the tokens emitted since, and drafts the rest of it:
+It says how a request will go on after the tokens that it knows. The device finds out how much of
+that has come since, and drafts what is left:
 
-        tokens on the host   a b c
-        path                       d e f g h i
-        emitted since              d e f            2 drafts: g h
-        emitted since              d x              no drafts: the path was wrong
+        known to the host    a b c
+        its path                   d e f g h i
+        since emitted              d e f            drafts of 2: g h
+        since emitted              d x              no drafts: it went another way
 """
 
-import abc
 import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.options import SpeculativeConfig
-from jaxspec.plan.plan import MoveRows, Program, plan_layout
-from jaxspec.plan.step_shapes import MAX_PATH, StepShapes
-from jaxspec.requests.request import Request
-from jaxspec.scheduler.request_observer import RequestObserver
+from jaxspec.config import MAX_PATH, StepShapes
+from jaxspec.plan import Program, plan_layout
+from jaxspec.request import Request
+from jaxspec.speculation import SpeculativeConfig
 
-# `SpeculativeConfig.method` -> module:class with a `from_config(config)`. Methods that are not
-# listed draft on the device alone.
-HOST_DRAFTERS = {"suffix": "jaxspec.scheduler.suffix_index:SuffixDrafter"}
+# `SpeculativeConfig.method` -> module:class, which has a `from_config(config)`. Other methods draft
+# on the device alone.
+HOST_DRAFTERS = {"suffix": "jaxspec.scheduler.suffix_drafter:SuffixDrafter"}
 
 
 class Path(NamedTuple):
-    """Expected continuation of a request."""
+    """What is expected behind the tokens of a request."""
 
     tokens: Sequence[int] = ()
-    match: int = 0  # number of matching tokens before it; a longer match is more reliable
+    match: int = 0  # tokens that led to it: the more they are, the likelier it is
 
 
-class HostDrafter(RequestObserver, abc.ABC):
-    """Predicts on the host how running requests continue."""
+class HostDrafter:
+    """Follows requests, on the hot path. This one expects nothing; others derive from it.
 
-    @abc.abstractmethod
+    It may draft, or only look on: each method is a moment in a request's life.
+    """
+
+    def add(self, request: Request) -> None:
+        """A request runs; it may have run before and been preempted."""
+
+    def extend(self, request: Request, tokens: Sequence[int]) -> None:
+        """A request that runs got `tokens`."""
+
+    def leave(self, request: Request) -> None:
+        """A request that ran is about to give its slot and pages back: it ended, or is preempted.
+
+        Until this returns they are its own: a plan that gives them away comes later. Steps in
+        flight may still bring tokens of a request that is preempted, and end it.
+        """
+
+    def remove(self, request: Request) -> None:
+        """A request has ended; perhaps it never ran."""
+
+    def settle(self, request: Request) -> None:
+        """A request that has ended was read by its caller: no stop string cuts it any more."""
+
+    def clear(self) -> None:
+        """Forget all, whatever an interrupt has left."""
+
+    def close(self) -> None:
+        """Nothing comes any more: finish what goes on beside the engine."""
+
+    def figures(self) -> dict[str, Any]:
+        """What it adds to `LLM.metrics`."""
+        return {}
+
     def path(self, request: Request, length: int) -> Path:
-        """Return the expected continuation of `request.tokens`, at most `length` tokens."""
+        """How a request that runs goes on behind `request.tokens`, `length` tokens at most."""
+        return Path()
 
 
-def make_host_drafter(config: SpeculativeConfig | None) -> HostDrafter | None:
-    """Create the host's part of `config.method`; None for methods that draft on the device."""
+def make_host_drafter(config: SpeculativeConfig | None) -> HostDrafter:
+    """The host's part of `config.method`."""
     if config is None or config.method not in HOST_DRAFTERS:
-        return None
+        return HostDrafter()
     module, name = HOST_DRAFTERS[config.method].split(":")
     return getattr(importlib.import_module(module), name).from_config(config)
 
 
 def path_length(config: SpeculativeConfig | None, max_in_flight: int, num_steps: int) -> int:
-    """Return the tokens per path: those that dispatches in flight may emit, then drafts.
+    """Tokens of a plan's paths: what a dispatch and those in flight may emit, and drafts behind it.
 
-    `num_steps` is the largest number of steps per dispatch. 0 means the method has no paths.
+    `num_steps`: the most that a dispatch makes. 0: the method needs no paths.
     """
     if config is None or config.method not in HOST_DRAFTERS:
         return 0
@@ -62,13 +92,10 @@ def path_length(config: SpeculativeConfig | None, max_in_flight: int, num_steps:
 
 
 def path_fields(
-    drafter: HostDrafter | None,
-    requests: Sequence[Request],
-    shapes: StepShapes,
-    program: Program | MoveRows,
+    drafter: HostDrafter, requests: Sequence[Request], shapes: StepShapes, program: Program
 ) -> dict[str, Any]:
-    """Return the plan fields with the paths of its first rows; empty in engines without paths."""
-    if drafter is None or "paths" not in plan_layout(program, shapes).fields:
+    """The fields of a plan that hold the paths of its first rows; none in engines without paths."""
+    if "paths" not in plan_layout(program, shapes).fields:
         return {}
     found = [drafter.path(request, shapes.path_length) for request in requests]
     paths = np.full((len(found), shapes.path_length), -1, np.int32)

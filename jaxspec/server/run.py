@@ -1,4 +1,4 @@
-"""Lifetime of the server: load, warm up, open the port, serve, drain, exit."""
+"""Run: the server's life, from loading over the open port to the last stream's end."""
 
 import asyncio
 import contextlib
@@ -8,46 +8,46 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.async_llm import AsyncLLM
 from jaxspec.server.app import make_app
-from jaxspec.server.generation.service import tokenizer_of
-from jaxspec.server.http.http_server import HttpServer
-from jaxspec.server.http.request_ids import LOG
+from jaxspec.server.http_server import HttpServer
 from jaxspec.server.options import ServerOptions
 from jaxspec.server.processes.api_processes import ApiProcesses
+from jaxspec.server.request_ids import LOG
+from jaxspec.server.service import tokenizer_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LOOK = 0.5  # seconds between checks for a failure of the engine
+_LOOK = 0.5  # seconds between looks for a failure of the engine
 _SWITCH_SECONDS = 0.0005
-"""Thread switch interval while serving (Python's default is 5 ms).
+"""For which a thread may keep Python's lock while another one waits for it.
 
-The event loop decodes the text of a whole step at once. With the default, the engine's thread could
-wait 5 ms for the GIL each time that it releases it within a step.
+The event loop makes texts of a whole step at once. With Python's own 5 ms the engine's thread would
+wait for that at each of the places of a step where it lets go of the lock.
 """
 
 
 class Front(Protocol):
-    """HTTP front end: in the engine's process, or in several others."""
+    """What speaks HTTP: this process, or others."""
 
     async def serve(self, on_start: Callable[[], None]) -> bool:
-        """Open the port, call `on_start` and serve until `end`; return False after a failure."""
+        """Open the port, call `on_start`, and serve until `end`; False: it failed."""
         ...
 
     def drain(self) -> None:
-        """Make `/ready` return 503: new requests are refused."""
+        """Have `/ready` say that new requests are refused."""
         ...
 
     def engine_failed(self, error: BaseException) -> None:
-        """Report a failed step of the engine."""
+        """A step failed."""
         ...
 
     def end(self, *, now: bool = False) -> None:
-        """Finish the requests in progress, or drop them if `now`, and return from `serve`."""
+        """Answer what is being answered, or not even that, and return from `serve`."""
         ...
 
 
 class _ThisProcess:
-    """A `Front` in the engine's process."""
+    """A `Front` whose routes ask the engine themselves."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, port: socket.socket):
         app = make_app(llm, options)
@@ -62,30 +62,31 @@ class _ThisProcess:
         self._service.is_draining = True
 
     def engine_failed(self, error: BaseException) -> None:
-        pass  # `/health` reads the engine's own state
+        pass  # `/health` asks the engine
 
     def end(self, *, now: bool = False) -> None:
         self._server.end(now=now)
 
 
 async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int:
-    """Load a model, warm it up, open the port and serve until a signal.
+    """Load a model, warm it up, open the port and serve until a signal ends it.
 
-    With `exit_on_failure`, a failed step ends it, too. The port opens last, so clients never
-    connect to a server that is still loading.
+    With `exit_on_failure` a step that fails ends it, too.
+
+    The port opens last, so who can connect will be served.
 
     Returns:
-        The exit status: 0; 1 if the engine failed or an API process exited by itself.
+        The exit status: 0; 1 if the engine failed or an API process ended by itself.
 
     Raises:
-        OSError: the port can't be bound.
+        OSError: the port can't be had.
         ValueError: the file of keys can't be read, or the model has no tokenizer.
     """
-    options.keys()  # fail before a model is loaded
+    options.keys()  # what is wrong there is told before a model is loaded
     with _bound(options) as port, _switching():
         where = _address(port)
         async with make_llm() as llm:
-            tokenizer_of(llm)  # fail before compilation
+            tokenizer_of(llm)  # told before all is compiled
             if options.warm_up:
                 await llm.get_ready()
             front: Front
@@ -101,11 +102,7 @@ async def serve(make_llm: Callable[[], AsyncLLM], options: ServerOptions) -> int
 
 
 class _Life:
-    """Shutdown of a server.
-
-    The first signal drains requests, a second one drops them. A failure of the engine ends the
-    server if `exit_on_failure` is set.
-    """
+    """What ends a server: a signal lets requests end, a second one does not; a failure may."""
 
     def __init__(self, llm: AsyncLLM, front: Front, options: ServerOptions):
         self._llm, self._front, self._options = llm, front, options
@@ -113,7 +110,7 @@ class _Life:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle signals and failures of the engine within the context."""
+        """Hear signals inside, and of a failure."""
         loop = asyncio.get_running_loop()
         for each in _SIGNALS:
             loop.add_signal_handler(each, self.end)
@@ -126,7 +123,7 @@ class _Life:
                 loop.remove_signal_handler(each)
 
     def end(self) -> None:
-        """Handle a signal: drain the first time, exit at once the second time."""
+        """A signal came."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
             return
@@ -135,13 +132,13 @@ class _Life:
         self._front.end(now=True)
 
     async def wait(self) -> None:
-        """Wait until a shutdown in progress is complete."""
+        """Until the end that a signal began is over."""
         if self._ending is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ending
 
     async def _watch(self) -> None:
-        """After a failed step, report it to the front and exit if `exit_on_failure` is set."""
+        """Once a step has failed, let streams tell that to their ends, and end if asked to."""
         while (error := self._llm.error) is None:
             await asyncio.sleep(_LOOK)
         self._front.engine_failed(error)
@@ -162,7 +159,7 @@ class _Life:
 
 @contextlib.contextmanager
 def _switching() -> Iterator[None]:
-    """Set the thread switch interval to `_SWITCH_SECONDS` within the context."""
+    """Threads take turns as `_SWITCH_SECONDS` says."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -173,10 +170,10 @@ def _switching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bound(options: ServerOptions) -> Iterator[socket.socket]:
-    """Bind the port without listening, so that a port in use fails before a model is loaded.
+    """The port, taken but not open: a server where one serves fails before it loads a model.
 
     Raises:
-        OSError: the port can't be bound.
+        OSError: it can't be had.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.socket(family) as port:

@@ -14,10 +14,9 @@ PACKAGE = Path(jaxspec.__file__).parent
 FILES = {
     str(path)
     for path in (
-        PACKAGE / "engine" / "session.py",
-        PACKAGE / "engine" / "engine.py",
-        PACKAGE / "requests" / "waiting_queue.py",
-        *(PACKAGE / "prefix").glob("*.py"),
+        PACKAGE / "session.py",
+        PACKAGE / "turns.py",
+        PACKAGE / "engine.py",
         *(PACKAGE / "scheduler").glob("*.py"),
         Path(contextlib.__file__),
     )

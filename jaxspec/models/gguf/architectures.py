@@ -1,4 +1,4 @@
-"""Table of the GGUF architectures that jaxspec supports; a new one is one entry."""
+"""The architectures of GGUF files that jaxspec has families for; to add one is a line here."""
 
 from jaxspec.checks import shown
 from jaxspec.gguf.file import GGUFFile
@@ -34,16 +34,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": attention.QWEN3_MOE,
     "qwen3next": gated_hybrid.QWEN3_NEXT,
 }
-"""Keyed by `general.architecture` of the metadata."""
+"""By `general.architecture` of the metadata."""
 
 _KEY = "general.architecture"
 
 
 def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
-    """Return the name of the file's architecture, and the architecture.
+    """The file's architecture and its name.
 
     Raises:
-        ValueError: It is missing or not supported.
+        ValueError: it names none, or one that jaxspec has no family for.
     """
     name = Block(file.metadata, file=str(file.path), remedy=REMEDY).need(_KEY, WORD)
     if name not in ARCHITECTURES:
@@ -55,10 +55,10 @@ def architecture_of(file: GGUFFile) -> tuple[str, Architecture]:
 
 
 def described(file: GGUFFile) -> Described:
-    """Return the file's description of its model, after checking its options.
+    """What the file says of its model, with options such as the layers compute.
 
     Raises:
-        ValueError: As `architecture_of`, or an option is not implemented.
+        ValueError: as `architecture_of`, or an option is not implemented.
     """
     name, architecture = architecture_of(file)
     prefix = f"{name}."

@@ -1,1 +1,1 @@
-"""GPU helpers that the kernels share: device sizes, memory accesses, register layouts, wgmma."""
+"""What the kernels share of the GPU: its sizes, accesses, register layouts and tensor cores."""

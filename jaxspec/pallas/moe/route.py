@@ -1,4 +1,4 @@
-"""Routing: the experts of each token, and their weights."""
+"""Routing: which experts a token goes to, and with which weights."""
 
 import dataclasses
 from typing import Literal
@@ -16,28 +16,28 @@ from jaxspec.pallas.norm.residual import sum_parts
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Rule by which a layer's experts are chosen.
+    """How a layer's experts are chosen.
 
-    Sigmoid scores, their correction and the groups follow the DeepSeek-V3 report (arXiv
-    2412.19437), section 2.1.2. Qwen's layers have softmax scores, without correction or groups.
+    DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2, has scores by sigmoid, their correction
+    and the groups; Qwen's layers have scores by softmax, and neither correction nor groups.
     """
 
-    num_experts: int  # routed experts, which tokens choose from
-    num_chosen: int  # routed experts per token
+    num_experts: int  # that compete
+    num_chosen: int  # of them, for each token
     score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = True  # True divides the weights of the chosen experts by their sum
-    eps: float = 0.0  # added to the sum of these weights
-    scale: float = 1.0  # factor of the final weights
-    groups: int = 1  # number of equal groups of adjacent experts
-    top_groups: int = 1  # groups that a token chooses from, by the sum of their best two
-    num_shared: int = 0  # shared experts, numbered after the routed ones; every token has them
-    gated_shared: bool = False  # True if a column after the experts' scores gates the shared ones
+    renormalise: bool = True  # the weights of the chosen are divided by their sum
+    eps: float = 0.0  # added to that sum
+    scale: float = 1.0  # of the weights, in the end
+    groups: int = 1  # of neighbouring experts, as many in each
+    top_groups: int = 1  # groups that a token may choose from: those with the best two in sum
+    num_shared: int = 0  # experts behind those that compete; every token has them
+    gated_shared: bool = False  # the column behind the experts' scores gates the shared ones
 
     def __post_init__(self) -> None:
-        """Check the sizes: groups must be equal and hold the chosen number of experts.
+        """Check the sizes, and that groups are even and hold as many experts as are chosen.
 
         Raises:
-            ValueError: a size does not fit.
+            ValueError: they are not.
         """
         for name in ("num_experts", "num_chosen", "groups", "top_groups"):
             checks.integer(name, getattr(self, name), 1)
@@ -73,18 +73,18 @@ class Routing:
 
     @property
     def none(self) -> int:
-        """Expert of padding tokens, which does not exist."""
+        """The expert that padding goes to: there is no such expert."""
         return self.num_experts + self.num_shared
 
     @property
     def parts(self) -> int:
-        """Experts per token, including the shared ones."""
+        """Experts that a token has, the shared ones among them."""
         return self.num_chosen + self.num_shared
 
 
 @flax.struct.dataclass
 class Choices:
-    """Experts and weights of each token: the chosen ones, best first, then the shared ones."""
+    """The experts of each token and what each counts: first the chosen, best first."""
 
     experts: Int[Array, "tokens parts"]  # int32; `Routing.none` for padding
     weights: Float[Array, "tokens parts"]  # float32; 0 for padding
@@ -96,19 +96,15 @@ def moe_route(
     live: Bool[Array, " tokens"],
     rule: Routing,
 ) -> Choices:
-    """Choose the experts of each token.
+    """The experts of each token.
 
-    The lower expert wins ties. Rows are independent. A live row with NaN among its experts' scores
-    gets arbitrary experts, and NaN as the weight of each chosen one.
-
-    Args:
-        scores: float32. One column per routed expert, then the gate of the shared ones if there is
-            one; further columns are padding. Partial sums (`moe_scores`) are summed first, always
-            in one order.
-        bias: float32, added to the scores for choosing experts, but not to the weights.
-        live: tokens to route. The others choose no expert, so the layer's kernels read no weights
-            for them.
-        rule: scores, groups and weights.
+    `scores` are float32: a column for each expert that competes, then the gate of the shared ones
+    if there is one; columns behind those are padding. They may come as partial sums (`moe_scores`),
+    which are summed first, always in one order. `bias` (float32) is added to the scores that
+    are compared, and not to the weights. Tokens that are not `live` choose no expert, so that the
+    layer's kernels read no weights for them. Of equal scores the lower expert wins. Rows are
+    independent. A live row with a NaN among the scores of those that compete gets some experts, and
+    NaN as the weight of each of the chosen.
     """
     if dispatch.runs_kernel("moe_route", why_not_kernel(scores, rule), rows=live.shape[0]):
         from jaxspec.pallas.moe.route_kernel import moe_route_kernel
@@ -118,7 +114,7 @@ def moe_route(
 
 
 def why_not_kernel(scores, rule):
-    """Return why `moe_route_kernel` cannot take these scores, or None."""
+    """Why `moe_route_kernel` does not take these scores, or None."""
     if scores.dtype != jnp.float32 or rule.num_experts % 8:
         return f"{rule.num_experts} experts in {scores.dtype}"
     if rule.top_groups < rule.groups:
@@ -127,6 +123,7 @@ def why_not_kernel(scores, rule):
 
 
 def moe_route_reference(scores, bias, live, rule):
+    """The specification of `moe_route`."""
     scores = sum_parts(scores, jnp.float32)
     logits = scores[:, : rule.num_experts].astype(jnp.float32)
     by_softmax = rule.score == "softmax"
@@ -157,7 +154,7 @@ def moe_route_reference(scores, bias, live, rule):
 def _in_top_groups(
     compared: Float[Array, "tokens experts"], rule: Routing
 ) -> Bool[Array, "tokens experts"]:
-    """Return True for the experts in a token's best groups."""
+    """Whether an expert's group is one of the token's best."""
     grouped = compared.reshape(compared.shape[0], rule.groups, rule.num_experts // rule.groups)
     best_two, _ = lax.top_k(grouped, 2)
     _, groups = lax.top_k(jnp.sum(best_two, axis=2), rule.top_groups)

@@ -1,4 +1,4 @@
-"""Pallas (Mosaic GPU) kernel of `add_norm` for Hopper GPUs."""
+"""The kernel of `add_norm` for a Hopper GPU (Pallas, Mosaic GPU)."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from jaxspec.pallas.gpu import access, layouts
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def add_norm_kernel(stream, pending, norm, *, interpret=None):
-    """Run `add_norm` for a given `pending`: each block holds one whole row in registers.
+    """`add_norm` where something is pending: a block has one row, all of it in registers.
 
     `interpret`: parameters of Mosaic's interpreter.
     """
@@ -26,7 +26,8 @@ def add_norm_kernel(stream, pending, norm, *, interpret=None):
         indices = [(row,)] if is_tokens else [(part, row) for part in range(pending.shape[0])]
 
         def load(piece):
-            """Load stream, pending parts and weight; all loads are issued before the first use."""
+            """What is added, and the norm's weight."""
+            """Everything of a piece, and nothing is used before all of it is under way."""
             of_piece = functools.partial(access.load, layout=piece.layout)
             parts = [of_piece(pending.at[*index, piece.columns]) for index in indices]
             return (
@@ -56,7 +57,7 @@ def add_norm_kernel(stream, pending, norm, *, interpret=None):
         out_type=(out, out),
         grid=(tokens,),
         grid_names=("row",),
-        # No automatic barriers: a block reads nothing that it writes, but for reduction scratch.
+        # No barriers are needed: the block writes nothing that it reads, except the sum's scratch.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **({} if interpret is None else {"interpret": interpret}),
     )

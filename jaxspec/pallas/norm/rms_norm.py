@@ -1,4 +1,4 @@
-"""RMSNorm, and the parameters of one norm as ops take them."""
+"""RMSNorm: the function, and the parameters of one norm as ops take them."""
 
 import flax.struct
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from jaxtyping import Array, Float
 
 @flax.struct.dataclass
 class Norm:
-    """Parameters of one `rms_norm`."""
+    """The parameters of one `rms_norm`."""
 
     weight: Float[Array, " features"]
     eps: float = flax.struct.field(pytree_node=False)  # added to the mean square
-    # If True, multiply by `1 + weight`.
+    # Whether the norm multiplies by `1 + weight`.
     zero_centred: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """Normalise `x` over its last axis, in its dtype."""
+        """`x` normed over its last axis, in its dtype."""
         return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
@@ -27,10 +27,10 @@ def rms_norm(
     *,
     zero_centred: bool = False,
 ) -> Float[Array, "*batch features"]:
-    """Return `x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, in the dtype of `x`.
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last axis, in float32, cast to `x`'s dtype.
 
-    Computed in float32. A zero-centred norm multiplies by `1 + weight`. Zhang and Sennrich 2019,
-    "Root Mean Square Layer Normalization", arXiv 1910.07467.
+    A zero-centred norm multiplies by `1 + weight`. Zhang and Sennrich 2019, "Root Mean Square Layer
+    Normalization", arXiv 1910.07467.
     """
     wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     if zero_centred:

@@ -1,8 +1,9 @@
-"""Chunk walk of recurrent prefills in XLA; `chunk_blocks` has that of the Mosaic kernels.
+"""The chunk walk of recurrent prefills in XLA; that of the Mosaic kernels is in `chunk_blocks`.
 
-Tokens are flat: a pytree of arrays `[tokens, ...]`. Sequence `s` is
-`query_start[s]:query_start[s + 1]`, and is computed in chunks of `CHUNK` tokens. The pool is
-`[layers, slots, candidates, heads, values, keys]`; outputs are `[tokens, heads, values]`.
+Tokens are flat, a pytree of arrays `[tokens, ...]`. Sequence `s` has the tokens from
+`query_start[s]` to `query_start[s + 1]`, and is computed in chunks of `CHUNK` tokens. The pool is
+`[layers, slots, candidates, heads, values, keys]`, and an output has the heads and values of a
+state.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxspec.pallas.recurrent.state_select import state_select
 from jaxspec.regions import PrefillRegion
 
-CHUNK = 64  # tokens per chunk; a chunk never spans two sequences
+CHUNK = 64  # tokens taken at once; a chunk never spans two sequences
 
 _States = Float[Array, "layers slots candidates heads values keys"]
 _Outputs = Float[Array, "tokens heads values"]
@@ -24,10 +25,10 @@ _Outputs = Float[Array, "tokens heads values"]
 def chunk_by_chunk(
     step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """Run `step` over the chunks of every sequence; return the outputs and the new pool.
+    """Outputs and the new pool, from `step(state, chunk)`: the state after it, and its outputs.
 
-    `step(state, chunk)` returns the state after a chunk, and its outputs. `chunk` has the structure
-    of `tokens`, with `CHUNK` tokens of one sequence; those after the sequence's end are zeros.
+    `chunk` has the structure of `tokens` and `CHUNK` tokens of one sequence, with zeros behind the
+    sequence's last.
     """
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens = jax.tree.leaves(tokens)[0].shape[0]
@@ -37,7 +38,7 @@ def chunk_by_chunk(
     chunks_end = jnp.cumsum((length + CHUNK - 1) // CHUNK, dtype=jnp.int32)
     initial = _initial_states(states, layer, chunks)
 
-    def padded(x):  # the last chunk may extend past the tokens
+    def padded(x):  # the last chunk may reach beyond the tokens
         return jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1))
 
     tokens = jax.tree.map(padded, tokens)
@@ -73,7 +74,7 @@ def chunk_by_chunk(
 def token_by_token(
     step: Callable, tokens: Any, states: _States, layer: int, chunks: PrefillRegion
 ) -> tuple[_Outputs, _States]:
-    """Reference for `chunk_by_chunk`, with `step(state, token)` for one token."""
+    """The specification of `chunk_by_chunk`, with `step(state, token)` for one token."""
     num_slots, seqs = states.shape[1], chunks.slots.shape[0]
     num_tokens, start = jax.tree.leaves(tokens)[0].shape[0], chunks.query_start
     if not seqs:
@@ -98,7 +99,7 @@ def token_by_token(
 
 
 def _without_chunks(num_tokens, states):
-    """Return the outputs and the pool where every token is padding."""
+    """Every token is padding."""
     return jnp.zeros((num_tokens, *states.shape[3:5]), jnp.float32), states
 
 
@@ -109,5 +110,5 @@ def _initial_states(states, layer, chunks):
 
 
 def product(equation: str, *operands: Array) -> Array:
-    """`einsum` in full float32; a GPU would use TF32 by default."""
+    """`einsum` in full float32, where a GPU would by default use TF32."""
     return jnp.einsum(equation, *operands, precision="highest")

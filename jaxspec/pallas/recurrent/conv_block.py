@@ -1,9 +1,8 @@
-"""Convolution inside a block of a replay kernel, starting from the projection.
+"""The convolution inside a block of a replay's kernel, from a projection on.
 
-Each thread handles some channels. It reads the inputs before the row's tokens from the
-convolution's ring, then the tokens, and stores the tokens in ring rows that no block reads. Several
-blocks may hence compute the same channels without a race, and one of them stores the inputs. The
-numbers are those of `conv_update`.
+A thread has some channels. It reads the inputs before the row's tokens from the convolution's ring,
+then the tokens, and stores these in the ring, in rows that no block reads. So several blocks may
+compute the same channels, and one of them stores those. The numbers are those of `conv_update`.
 """
 
 from typing import Any, NamedTuple
@@ -19,29 +18,28 @@ from jaxspec.pallas.recurrent.replay_block import RingBlock
 
 
 class ConvInputs(NamedTuple):
-    """Inputs of the convolution for some channels, in registers."""
+    """Inputs of the convolution in some channels, in registers."""
 
     channels: Any  # slice of all channels
     taps: list[Any]
-    bias: Any  # None means no bias
-    past: list[Any]  # inputs before the step's tokens, the oldest first
-    new: list[Any]  # inputs of the step's tokens
+    bias: Any  # None: there is none
+    past: list[Any]  # the inputs before the step's tokens, the oldest first
+    new: list[Any]  # those of the tokens
 
 
 class ConvBlock:
-    """Convolution of one row: loads its inputs, computes its outputs, and updates its ring."""
+    """The convolution of one row: where its inputs lie, and what becomes of them."""
 
     def __init__(self, ring: RingBlock, conv_rows: int, bias: Any = None):
-        """Take the references `x`, `taps` and `conv` from `ring.gmem`.
+        """`conv_rows`: rows of the convolution's ring. `bias`: a reference to all channels'.
 
-        `conv_rows`: rows of the convolution's ring. `bias`: a reference to the bias of all
-        channels, or None.
+        The references `x`, `taps` and `conv` are those of `ring.gmem`.
         """
         self.ring, self.gmem, self.conv_rows, self.bias = ring, ring.gmem, conv_rows, bias
         self.history, self.width = ring.gmem.taps.shape[0] - 1, ring.sizes.width
 
     def load(self, channels: Any, layout: Any) -> ConvInputs:
-        """Load the inputs, taps and bias of these channels."""
+        """The inputs in these channels, and their taps."""
         gmem, history = self.gmem, self.history
         new = [gmem.x.at[self.ring.table.row, t, channels] for t in range(self.width)]
         taps = [gmem.taps.at[i, channels] for i in range(history + 1)]
@@ -51,13 +49,13 @@ class ConvBlock:
         return ConvInputs(channels, taps, bias, past, new)
 
     def _in_ring(self, offset, channels):
-        """Return the reference in the ring to the input `offset` tokens after this step's first."""
+        """The input `offset` tokens after this step's first, in the convolution's ring."""
         row = self.ring.table.conv_start + offset % self.conv_rows
         row = jnp.where(row >= self.conv_rows, row - self.conv_rows, row)
         return self.gmem.conv.at[self.ring.pool_index * self.conv_rows + row, channels]
 
     def convolve(self, inputs: ConvInputs) -> list[Any]:
-        """Return the convolution's output for each token, rounded as in `conv_update`."""
+        """The convolution's output for each token, rounded as `conv_update` gives it."""
         dtype = inputs.new[0].dtype
         taps, tokens = (
             [x.astype(jnp.float32) for x in xs] for xs in (inputs.taps, inputs.past + inputs.new)
@@ -67,7 +65,7 @@ class ConvBlock:
         return [out.astype(dtype) for out in outs]
 
     def append(self, inputs: list[ConvInputs], condition: Any = True) -> None:
-        """Store the tokens' inputs in the convolution's ring if `condition` holds."""
+        """Store these inputs of the tokens in the convolution's ring, under a condition."""
 
         def append_token(t):
             for part in inputs:
@@ -76,7 +74,7 @@ class ConvBlock:
         self.ring.for_real_tokens(append_token, condition)
 
     def load_column(self, column: Any) -> list[Any]:
-        """Load a column of the projection, one lane per token, in the `pieces_of` the tokens."""
+        """One column of the projection, a lane for each token, in `pieces_of` the tokens."""
         x = self.gmem.x.at[self.ring.table.row]
         return [
             load(x.at[pl.ds(start, count), pl.ds(column, 1)], _a_lane_each(count))
@@ -86,7 +84,7 @@ class ConvBlock:
         ]
 
     def store_column(self, target: Any, first: int, pieces: list[Any]) -> None:
-        """Store pieces, as of `load_column`, in shared memory from element `first` on."""
+        """Store what was made of a `load_column` in shared memory, from element `first` on."""
         for (start, count), piece in zip(layouts.pieces_of(self.width), pieces, strict=True):
             if count > 1:
                 store(target.at[pl.ds(first + start, count)], jnp.sum(piece, axis=1))
@@ -95,7 +93,7 @@ class ConvBlock:
 
 
 def _a_lane_each(count):
-    """Return the register layout of a column of `count > 1` elements, copied in every warp."""
+    """Register layout of a column of `count` elements, more than one: the same in every warp."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((count, 1),)),
         warp_dims=(plgpu.Replicated(4),),

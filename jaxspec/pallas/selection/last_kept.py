@@ -1,4 +1,4 @@
-"""Truncation of rows of logits after a last kept id, as in top-k and top-p."""
+"""LastKept: the last id that each row of logits keeps."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class LastKept(NamedTuple):
-    """Last id that each row keeps, in descending order of logits; ties in ascending order of ids.
+    """The last id that each row keeps, in the order of its logits; of equal ones the lower first.
 
-    Comparing every other id with it replaces a mask that would have to be scattered back.
+    A comparison with it decides for every other id, so no mask is scattered back.
     """
 
     logit: Float[Array, " n"]
@@ -18,16 +18,16 @@ class LastKept(NamedTuple):
 
     @staticmethod
     def none(n: int) -> "LastKept":
-        """Return an instance that keeps every id."""
+        """Keep every id."""
         return LastKept(jnp.full(n, -jnp.inf), jnp.full(n, jnp.iinfo(jnp.int32).max, jnp.int32))
 
     def where(self, chosen: Bool[Array, " n"], other: "LastKept") -> "LastKept":
-        """Select `self` in the rows that are `chosen`, `other` elsewhere."""
+        """Return this one in the rows that are `chosen`, and `other` elsewhere."""
         return LastKept(*(jnp.where(chosen, a, b) for a, b in zip(self, other, strict=True)))
 
     def mask(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Set the logits of ids after each row's last kept id to -inf."""
+        """Return `logits` with -inf after each row's last kept id."""
         ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logit, last_id = self.logit[:, None], self.id[:, None]
-        is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # False for NaN
+        is_behind = (logits < logit) | ((logits == logit) & (ids > last_id))  # no NaN is
         return jnp.where(is_behind, -jnp.inf, logits)

@@ -1,7 +1,7 @@
-"""Keys of programs in the program cache, the same in every process.
+"""What tells a program from all others, in this process and in later ones.
 
-A key is a hash of all inputs of tracing: the sources of this package, versions, devices, JAX's
-settings, the arguments, and the constants that the program's function closes over.
+A key holds all that tracing reads: the sources of this package, versions, devices, JAX's settings,
+the arguments, and what the program's function closes over.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def sources() -> str:
-    """Return a digest of this package's source files on disk."""
+    """A digest of this package's code, as it lies on disk now."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
     for file in sorted(package.rglob("*.py")):
@@ -33,9 +33,9 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-SOURCES = sources()  # at import: the sources that this process runs
+SOURCES = sources()  # at import: those that this process runs
 _VERSIONS = {module.__name__: module.__version__ for module in (flax, jax, jaxlib, np)}
-_COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules identified by sources and versions
+_COVERED = {"builtins", "jaxspec", *_VERSIONS}  # modules whose code sources and versions tell
 _PLACES = (
     "jax_backend_target",
     "jax_default_device",
@@ -46,7 +46,7 @@ _PLACES = (
 
 
 def settings() -> dict[str, Any]:
-    """Return JAX's settings with plain values, except those that select the device."""
+    """JAX's settings in plain values, but for those that say where programs run."""
     return {
         name: value
         for name, value in _all_settings().items()
@@ -55,7 +55,7 @@ def settings() -> dict[str, Any]:
 
 
 def _all_settings() -> dict[str, Any]:
-    """Return JAX's settings in the current context, except those of the compilation cache."""
+    """As a `with` around this may have set them, but for where and when XLA's programs are kept."""
     return {
         name: getattr(jax.config, name, value)
         for name, value in jax.config.values.items()
@@ -64,13 +64,13 @@ def _all_settings() -> dict[str, Any]:
 
 
 def described(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and weak type of an array."""
+    """An array without its values and its place."""
     kind = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def words(x: Any) -> str | None:
-    """Return a text of `x` that is equal in all processes, or None if there is none."""
+    """`x` as the same text in every process; None: another process could not tell what it is."""
     try:
         return repr(_plain(x))
     except _UnknownError as unknown:
@@ -79,7 +79,7 @@ def words(x: Any) -> str | None:
 
 
 def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """Return a hash like `key`, but independent of devices; None if `words` has no text."""
+    """As the key, but the same for a process with other devices; None: who knows."""
     leaves, tree = jax.tree.flatten(jax.tree.map(described, args))
     operands = tree, [(str(leaf.shape), str(leaf.dtype), leaf.weak_type) for leaf in leaves]
     mesh = repr(jax.sharding.get_abstract_mesh())
@@ -88,14 +88,9 @@ def fingerprint(args: tuple[Any, ...], closed_over: Any) -> str | None:
 
 
 def key(args: tuple[Any, ...], closed_over: Any) -> str | None:
-    """Return a hash that is equal in all processes that would trace the same program.
+    """The same in every process that would trace the same program; None: who knows.
 
-    Args:
-        args: Arguments of the program.
-        closed_over: Everything else that its function depends on, besides this package's sources.
-
-    Returns:
-        The hash, or None if `words` has no text for the inputs.
+    `closed_over`: all that the function depends on, but for `args` and this package's sources.
     """
     here = device.default_device()
     leaves, tree = jax.tree.flatten(args)
@@ -114,11 +109,11 @@ def _operand(leaf: Any) -> tuple[str, ...]:
 
 
 class _UnknownError(Exception):
-    """A value that has no text with the same meaning in all processes."""
+    """Something whose meaning another process could not tell from its words."""
 
 
 def _plain(x: Any) -> Any:
-    """Convert `x` to numbers, strings and tuples, without addresses and unused parts."""
+    """`x` in numbers, words and tuples: no address, and no more than a program depends on."""
     if x is None or isinstance(x, bool | int | float | str):
         return x
     if isinstance(x, enum.Enum):
@@ -134,7 +129,7 @@ def _plain(x: Any) -> Any:
     if isinstance(x, functools.partial):
         return "partial", _plain(x.func), _plain(x.args), _plain(x.keywords)
     if dataclasses.is_dataclass(x):
-        # Programs do not depend on fields with compare=False.
+        # What is not compared is no part of a program.
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.compare}
         return _plain((type(x), fields))
     if isinstance(x, Mapping):

@@ -1,4 +1,4 @@
-"""Channel: messages and remote calls between two processes of the server, over one socket."""
+"""Channel: what two of the server's own processes tell and ask each other, over one socket."""
 
 import asyncio
 import contextlib
@@ -9,44 +9,45 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 _LENGTH = struct.Struct("<Q")
-_ANSWER = ""  # name of frames with an answer
-_MAX_BUFFERED = 2**28  # unsent bytes above which the connection is aborted
+_ANSWER = ""  # the name of an answer's frame
+_MAX_BUFFERED = 2**28  # bytes that wait for the other side; one that reads nothing is given up
 _Frame = tuple[int | None, str, tuple[Any, ...]]
 
 
 class Channel:
-    """Ordered frames in both directions: a length and a pickle of (number, name, arguments).
+    """Frames both ways, in order: a length, and a pickle of (number, name, arguments).
 
-    Pickles are safe here, as in `multiprocessing`: the socket has no name, so only the two
-    processes can write to it.
+    Pickles are safe here as they are in `multiprocessing`: the socket has no name, so nobody but
+    the two processes can write into it.
 
-    A received frame calls the handler of its name in `handlers`, with its arguments. Handlers for
-    `ask` are coroutine functions, and handlers for `tell` are plain ones.
+    What comes calls the function of its name in `handlers`. It is a coroutine function where an
+    answer is asked for.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        """Speak over an open connection."""
         self.handlers: Mapping[str, Callable[..., Any]] = {}
         self._reader, self._writer = reader, writer
         self._asked = dict[int, asyncio.Future[Any]]()
         self._num_asked = 0
         self._is_gone = False
-        self._tasks = set[asyncio.Task[None]]()  # running handlers of `ask`
+        self._tasks = set[asyncio.Task[None]]()  # that make answers
 
     @classmethod
     async def of(cls, end: socket.socket) -> Self:
-        """Create a channel over one end of a socket pair."""
+        """The channel over one end of a pair of sockets."""
         return cls(*await asyncio.open_connection(sock=end))
 
     def tell(self, name: str, *args: Any) -> None:
-        """Call a handler of the other side without an answer; does nothing if that side is gone."""
+        """Have the other side call its handler of this name; a side that is gone hears nothing."""
         self._write(None, name, args)
 
     async def ask(self, name: str, *args: Any) -> Any:
-        """Call a handler of the other side and return its result.
+        """What the other side's handler returns.
 
         Raises:
             ConnectionError: the other side is gone.
-            Exception: raised by the handler.
+            Exception: what the handler raised.
         """
         if self._is_gone or self._writer.is_closing():
             raise ConnectionResetError("The other process of the server is gone.")
@@ -59,7 +60,7 @@ class Channel:
             del self._asked[number]
 
     async def hear_first(self) -> Any:
-        """Return the argument of the first message, without calling a handler; use it before `run`.
+        """The argument of the first thing told. No handler is called; `run` hears what follows.
 
         Raises:
             EOFError: the other side is gone.
@@ -68,10 +69,10 @@ class Channel:
         return argument
 
     async def run(self) -> None:
-        """Handle messages until the other side is gone.
+        """Hear the other side until it is gone.
 
         Raises:
-            Exception: raised by a handler of `tell`.
+            Exception: what a handler of something told raised.
         """
         try:
             with contextlib.suppress(EOFError, ConnectionError):
@@ -85,7 +86,7 @@ class Channel:
                     each.set_exception(ConnectionResetError("The other process is gone."))
 
     def hang_up(self) -> None:
-        """Close the connection, which ends `run` on both sides."""
+        """Close the connection: both sides' `run` ends."""
         self._writer.close()
 
     async def _read(self) -> bytes:
@@ -123,7 +124,7 @@ class Channel:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its message if it can't be pickled."""
+    """An error that comes through; one that can't be pickled gives its words."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,1 +1,0 @@
-"""Python API: `LLM`, `AsyncLLM`, their common base, and model loading."""

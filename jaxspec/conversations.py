@@ -1,0 +1,105 @@
+"""Messages of conversations: how many conversations there are, and what a message's content is."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+from jaxspec.checks import items, shown
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages, each `{"role": ..., "content": ...}`."""
+MAX_CONVERSATIONS = 2**16
+_TEXT_KINDS = ("text", "input_text", "output_text")
+# A template that loops over a content takes its parts; another takes a text.
+_WALKS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
+_EXAMPLE = '[{"role": "user", "content": "Hi"}]'
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How `LLM.chat` writes a conversation out, by name."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what is none of `TemplateOptions`.
+
+    Raises:
+        TypeError: there is no argument of such a name.
+    """
+    known = TemplateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(
+                f"A chat has no argument {name!r}; the nearest is {near!r}. A switch of the "
+                "template's own goes into chat_template_kwargs, a dict."
+            )
+
+
+def conversations_of(messages: Any) -> list[Any]:
+    """The conversations of a call: one, which is a list of messages, or a list of several.
+
+    Raises:
+        ValueError: it is neither, or has too many.
+    """
+    found = items(messages, MAX_CONVERSATIONS)
+    if not found or isinstance(found[0], Mapping):
+        return [found if isinstance(messages, Iterator) else messages]
+    if len(found) > MAX_CONVERSATIONS:
+        raise ValueError(
+            f"One call may have at most {MAX_CONVERSATIONS:,} conversations, got more. Make "
+            "several calls."
+        )
+    if any(items(each, 0) is None for each in found):
+        raise ValueError(
+            f"messages must be a list of messages such as {_EXAMPLE}, or a list of such lists, got "
+            f"{shown(messages)}."
+        )
+    return found
+
+
+def with_plain_contents(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Messages whose contents are texts, or parts where the template `source` walks through them.
+
+    The parts of a content are texts, or `{"type": "text", "text": ...}`. Joined to one text they
+    are lines.
+
+    Raises:
+        ValueError: a part is no text.
+    """
+    walks = _WALKS_PARTS.search(source) is not None
+    return [_plain(message, f"messages[{n}]", walks) for n, message in enumerate(messages)]
+
+
+def _plain(message: dict[str, Any], place: str, walks: bool) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, list):
+        return message
+    texts = [_text(part, f"{place}['content'][{n}]") for n, part in enumerate(content)]
+    parts = [{"type": "text", "text": text} for text in texts]
+    return message | {"content": parts if walks else "\n".join(texts)}
+
+
+def _text(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _TEXT_KINDS and isinstance(part.get("text"), str):
+        return part["text"]
+    if isinstance(kind, str) and kind not in _TEXT_KINDS:
+        raise ValueError(
+            f"{place} is a part of the type {shown(kind)}, and jaxspec reads text alone: parts are "
+            '{"type": "text", "text": ...}. Leave it out, or describe it in words.'
+        )
+    raise ValueError(
+        f'{place} must be {{"type": "text", "text": ...}} or a text, got {shown(part)}. Parts of '
+        "a content are texts."
+    )

@@ -1,1 +1,0 @@
-"""Step loop, sessions of synchronous and asynchronous callers, and admission. Imports no JAX."""

@@ -1,1 +1,0 @@
-"""Requests: prompts, sampling parameters, their state on the host, and outputs. Imports no JAX."""

@@ -1,0 +1,159 @@
+"""Errors as clients know them: which status, OpenAI's error object, and how long a message gets."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxspec.async_errors import DrainingError, EngineDeadError, QueueFullError, QueueTimeoutError
+from jaxspec.checks import shown
+from jaxspec.server.translate import FieldError, anthropic
+
+_MAX_MESSAGE = 2000  # characters
+_MAX_FAULTS = 10  # of a body that are told
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+# What pydantic calls members of unions, where that could be a field's name.
+_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict"})
+# The engine's errors, and after how many seconds it makes sense to ask again.
+ENGINE_ERRORS: dict[type[Exception], tuple[int, int | None]] = {
+    QueueFullError: (503, 1),
+    DrainingError: (503, 8),
+    EngineDeadError: (503, 8),
+    QueueTimeoutError: (408, None),
+}
+
+
+class ApiError(Exception):
+    """What a request gets instead of an answer.
+
+    `param` is the field that is wrong, as a dotted path. `headers` go with the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """Keep what is told."""
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.headers = dict(headers or {})
+
+    @staticmethod
+    def of(error: Exception) -> "ApiError":
+        """The error that a client sees of any other; a bug of ours tells nothing of itself."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, RequestValidationError):
+            return _of_faults(error.errors())
+        if isinstance(error, ValidationError):  # of a body that was made of another
+            faults = error.errors(include_url=False, include_context=False)
+            return _of_faults([{**fault, "loc": ("body", *fault["loc"])} for fault in faults])
+        if isinstance(error, HTTPException):
+            return ApiError(error.status_code, _http_message(error), headers=error.headers)
+        for kind, (status, seconds) in ENGINE_ERRORS.items():
+            if isinstance(error, kind):
+                wait = {} if seconds is None else {"retry-after": str(seconds)}
+                return ApiError(status, str(error), headers=wait)
+        return ApiError(500, "The server failed on this request; its log says why.")
+
+    @staticmethod
+    def of_value(error: ValueError | TypeError, fields: Sequence[str] = ()) -> "ApiError":
+        """The error of a value that the engine refused.
+
+        Its message begins with the field's name, if it is about one of `fields`.
+        """
+        if isinstance(error, ValidationError):
+            return ApiError.of(error)
+        message = str(error)
+        first = message.partition(" ")[0]
+        if isinstance(error, FieldError) or first in fields:
+            return ApiError(400, message, param=first)
+        return ApiError(400, message)
+
+    def as_object(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        message = self.message
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE - 3]}..."
+        kind = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
+        told = {"message": message, "type": kind, "param": self.param, "code": self.status}
+        return {"error": told}
+
+    def response(self, path: str) -> Response:
+        """The answer, in the form of the API that `path` belongs to."""
+        content = self.as_object()
+        if path.startswith("/v1/messages"):
+            content = anthropic.error(self.status, content["error"]["message"])
+        return json_response(content, self.status, self.headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An answer in JSON; a number that JSON lacks, such as NaN, is null."""
+    body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """The handler of all errors of the app."""
+    return ApiError.of(error).response(request.scope["path"])
+
+
+def _http_message(error: HTTPException) -> str:
+    """What the routes and the parser say, with the way out."""
+    if error.status_code == 404:
+        return "There is no such route. docs/serving.md lists those that there are."
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another")
+        return f"This route takes the method {allowed}."
+    return str(error.detail)
+
+
+def _of_faults(faults: Sequence[Any]) -> ApiError:
+    """The error of a body that its model refuses, from pydantic's list of faults."""
+    told = [_fault(fault) for fault in faults[:_MAX_FAULTS]]
+    if len(faults) > _MAX_FAULTS:
+        told.append(f"and {len(faults) - _MAX_FAULTS:,} more")
+    return ApiError(400, "; ".join(told) + ".", param=_place(faults[0]) or None)
+
+
+def _fault(fault: Mapping[str, Any]) -> str:
+    place, kind = _place(fault), fault["type"]
+    if kind == "json_invalid":
+        return f"The body must be JSON, and is not: {fault['ctx']['error']}"
+    if kind == "missing" and place:
+        return f"{place} must be given"
+    said = fault["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return f"{place}: {said}" if place else said
+    said = said.replace("Input should be", "must be", 1)
+    return f"{place or 'The body'} {said}, got {shown(fault.get('input'))}"
+
+
+def _place(fault: Mapping[str, Any]) -> str:
+    """Where a fault is, without pydantic's names of a union's members."""
+    if fault["type"] == "json_invalid":
+        return ""
+    first, *rest = [*map(str, fault["loc"][1:]), ""]
+    steps = [first, *(step for step in rest if step not in _MEMBERS)]
+    return ".".join(step for step in steps if step.isidentifier() or step.isdigit())

@@ -1,1 +1,0 @@
-"""Generation for the routes: submits requests and converts outputs to parts of answers."""

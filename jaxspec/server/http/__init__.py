@@ -1,1 +1,0 @@
-"""HTTP layer: server, connections, errors, server-sent events, API keys and request ids."""

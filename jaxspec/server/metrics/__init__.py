@@ -1,1 +1,0 @@
-"""Metrics of the server: histograms, snapshots, Prometheus export and step times."""

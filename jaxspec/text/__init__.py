@@ -1,1 +1,0 @@
-"""Text: tokenizers, chat templates, streamed detokenization, tool-call parsers. Imports no JAX."""

@@ -1,1 +1,0 @@
-"""Visualization of generations: plots, colored tokens, timelines of steps."""
