@@ -16,7 +16,9 @@ def beside_llm(*files: Figures) -> str:
         llm, http = case["llm"], case["http"]
         speeds = [f"{way['output_tokens_per_second']:,.0f}" for way in (llm, http)]
         share = f"{case['of_llm']:.1%} ({case['of_llm_least']:.1%} to {case['of_llm_most']:.1%})"
-        waits = [f"{_time(llm, name)}, {_time(http, name)}" for name in ("ttft", "gap")]
+        waits = [
+            ", ".join(_time(way, name, ",.1f") for way in (llm, http)) for name in ("ttft", "gap")
+        ]
         busy = http["processors"]
         processors = [f"{busy[name]:.0%}" for name in ("server", "event_loop", "generator")]
         lines.append([*_about(case), *speeds, share, *waits, *processors, case["commit"]])
@@ -59,11 +61,11 @@ def _of_part(part: str, files: tuple[Figures, ...]) -> list[Figures]:
     return [case for file in files for case in file["results"] if case["part"] == part]
 
 
-def _time(case: Figures, name: str) -> str:
+def _time(case: Figures, name: str, form: str = ".2f") -> str:
     # Without two portions of one answer no gap was measured.
     if f"{name}_ms_p50" not in case:
         return "–"
-    return f"{case[f'{name}_ms_p50']:,.2f} ({case[f'{name}_ms_p99']:,.2f})"
+    return f"{case[f'{name}_ms_p50']:{form}} ({case[f'{name}_ms_p99']:{form}})"
 
 
 def _about(case: Figures) -> list[str]:
